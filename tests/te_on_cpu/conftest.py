@@ -1,5 +1,5 @@
-"""Tests of Transformer Engine on emulated kernels. A usual pytest process collects test_processes.py, which starts the
-processes that run the others and tests/gpu, and test_whole_steps.py, which starts training runs."""
+"""Tests of Transformer Engine on emulated kernels. A normal pytest process collects only two files: test_processes.py starts
+processes that run the other files and tests/gpu, and test_whole_steps.py starts training runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def only_member() -> Iterator[None]:
-    """A process group of this process alone: that of the session's policies, or one for this test."""
+    """Yield a process group with only this process: the group of the session's policies, or a new one for this test."""
     if dist.is_initialized():
         yield
         return

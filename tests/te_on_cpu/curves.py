@@ -3,9 +3,9 @@
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
         [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 16] [--minutes N]
 
-Each run of a recipe and a seed is a file in OUT, written when it ends; what is there is not run again. No run begins
-after --minutes; one thread. OUT/curves.json has all losses with a table, OUT/curves.png the plot. The seed decides weights and
-demonstrations, so that runs of one seed differ in precision alone. The casts are the kernels' to the bit, the sums are not.
+Each run of a recipe and a seed writes a file in OUT when it ends; runs with a file are skipped. No run starts after --minutes.
+It uses one thread. OUT/curves.json has all losses and a table, OUT/curves.png the plot. The seed determines weights and
+demonstrations, so runs with the same seed differ only in precision. Casts have the real kernels' bits, but sums do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.learning import losses
 from tools.benchmarks.gpu.rank import config_of
 
 NOTE = "Transformer Engine's own Python on emulated kernels"
-LAST = 10  # steps whose mean is a run's end
+LAST = 10  # a run's final loss is the mean over this many last steps
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": None},
     "tensorwise": {"recipe": "tensorwise"},
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, device: Any, name: str, seed: int) -> None:
-    """Train one variant, unless its file is there with these settings."""
+    """Train one variant, unless a file with these settings exists."""
     path = options.out / f"run-{name.replace(', ', '-').replace(' ', '_')}-{seed}.json"
     settings = {"recipe": name, "seed": seed, "steps": options.steps, "per_step": options.per_step}
     if path.exists() and settings.items() <= json.loads(path.read_text()).items():
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, device: Any, name: str, seed: int) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return by recipe the mean loss of the last steps over seeds, its spread, and how far each seed is from its bf16 run."""
+    """Return by recipe the mean final loss over seeds, its range, and each seed's difference from its bf16 run."""
     ends: dict[str, dict[int, float]] = {}
     for one in runs:
         ends.setdefault(one["recipe"], {})[one["seed"]] = statistics.mean(one["losses"][-LAST:])

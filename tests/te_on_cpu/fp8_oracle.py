@@ -1,6 +1,6 @@
-"""FP8 by its definition, in float64 with numpy: the numbers of a format, the nearest of them to a value, and scales by block.
+"""FP8 by definition, in float64 with numpy: the numbers of a format, the nearest number to a value, and scales by block.
 
-Shares no code with what it checks: neither torch's FP8 dtypes nor the emulated extension.
+It shares no code with torch's FP8 dtypes or the emulated extension, because it checks both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Format:
         return np.array(found)
 
     def encode(self, values: Float) -> Bits:
-        """Return the code of the nearest number, of the even code where two are as near, of the largest beyond the range."""
+        """Return the code of the nearest number. Ties go to the even code; values beyond the range get the largest number."""
         magnitude = np.minimum(np.abs(values), self.largest)
         above = np.searchsorted(self.magnitudes, magnitude).clip(1, len(self.magnitudes) - 1)
         below = above - 1
@@ -51,7 +51,7 @@ FORMATS = {"e4m3": Format(4, 3, 7, 448.0), "e5m2": Format(5, 2, 15, 57344.0)}
 
 
 def to_fp32(values: Float) -> Float:
-    """Return float64 numbers rounded to float32, one exact rounding for a product or quotient of two such."""
+    """Return float64 numbers rounded to float32. For a product or quotient of two float32 numbers this rounds exactly once."""
     with np.errstate(over="ignore"):
         return values.astype(np.float32).astype(np.float64)
 

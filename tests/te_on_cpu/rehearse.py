@@ -1,11 +1,11 @@
-"""One rank with Transformer Engine's layers, run on fake tensors: its own Python over an extension that only makes shapes.
+"""Run one rank with Transformer Engine's layers on fake tensors: TE's own Python over an extension that only makes shapes.
 
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
-Reads requests of grpo_mega.megatron.rehearsal, a line of JSON each, and prints the same answers, with `saved` beside: what
-autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], the largest sum first. Copies
-of the weights in FP8 are not counted: they stay between passes, and the plan has a figure of their own for them. It needs a
-process of its own. The settings are those of a GPU wherever they decide what is kept.
+Reads requests of grpo_mega.megatron.rehearsal, one line of JSON each, and prints the same answers plus `saved`: the tensors
+that autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], largest sum first. FP8
+copies of weights are not counted, because they stay between passes and the plan has a separate figure for them. The script
+needs a separate process. Settings that affect the kept tensors have their values for a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # functions that Megatron compiles on a GPU keep the same tensors when they are not
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # uncompiled, Megatron's functions keep the same tensors
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ Saved = tuple[tuple[int, ...], str, int]
 
 
 class KeptByTE(rehearse_rank.Kept):
-    """Counts a quantised tensor by the tensors inside of it, and notes shapes."""
+    """A counter that counts a quantized tensor by its inner tensors, and records shapes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -61,13 +61,13 @@ weight_copies: dict[int, Any] = {}  # by id
 
 
 def inner(tensor: Any) -> list[Tensor]:
-    """Return the tensors that a quantised one consists of; none for a plain one."""
+    """Return the inner tensors of a quantized tensor; an empty list for a plain one."""
     is_quantised = hasattr(tensor, "get_data_tensors")
     return [t for t in vars(tensor).values() if isinstance(t, Tensor)] if is_quantised else []
 
 
 def attend(*args: Any, **kwargs: Any) -> list[Any]:
-    """Make the shapes of fused attention's forward: with statistics of the softmax, fp32 by token and head, for training."""
+    """Make the shapes of fused attention's forward. For training add softmax statistics in fp32 by token and head."""
     is_training, q, v = args[2], args[13], args[15]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return (
@@ -82,7 +82,7 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 def packed_params(
     cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Take the place of what Megatron's local layers are given."""
+    """Return packed-sequence parameters for TE, instead of the ones for Megatron's local layers."""
     return te_params(cuts, cp_size)
 
 
@@ -93,19 +93,19 @@ def read_half(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
 
 
 def make_shapes_only() -> None:
-    """Replace what reads values, and what asks whether a tensor is fake."""
+    """Replace functions that read values, and checks for fake tensors."""
     functions: Any = sys.modules[extension.NAME]
     functions.fused_attn_fwd, functions.fused_attn_bwd = attend, attend_backward
     functions.thd_read_half_tensor = read_half
     functions.thd_read_second_half_lse = lambda lse, cu_seqlens, is_packed, length: lse.new_empty(lse.shape[0], length)
     for name in ("thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"):
-        setattr(functions, name, lambda *args: None)  # what they change in place keeps its shape
-    torch.equal = lambda a, b: True  # asked of whether sequences are padded
+        setattr(functions, name, lambda *args: None)  # in-place changes keep the shape
+    torch.equal = lambda a, b: True  # TE uses it to check whether sequences are padded
     positions._rope = lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format)
     choose = attention_utils.get_attention_backend
 
     def choose_for_plain(params: Any) -> Any:
-        params.qkv_type = Tensor  # it compares types, and a fake tensor has one of its own
+        params.qkv_type = Tensor  # TE compares types, and a fake tensor has another type
         return choose(params)
 
     attention_utils.get_attention_backend = choose_for_plain
@@ -117,7 +117,7 @@ def make_shapes_only() -> None:
         return found
 
     TransformerEngineBaseModule.get_weight_workspace = noted
-    # Saved through a hook a parameter loses its attributes; by this one Megatron asks for a gradient where reductions overlap.
+    # A parameter that is saved through a hook loses its attributes. Megatron reads this one if reductions overlap.
     Tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     packed.pack_params = packed_params
     rehearse_rank.Kept = KeptByTE  # type: ignore[misc]

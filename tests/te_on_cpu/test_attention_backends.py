@@ -1,4 +1,4 @@
-"""Which attention Transformer Engine finds, by card, dtype and form; and what its kernels refuse."""
+"""Transformer Engine's choice of attention by card, dtype and layout, and inputs that its kernels refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 
 
 def backends(card: str, **params: Any) -> tuple[bool, bool, bool]:
-    """Return which fit: flash-attn, which is not installed, cuDNN's fused attention, TE's own of several kernels."""
+    """Return the usable backends among flash-attn (not installed), cuDNN's fused attention, and TE's unfused attention."""
     with machine.played(card):
         found = utils.get_attention_backend(utils.AttentionParams(**{"num_heads": 8, "num_gqa_groups": 2} | params))
     flash, fused, unfused = found[-1]
@@ -74,7 +74,7 @@ def test_lengths_must_be_int32_and_within_the_stated_maximum() -> None:
 
 
 def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
-    """TE 2.11 falls back to its unfused attention; 2.9 and 2.10 have none for packed sequences."""
+    """TE 2.11 falls back to its unfused attention. TE 2.9 and 2.10 have none for packed sequences."""
     if Version(transformer_engine.__version__) >= Version("2.11"):
         assert attend(torch.float32).shape == (32, 64)
     else:
@@ -83,7 +83,7 @@ def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
 
 
 def test_the_package_refuses_what_no_backend_takes() -> None:
-    """Below Hopper also the unfused attention of 2.11 in bf16, which would hold every score."""
+    """Below Hopper the package also refuses TE 2.11's unfused attention in bf16, because it would keep all scores."""
     import transformer_engine
 
     for card in machine.CARDS.values():

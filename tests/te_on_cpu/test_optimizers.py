@@ -46,7 +46,7 @@ def test_adam_takes_the_steps_of_torchs(is_decoupled: bool) -> None:
 
 
 def test_masters_in_fp32_take_the_steps_and_bf16_weights_are_their_rounding() -> None:
-    """Moments in bf16 keep 8 bits of what they gather."""
+    """Moments in bf16 have 8 bits of precision."""
     for moments, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2e-3)):
         weights = [p.bfloat16().requires_grad_() for p in start()]
         kinds = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}

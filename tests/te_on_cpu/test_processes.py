@@ -1,6 +1,7 @@
-"""Starts the tests that run on Transformer Engine's emulated kernels, each set in a process of its own, and shows what failed.
+"""Start the tests on Transformer Engine's emulated kernels, each set in a separate process, and show failures.
 
-Those processes alone have TE's wheel on their path. The default version runs everything, the others what depends on TE most.
+Only these processes have TE's wheel on their path. The default version runs all tests; other versions run the tests that depend
+on TE most.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ EVERY_VERSION = (
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
 )
-# Their ranks take as long as all others of the default version.
+# These tests take as long as all other tests of the default version.
 LAYOUTS = (HERE / "test_layouts.py", HERE / "test_context.py")
-TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # what each process runs, and on which version
+TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # (version, arguments of pytest) by process
     "layouts": (launcher.DEFAULT, LAYOUTS),
     launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, *(f"--ignore={path}" for path in LAYOUTS))),
     **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
 }
-TESTS = {  # that read the output of a process
+TESTS = {  # tests that read the output of a process
     "layouts": "test_its_layouts_give_the_numbers_of_one_rank",
     launcher.DEFAULT: "test_everything_that_needs_transformer_engine_passes_on_emulated_kernels",
 }
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests the
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
-    """Start the pytest processes on emulated kernels whose version is there and asked for; they share the cores."""
+    """Start the pytest processes of selected and installed versions. They share the cores."""
     folder = tmp_path_factory.mktemp("emulated")
     started: dict[str, Running] = {}
     is_all = request.config.getoption("--all") or "full" in request.config.option.markexpr
@@ -61,7 +62,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
             log = folder / f"{name}.log"
             with log.open("w") as file:
-                ask = partial(die_with_parent, os.getpid())  # also where this process is killed
+                ask = partial(die_with_parent, os.getpid())  # works even if this process is killed
                 environment = launcher.environment()
                 process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT, preexec_fn=ask)
                 started[name] = process, log
@@ -73,7 +74,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def output_of(running: dict[str, Running], name: str) -> str:
-    """Return the output of a process, in which everything passed."""
+    """Return the output of a process. All of its tests must have passed."""
     if name not in running:
         pytest.skip(str(launcher.why_not(TARGETS[name][0])))
     process, log = running[name]
@@ -93,9 +94,9 @@ def num_passed(output: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.usefixtures("running")  # which start meanwhile
+@pytest.mark.usefixtures("running")  # the processes start meanwhile
 def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> None:
-    """The bare wheel on the path would end its import, which is why no other process has it there."""
+    """With the bare wheel on the path Megatron's import fails, so no other process has it there."""
     code = "from importlib.util import find_spec; import megatron.core; assert find_spec('transformer_engine') is None"
     plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr

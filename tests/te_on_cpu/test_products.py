@@ -1,4 +1,4 @@
-"""Matrix products on emulated kernels: against float64, and what TE and cuBLASLt refuse on a Hopper card."""
+"""Matrix products on emulated kernels: compare with float64, and check inputs that TE and cuBLASLt refuse on a Hopper card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 E4M3, CPU = tex.DType.kFloat8E4M3, torch.device("cpu")
-# By layout the shapes of A and B for an output of [tokens, out]; the product adds up over the third size.
+# Shapes of A and B by layout, for an output of [tokens, out]. The product sums over the third size.
 SHAPES = {
     "TN": lambda tokens, out, inner: ((out, inner), (tokens, inner)),
     "NN": lambda tokens, out, inner: ((inner, out), (tokens, inner)),
@@ -45,7 +45,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> None:
 
 @pytest.mark.parametrize("layout", SHAPES)
 def test_plain_products_round_once(layout: str) -> None:
-    """With a bias, in fp32 and bf16; sizes are odd."""
+    """The products have a bias, odd sizes, and are in fp32 and bf16."""
     for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
         a, b = operands(layout, 7, 13, 29, dtype)
         bias = torch.arange(13, dtype=dtype)
@@ -56,7 +56,7 @@ def test_plain_products_round_once(layout: str) -> None:
 @pytest.mark.parametrize("kinds", ["tensorwise", "2d 1d", "1d 2d", "1d 1d"])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: str, kinds: str) -> None:
-    """Read the row-wise or the transposed copy, which for blocks of 1 x 128 stand for different numbers."""
+    """Read the row-wise or the transposed copy. For blocks of 1 x 128 they have different values."""
     a, b = operands(layout, 48, 176, 272, torch.bfloat16)
     if kinds == "tensorwise":
         a8, b8 = tensorwise()(a), tensorwise()(b)
@@ -71,7 +71,7 @@ def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: s
 
 
 def read(quantizer: Any, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Return the numbers that a product reads, by TE's own dequantisation of one copy."""
+    """Return the numbers that a product reads: one copy, dequantized by TE."""
     quantizer.set_usage(rowwise=not is_transposed, columnwise=is_transposed)
     return quantizer(x).dequantize(dtype=torch.float32)
 
@@ -84,13 +84,13 @@ def test_weight_gradients_are_added_to_what_is_there() -> None:
 
 
 def test_leading_dimensions_of_fp8_must_be_multiples_of_16() -> None:
-    """The leading dimension of a weight gradient is the number of tokens: the reason why micro-batches are padded."""
+    """The leading dimension of a weight gradient is the number of tokens, so micro-batches must be padded."""
     for tokens in (24, 20):
         a, b = operands("NT", 48, 64, tokens, torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"Leading dimension requirement on A for FP8 GEMM\. Caller must pad"):
             general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="NT")
     a, b = operands("TN", 24, 64, 48, torch.bfloat16)
-    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")  # forward they need not be
+    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")  # the forward pass has no such limit
 
 
 def test_blocks_want_16_inside_and_8_outside() -> None:

@@ -1,8 +1,8 @@
-"""The quickstart's recipe in FP8 with a real SGLang server through whole steps: sampling, update, sync with its proof, guard.
+"""Whole steps of the quickstart's recipe in FP8 with a real SGLang server: sampling, update, verified sync, guard.
 
-Two runs at once, of models that are the same in bf16 to the bit. One is as it is made. In the other the middle layers have an
-outlier: a channel of the norm before the MLP is 2**SHIFT times as large, the weights that read it 2**-SHIFT times. FP8, whose
-one scale per tensor must fit it, loses every other channel.
+Two runs start at once. Their models are equivalent in bf16, bit for bit. One model is unchanged. In the other the middle layers
+have an outlier: a channel of the norm before the MLP is 2**SHIFT times as large, and the weights that read it are 2**-SHIFT
+times as large. FP8 has one scale per tensor, so the outlier makes it lose all other channels.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
-MIDDLE, CHANNEL, SHIFT = (1, 2), 5, 17  # of the 4 layers
-WARN = 0.15  # nats per token: above FP8's mismatch without an outlier, below that with one
+MIDDLE, CHANNEL, SHIFT = (1, 2), 5, 17  # the middle 2 of 4 layers; the outlier channel; its size
+WARN = 0.15  # nats per token; between FP8's mismatch without and with an outlier
 PRECISION = {"fp8": "hybrid", "guard": {"fall_back": True, "layers": 1, "steps": 1}}
-# An outlier's weights are small, and a step of Adam is not: at the quickstart's rate a single one would ruin the model.
+# The outlier's weights are small, so a single Adam step at the quickstart's learning rate would ruin the model.
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {"steps": 2}, "outlier": {"steps": 4, "changes": {"optimizer.lr": 1e-6}}}
 
 
@@ -77,7 +77,7 @@ def test_whole_steps_in_fp8_end_with_verified_syncs_and_weights_that_moved(runs:
         assert 0.01 < row["mismatch/k3"] < WARN and row["guard/level"] == 0
         assert row["grad_norm"] > 0 and row["nonfinite_mini_batches"] == 0
     assert not any("bf16" in message for message in run.messages())
-    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # differing checksums would end the run
+    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
     start_weights, end = (load_file(run.folder / name / "model.safetensors") for name in ("model", "run/hf"))
     moved = [name for name, weight in end.items() if not torch.equal(weight, start_weights[name].to(weight.dtype))]
     assert len(moved) > len(end) / 2, moved
@@ -91,10 +91,10 @@ def test_the_guard_falls_back_from_an_outlier_to_bf16_and_the_run_goes_on(runs: 
     assert min(first, ends_in_bf16, again) > WARN
     usual = [row["mismatch/k3"] for row in runs["plain"].steps()]
     assert 0 < in_bf16 < min(usual) / 10
-    # The policy has left its start, and the engine has followed it.
+    # The policy has changed, and the engine has the new weights.
     assert steps[2]["kl/mean"] > 5 * in_bf16
     assert all(math.isfinite(row["loss/total"]) for row in steps)
-    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # differing checksums would end the run
+    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
     told = [message for message in run.messages() if message.startswith("step ") and "bf16" in message]
     whose = ("the first and last 1 layers", "all layers", "the first and last 1 layers")
     assert len(told) == len(whose)

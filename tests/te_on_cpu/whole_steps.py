@@ -1,9 +1,9 @@
-"""Runs of the quickstart's recipe on emulated kernels with a real SGLang server, and the mismatch of each FP8 recipe by them.
+"""Run the quickstart's recipe on emulated kernels with a real SGLang server, and measure the mismatch of each FP8 recipe.
 
     python -m tests.te_on_cpu.whole_steps OUT [--steps 3]
 
-For each recipe, a bf16 server and one that has its weights as FP8 blocks: STEPS steps of a random model, whose learning rate is
-too small to change a response. Prints a row of JSON per run: mismatch/k3, the mean over the steps, in nats per token.
+Each recipe runs STEPS steps of a random model with a bf16 server and with a server of FP8 blocks. The learning rate is too
+small to change a response. Prints one line of JSON per run: mismatch/k3 in nats per token, the mean over the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_mega.hardware.fp8 import environment
 from tests.helpers.models import make_model, save_checkpoint
 from tests.te_on_cpu.emulated_te import launcher
 
-# What the quickstart's recipe gives up: fp32 and two ranks, an engine inside the trainer, a model that can add.
+# Changes to the quickstart's recipe: bf16, one rank, a server as the engine, and a random model.
 CHANGES: dict[str, Any] = {
     "model.dtype": "bfloat16",
     "layout": {},
@@ -46,13 +46,13 @@ SERVERS = {"bf16": None, "fp8": "fp8"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run under way, or ended."""
+    """A run that is in progress or has ended."""
 
     folder: Path
     process: subprocess.Popen[bytes]
 
     def steps(self) -> list[dict[str, float]]:
-        """Wait for its end, and return its metrics by step."""
+        """Wait for the end. Return the metrics by step."""
         code = self.process.wait(timeout=600)
         assert code == 0, (self.folder / "log").read_text()
         rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -64,17 +64,17 @@ class Run:
 
 
 def start(folder: Path, model: torch.nn.Module, steps: int, changes: Mapping[str, Any]) -> Run:
-    """Start a run of one rank in a process on the emulation; its server sees nothing of Transformer Engine."""
+    """Start a run of one rank in a process on the emulation. Its server does not see Transformer Engine."""
     config = write_inputs(folder, model, {"steps": steps} | CHANGES | changes)
     variables = launcher.environment() | environment(configs.load(config)) | {"OMP_WAIT_POLICY": "passive"}
-    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT)  # of the reward
+    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT)  # to import the reward
     command = launcher.command(launcher.DEFAULT, "grpo_mega.cli", "train", str(config))
     with (folder / "log").open("w") as log:
         return Run(folder, subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=launcher.ROOT))
 
 
 def write_inputs(folder: Path, model: torch.nn.Module, changes: Mapping[str, Any]) -> Path:
-    """Write model, data and config; return the config's path."""
+    """Write model, data and config. Return the config's path."""
     save_checkpoint(model, folder / "model")
     rows = [{"prompt": f"{i}+{i + 3}=?", "answer": str(2 * i + 3)} for i in range(10, 40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

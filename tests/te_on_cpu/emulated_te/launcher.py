@@ -1,4 +1,4 @@
-"""How a test starts processes on the emulation; imports nothing but the standard library."""
+"""Start processes on the emulation. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DEFAULT, OTHERS = "2.11.0", ("2.10.0", "2.9.0")
 
 
 def wheel(version: str) -> Path:
-    """Return the folder that holds the unpacked wheel of a version, as tests/run.sh installs it."""
+    """Return the folder of a version's unpacked wheel, which tests/run.sh installs."""
     return WHEELS / version
 
 
 def why_not(version: str) -> str | None:
-    """Return why this machine cannot emulate a version, with the remedy; None where it can."""
+    """Return the reason why this machine cannot emulate a version, with the remedy; None if it can."""
     if (wheel(version) / "transformer_engine" / "__init__.py").exists():
         return None
     return (

@@ -1,8 +1,8 @@
-"""Imports Transformer Engine's wheel over the emulated extension, in this process.
+"""Import Transformer Engine's wheel over the emulated extension, in this process.
 
-`install(version)` comes before anything imports TE or megatron.core: with the bare wheel importable and nothing loaded,
-Megatron's import raises ("empty meta package"). The wheel's folder is put on sys.path here and nowhere else, so that no other
-process that this one starts finds it. torch.compile is off in TE, so that its elementwise functions round as eager torch does.
+Call `install(version)` before anything imports TE or megatron.core. If only the bare wheel can be imported, Megatron's import
+raises ("empty meta package"). The wheel's folder is added only to sys.path, so processes started by this one do not find it.
+torch.compile is off in TE, so its elementwise functions round like eager torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.te_on_cpu.emulated_te.launcher import wheel
 TE = "transformer_engine"
 SETTINGS = {
     "NVTE_TORCH_COMPILE": "0",
-    "NVTE_PROJECT_BUILDING": "1",  # or transformer_engine.common loads CUDA's libraries
+    "NVTE_PROJECT_BUILDING": "1",  # otherwise transformer_engine.common loads CUDA's libraries
     "NVTE_FRAMEWORK": "pytorch",
 }
 
@@ -58,8 +58,8 @@ def _import() -> None:
 
 
 def _common() -> Any:
-    """Return transformer_engine.common, imported alone. transformer_engine/__init__.py imports .pytorch too, which loads the
-    extension's shared object by a function of .common that is replaced here."""
+    """Import only transformer_engine.common and return it. transformer_engine/__init__.py also imports .pytorch. That loads the
+    extension's shared object with a function of .common, so the function must be replaced first."""
     spec = importlib.util.find_spec(TE)
     assert spec is not None and spec.submodule_search_locations, "the wheel holds no package"
     shell = types.ModuleType(TE)
@@ -72,14 +72,14 @@ def _common() -> Any:
 
 
 def _everywhere(name: str, replacement: Callable[[Any], Any]) -> None:
-    """Replace a function of TE, by one made from it, in all of its modules that have imported it by name."""
+    """Replace a function of TE by one made from it, in all of TE's modules that import it by name."""
     for module in [m for n, m in sys.modules.items() if n.startswith(f"{TE}.") and hasattr(m, name)]:
         setattr(module, name, replacement(getattr(module, name)))
 
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Set variables that are read at import, and none that a process started later would inherit."""
+    """Set variables that are read at import. Restore them, so that later processes do not inherit them."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

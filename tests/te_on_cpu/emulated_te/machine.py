@@ -1,7 +1,7 @@
 """The GPU that Transformer Engine sees: one card at a time, with CUDA 12.9 and cuDNN 9.13.
 
-Only code of transformer_engine.* sees it: torch.cuda.is_available() and Tensor.is_cuda stay false for everything else. `put_up`
-builds on the stand-in for torch.cuda of grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do nothing.
+Only code in transformer_engine.* sees it. For all other code torch.cuda.is_available() and Tensor.is_cuda stay false. `put_up`
+uses the stand-in for torch.cuda in grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def card() -> Card:
 
 @contextlib.contextmanager
 def played(name: str) -> Iterator[Card]:
-    """Play another card while the context lasts, for the rules that depend on it; FP8 buffers stay those of an H100."""
+    """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the H100's."""
     _played.append(CARDS[name])
     _forget()
     try:
@@ -70,7 +70,7 @@ def put_up() -> None:
 
 
 class _Once:
-    """A send or receive under way."""
+    """A send or receive in progress."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -82,8 +82,7 @@ class _Once:
 
 
 def waited_for_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Return a function of TE that sends and receives such that gloo is asked to wait for each once: TE does so again, and gloo
-    would never return."""
+    """Wrap TE's function that sends and receives, to wait for each only once. TE waits twice, and gloo would hang."""
     return lambda *args: [_Once(work) for work in communicate(*args)]
 
 
@@ -103,7 +102,7 @@ def _patch_tensors() -> None:
     name_of = tensor.type
 
     def type_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A subclass with __torch_function__ comes twice through compat's patch, which then writes "cuda." twice."""
+        """A subclass with __torch_function__ passes compat's patch twice, and the patch writes "cuda." twice."""
         found = name_of(self, *args, **kwargs)
         return found.replace("torch.cuda.cuda.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -112,8 +111,8 @@ def _patch_tensors() -> None:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-    """Stand in for torch's manager of coalesced collectives. gloo lays the tensors of one call into a buffer of one dtype: FP8
-    weights (uint8) beside bf16 ones come back as other numbers, without an error. NCCL sends each as it is."""
+    """Replace torch's manager of coalesced collectives. gloo copies the tensors of a call into one buffer of one dtype, so FP8
+    weights (uint8) mixed with bf16 ones return wrong numbers without an error. NCCL sends each tensor unchanged."""
     from torch.distributed import distributed_c10d as c10d
 
     group = group or c10d._get_default_group()

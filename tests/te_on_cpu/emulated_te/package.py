@@ -1,7 +1,7 @@
-"""Tells the package under test that Transformer Engine is here: replaces, from outside, what it asks the machine.
+"""Make the package under test use Transformer Engine by replacing two queries of the machine.
 
-`kernels.choose` says that TE's kernels are in use, and a CPU device has the card's name and compute capability. Nothing else of
-the package differs: it takes the branches that it would take on a GPU wherever they depend on Transformer Engine alone.
+`kernels.choose` returns TE's kernels, and a CPU device has the card's name and compute capability. Nothing else in the package
+differs. It takes the same branches as on a GPU if they depend only on Transformer Engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.te_on_cpu.emulated_te import loader, machine
 
 
 def emulate(version: str) -> None:
-    """Install the emulation in this process; before anything imports megatron.core, and only once."""
+    """Install the emulation in this process. Call it once, before anything imports megatron.core."""
     loader.install(version)
     from grpo_mega.hardware import kernels
     from grpo_mega.hardware.device import Device

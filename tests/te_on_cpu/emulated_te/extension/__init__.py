@@ -1,8 +1,8 @@
 """`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a CPU.
 
-Kept from the real one, as its csrc says at v2.11: names, argument order, which buffers exist after a quantisation (a Hopper
-card's), layouts of scales, bits of FP8 casts, and errors for what cuBLASLt, cuDNN or a kernel refuses. Not kept: the order of
-additions, roundings inside kernels, speed. Whatever else is asked for raises NotImplementedError with its name.
+Like the real extension (csrc at v2.11) it has: names, argument order, the buffers after a quantization (on a Hopper card),
+layouts of scales, bits of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Unlike it: the order of
+additions, rounding inside kernels, speed. All other functions raise NotImplementedError with their name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PARTS = (names, casts, blocks, products, norms, positions, attention, context, o
 
 
 class _Missing(NotImplementedError, AttributeError):
-    """An AttributeError too, so that hasattr says no."""
+    """The error for a missing attribute. It is also an AttributeError, so that hasattr returns False."""
 
 
 def module() -> types.ModuleType:
-    """Return the emulated extension, to be put into sys.modules under NAME before Transformer Engine is imported."""
+    """Return the emulated extension. Put it into sys.modules under NAME before you import Transformer Engine."""
     extension: Any = types.ModuleType(NAME, __doc__)
     extension.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     extension.__dict__.update(missing.functions())

@@ -1,7 +1,8 @@
 """Casts to FP8 with one scale per block: 128 x 128 (weights) or 1 x 128 along rows and along columns (activations, gradients).
 
-Row-wise and column-wise data are each quantised from the original values. Scales lie as the extension lays them out: the last
-dimension padded to a multiple of 4, those of 1 x 128 blocks transposed; in COMPACT form (for all-gathers) neither.
+Row-wise and column-wise data are both quantized from the original values. Scales have the extension's layout: the last
+dimension is padded to a multiple of 4, and scales of 1 x 128 blocks are transposed. The COMPACT form (for all-gathers) has
+neither.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Parts = dict[str, torch.Tensor | None]
 
 
 def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
-    """Return `tensor` quantised in blocks, into `output` where one is given."""
+    """Return `tensor` quantized in blocks. Write into `output` if it is given."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
@@ -78,7 +79,7 @@ def _scaled(x: torch.Tensor, quantizer: Any, height: int, width: int) -> tuple[t
 
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales with their last dimension padded to a multiple of 4, by zeros."""
+    """Return scales with their last dimension padded with zeros to a multiple of 4."""
     rows, cols = scales.shape
     result = scales.new_zeros(rows, -(-cols // 4) * 4)
     result[:, :cols] = scales
@@ -88,7 +89,7 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Write into `amax` what a flat shard of an [h, w] matrix adds to the maxima of its blocks."""
+    """Write the maxima of the blocks of an [h, w] matrix into `amax`, as far as a flat shard of the matrix has them."""
     check(block_len == BLOCK and amax.dim() == 2, "amax must be a 2D tensor of blocks of 128")
     flat = torch.zeros(h * w)
     flat[start_offset : start_offset + tensor.numel()] = tensor.float().view(-1)

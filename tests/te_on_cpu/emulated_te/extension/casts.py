@@ -1,7 +1,7 @@
 """Casts to FP8 with one scale per tensor, given (delayed scaling) or from the tensor's own maximum (current scaling).
 
-Bits are the kernels': the scale is fp32, the product saturates and rounds to nearest even. After a quantisation those buffers
-exist that a Hopper card fills: its FP8 products are TN only, so that "column-wise" data is a transposed copy.
+The bits equal the kernels': the scale is fp32, and the product saturates and rounds to nearest even. A quantization fills the
+same buffers as on a Hopper card. FP8 products are TN only there, so "column-wise" data is a transposed copy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def cast(values: torch.Tensor, scale: torch.Tensor, fp8: DType) -> torch.Tensor:
 
 
 def value_of(bits: torch.Tensor, fp8: DType) -> torch.Tensor:
-    """Return the fp32 numbers that FP8 bits stand for."""
+    """Return the fp32 values of FP8 bits."""
     return bits.contiguous().view(TORCH_OF[fp8]).float()
 
 
 def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_infinity: float = F32_MAX) -> torch.Tensor:
-    """Return the scale that brings `amax` to the end of the range, as compute_scale_from_amax of recipe_common.cuh does."""
+    """Return the scale that maps `amax` to the end of the range, like compute_scale_from_amax of recipe_common.cuh."""
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    # Divides exactly: `number / tensor` in torch goes through a reciprocal, which is one unit in the last place off.
+    # Divide exactly. In torch, `number / tensor` multiplies by a reciprocal, and is one unit in the last place off.
     scale = torch.full_like(amax, torch.finfo(TORCH_OF[fp8]).max).div_(amax)
     scale = torch.where(scale.isinf(), at_infinity, scale)
     if pow_2:
@@ -41,7 +41,7 @@ def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_inf
 
 
 def kind_of(quantizer: Any) -> str:
-    """Return the name of a quantizer's class. Raise NotImplementedError for those of MXFP8 and NVFP4."""
+    """Return the name of a quantizer's class. Raise NotImplementedError for MXFP8 and NVFP4."""
     name = type(quantizer).__name__
     if name not in KINDS:
         raise NotImplementedError(f"quantisation by {name} is not emulated")
@@ -49,7 +49,7 @@ def kind_of(quantizer: Any) -> str:
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Return `tensor` quantised, into `output` where one is given; with noop = 1 `output` stays as it is."""
+    """Return the quantized `tensor`. Write into `output` if it is given; with noop = 1 do not change it."""
     if quantizer is None:
         return tensor
     kind = kind_of(quantizer)
@@ -69,7 +69,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
-    """Raise the delayed quantizer's amax to this tensor's. It has none where master weights are cast with a known scale."""
+    """Raise the delayed quantizer's amax to this tensor's. There is no amax if master weights are cast with a known scale."""
     if quantizer.amax.numel() and x.numel():
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.float().abs().amax()))
 
@@ -111,7 +111,7 @@ def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
 
 
 def dequantize(input: Any, otype: DType) -> torch.Tensor:
-    """Return the numbers of per-tensor FP8; blocks are dequantised by TE's own Python."""
+    """Return the values of per-tensor FP8. TE's own Python dequantizes blocks."""
     data = input._data
     if data is None:
         check(input._transpose is not None and not input._transpose_invalid, "tensor has no data")
@@ -128,7 +128,7 @@ def split_quantize(tensor: torch.Tensor, split_sections: list[int], quantizer_li
 
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Return the gradient of the bias and the quantised input."""
+    """Return the gradient of the bias and the quantized input."""
     check(is_plain(input), "the gradient is quantised already")
     return [input.reshape(-1, input.shape[-1]).float().sum(0).to(input.dtype), quantize(input.contiguous(), quantizer)]
 
@@ -156,7 +156,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType,
     margin: float,
 ) -> None:
-    """Roll the histories of maxima [history, tensors] and set the next scales, as kernel_bulk of delayed_scaling.cu does."""
+    """Roll the histories of maxima [history, tensors] and set the next scales, like kernel_bulk of delayed_scaling.cu."""
     scaled_max = torch.finfo(TORCH_OF[DType(fp8_dtype)]).max * 2.0**-margin
     offset = 0
     for history, scale in zip(amax_histories, scales, strict=True):

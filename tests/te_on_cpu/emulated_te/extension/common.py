@@ -1,4 +1,4 @@
-"""Shared by the parts of the extension: checks that raise as the C++ does, and the tiling of a matrix into blocks of 128."""
+"""Common code of the extension: checks that raise like the C++ code, and the tiling of a matrix into blocks of 128."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ BLOCK = 128
 
 
 def check(holds: bool, message: str) -> None:
-    """Raise RuntimeError as the extension's NVTE_CHECK does."""
+    """Raise RuntimeError like the extension's NVTE_CHECK."""
     if not holds:
         raise RuntimeError(message)
 
 
 def check_int32(cu_seqlens: torch.Tensor) -> None:
-    """Refuse other integers, which the kernels would read as pairs of int32."""
+    """Refuse other integers, because the kernels would read them as pairs of int32."""
     check(cu_seqlens.dtype is torch.int32, f"cu_seqlens are read as int32, found {cu_seqlens.dtype}")
 
 
@@ -25,7 +25,7 @@ def num_blocks(size: int) -> int:
 
 
 def block_maxima(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the largest magnitude of each [height, width] block of a matrix; blocks at its ends may be cut short."""
+    """Return the largest magnitude of each [height, width] block of a matrix. Blocks at its ends may be smaller."""
     rows, cols = values.shape
     down, across = -(-rows // height), -(-cols // width)
     padded = values.new_zeros(down * height, across * width)
@@ -34,7 +34,7 @@ def block_maxima(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, height: int, width: int, rows: int, cols: int) -> torch.Tensor:
-    """Return [rows, cols]: for every element the scale of its block."""
+    """Return the scale of each element's block, [rows, cols]."""
     return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
 
 

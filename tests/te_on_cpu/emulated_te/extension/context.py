@@ -1,8 +1,8 @@
-"""Rows of packed sequences over context-parallel ranks: which a rank has, and sums of what it finds with others' keys.
+"""Rows of packed sequences over context-parallel ranks: the rows of a rank, and sums of its results over other ranks' keys.
 
-A rank has two chunks of every sequence, its first and its second half here. `cu_seqlens` are this rank's, the whole ones
-divided by the number of ranks, but for thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads, T]: the packed
-form, in which cuDNN gives them from version 9.6 on. A GPU leaves rows beyond the sequences unset; here they are 0.
+A rank has two chunks of every sequence, here called first and second half. `cu_seqlens` are this rank's: the whole ones divided
+by the number of ranks, except in thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads, T], the packed form
+of cuDNN 9.6 and later. A GPU leaves rows beyond the sequences unset; here they are 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add, in place, the output of some keys by their share in the softmax over all; `out` is rounded at every step."""
+    """Add, in place, the output of some keys, weighted by their share in the softmax. Each step rounds `out`."""
     _check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
     share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
@@ -74,7 +74,7 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Copy or add a step's gradient to each half of `grad`, in place, or leave it: then the step has the other half alone."""
+    """Copy or add a step's gradient to each half of `grad`, in place. Leave a half unchanged if the step does not have it."""
     dim = grad.dim() - 3
     for rows, change in zip(_halves(cu_seqlens), (first_half, second_half), strict=True):
         if change != "none":

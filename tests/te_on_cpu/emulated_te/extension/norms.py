@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm, forward and backward, and SwiGLU: computed in fp32, rounded to the output's dtype, then quantised.
+"""RMSNorm and LayerNorm, forward and backward, and SwiGLU: computed in fp32, rounded to the output's dtype, then quantized.
 
-With delayed scaling the forward kernel casts to FP8 from fp32; with the other recipes it rounds to the output's dtype first.
+With delayed scaling the forward kernel casts from fp32 to FP8. With other recipes it first rounds to the output's dtype.
 """
 
 from __future__ import annotations

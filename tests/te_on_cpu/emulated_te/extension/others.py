@@ -1,4 +1,4 @@
-"""Facts about the machine and its libraries that Transformer Engine asks its extension for."""
+"""Facts about the machine and its libraries that Transformer Engine reads from its extension."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rotary positions: halves are paired, values beyond the angles pass; in sbhd, bshd and packed (thd) form.
+"""Rotary positions: halves are paired, and values beyond the angles do not change; for sbhd, bshd and packed (thd) layouts.
 
-With context parallelism packed sequences alone, whose `cu_seqlens` are then those of the whole batch.
+Context parallelism supports only packed sequences, with the `cu_seqlens` of the whole batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fused_rope_forward(
 
 
 def fused_rope_backward(x: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`rest` is the forward's; TE 2.9 leaves out the start positions."""
+    """Return the gradient. `rest` has the forward's arguments; TE 2.9 leaves out the start positions."""
     return _rope(x, freqs, *(rest if len(rest) == 6 else (None, *rest)), sign=-1.0)
 
 
@@ -73,7 +73,7 @@ def _rope_packed(
 
 
 def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the positions in a sequence that a rank has: of its two chunks, counted from either end."""
+    """Return the positions of a rank's two chunks of a sequence, one from each end."""
     if cp_size == 1:
         return torch.arange(length)
     half = length // cp_size // 2
@@ -81,7 +81,7 @@ def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:
-    """Return x [..., heads, d] turned by angles [..., 1, d2], or with sign -1 multiplied by the transpose of that matrix."""
+    """Return x [..., heads, d] rotated by angles [..., 1, d2]; with sign -1 multiply by the transposed rotation matrix."""
     width = angles.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
     cos, sin = angles.cos(), angles.sin()

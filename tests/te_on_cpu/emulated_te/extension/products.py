@@ -1,8 +1,9 @@
-"""Matrix products: of the dequantised values, added up in fp32, rounded once to the output's dtype.
+"""Matrix products of dequantized values, summed in fp32 and rounded once to the output's dtype.
 
-Refused is what TE and cuBLASLt refuse on Hopper: a missing row-wise or column-wise copy, leading dimensions that are no
-multiple of 16, outer ones of 8 for blocks, operands of different scaling, two operands in blocks of 128 x 128. Not emulated:
-the order of additions, and the accumulator of about 14 bits with use_split_accumulator=False.
+The checks are the same as in TE and cuBLASLt on Hopper. They refuse a missing row-wise or column-wise copy, leading dimensions
+that are not a multiple of 16, for blocks outer dimensions that are not a multiple of 8, operands with different scaling, and
+two operands in blocks of 128 x 128. Not emulated: the order of additions, and the accumulator of about 14 bits with
+use_split_accumulator=False.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """Write the products of pairs, [op(B) op(A)], into `D`: a tensor for each, or one with their rows end to end."""
+    """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with all rows."""
     if any(x.numel() for x in (*bias, *pre_gelu_out)) or not all(map(is_plain, (*A, *B))):
         raise NotImplementedError("te_general_grouped_gemm with a bias, gelu or FP8 is not emulated")
     outputs = D[0].split(m_splits) if single_output else D
@@ -110,9 +111,9 @@ def _check_kinds(a: str, b: str) -> None:
 
 
 def _operand(x: Any, name: str, *, is_columnwise: bool) -> tuple[torch.Tensor, str]:
-    """Return the [rows, cols] values in fp32 of what a product reads, and its kind of scaling.
+    """Return the values [rows, cols] of an operand in fp32, and its kind of scaling.
 
-    `is_columnwise`: the transposed copy is read, since cuBLASLt on Hopper multiplies FP8 in TN form only.
+    If `is_columnwise`, read the transposed copy, because cuBLASLt on Hopper multiplies FP8 only in TN form.
     """
     if is_plain(x):
         return x.reshape(-1, x.shape[-1]).float(), "none"
@@ -141,9 +142,9 @@ def _scaled_by_block(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tens
         data, scales = x._rowwise_data, x._rowwise_scale_inv
     check(data is not None, f"Input {name} is missing {'column' if is_columnwise else 'row'}-wise usage")
     data = data.reshape(data.shape[0], -1) if is_columnwise else data.reshape(-1, data.shape[-1])
-    outer, inner = data.shape  # the product adds up over the inner one
+    outer, inner = data.shape  # the product sums over the inner dimension
     check(inner % 16 == 0, f"Leading dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad. ({name}: {inner})")
-    is_free = is_2d and name == "B"  # cuBLASLt asks it of A, and of B in 1 x 128 blocks
+    is_free = is_2d and name == "B"  # cuBLASLt requires it for A, and for B in 1 x 128 blocks
     check(
         outer % 8 == 0 or is_free,
         f"Outer dimension requirement on {name} for NVTE_BLOCK_SCALING GEMM. Caller must pad. ({outer})",
