@@ -97,7 +97,7 @@ def test_a_module_gives_the_output_and_gradients_of_plain_torch(name: str, dtype
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_a_module_in_fp8_errs_by_the_rounding_of_fp8(name: str, recipe: str) -> None:
-    """e4m3 has 3 mantissa bits: the error is at most 2^-4 and about half of that per operand; e5m2 gradients have twice that."""
+    """e4m3 has 3 mantissa bits: its error is at most 2^-4 and about half of that per operand; e5m2 gradients have twice."""
     module = made(name, torch.bfloat16)
 
     def forward(x: Tensor) -> Tensor:
