@@ -14,6 +14,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Install the emulation before a conftest imports anything."""
-    from emulated_te.package import emulate
+    from tests.te_on_cpu.emulated_te.package import emulate
 
     emulate(early_config.known_args_namespace.te_version)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(version: str, target: str) -> None:
-    from emulated_te.package import emulate
+    from tests.te_on_cpu.emulated_te.package import emulate
 
     emulate(version)
     sys.argv = sys.argv[2:]
