@@ -1,4 +1,4 @@
-"""`python -m tests.te_on_cpu.emulated_te.run VERSION TARGET [ARGUMENT ...]`: run a module, or a file that ends in .py, on the emulation."""
+"""`python -m tests.te_on_cpu.emulated_te.run VERSION MODULE_OR_FILE.py [ARGUMENT ...]`: run it on the emulation."""
 
 from __future__ import annotations
 
