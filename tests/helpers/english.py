@@ -40,7 +40,7 @@ def prose(path: Path) -> str:
 
 def _texts(tree: ast.Module) -> Iterator[str]:
     """Yield docstrings, and other strings of enough words. A value in an f-string is one character."""
-    nodes = [tree]
+    nodes: list[ast.AST] = [tree]
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "_" for part in node.values]
@@ -50,9 +50,9 @@ def _texts(tree: ast.Module) -> Iterator[str]:
             text = node.value
         else:
             nodes += ast.iter_child_nodes(node)
-            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            text = str(node.value.value) if is_docstring else ""
-            if is_docstring:
+            text = ""
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = str(node.value.value)
                 nodes.remove(node.value)
         if len(text.split()) >= NUM_WORDS or isinstance(node, ast.Expr):
             yield text

@@ -111,7 +111,12 @@ def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = 
     """By parameter, fp32 on the host; the weights stay as they are."""
     [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
     policy.pipeline.forward_backward(batches, policy._loss)
-    return {name: p.main_grad.float().cpu() for name, p in policy.parameters.items()}
+    return {name: _gradient(p).float().cpu() for name, p in policy.parameters.items()}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
 
 
 def supported_precisions(device: Device) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Losses and advantages by their settings."""
 
+from typing import Any
+
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.losses import policy_loss
 from grpo_mega.config import AlgorithmConfig
@@ -14,9 +16,9 @@ SHORT = {
 GRPO = AlgorithmConfig()
 
 
-def loss_of(inputs, **options):
+def loss_of(inputs: Any, **options: Any) -> Any:
     return policy_loss(inputs, AlgorithmConfig(**{SHORT.get(k, k): v for k, v in options.items()}, calculate_entropy=True))
 
 
-def assigned(groups, algorithm=GRPO, kl_penalties=None):
+def assigned(groups: Any, algorithm: AlgorithmConfig = GRPO, kl_penalties: Any = None) -> Any:
     return assign_advantages(groups, algorithm, max_response_length=20, kl_penalties=kl_penalties)

@@ -233,8 +233,8 @@ def run(request: Request) -> None:
     warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if os.isatty(1) or is_unbuffered else -1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1 if os.isatty(1) or is_unbuffered else -1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     own = [part for part in sys.path[1:] if part not in before]
     more = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if request.arguments[0] == "-m":

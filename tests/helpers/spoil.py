@@ -25,7 +25,11 @@ def write(name: str, content: str | bytes) -> Spoil:
 
 
 def remove(*names: str) -> Spoil:
-    return lambda folder: [(folder / name).unlink() for name in names]
+    def spoil(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return spoil
 
 
 def cut(name: str) -> Spoil:

@@ -108,7 +108,7 @@ def make_groups(ranks: int) -> list[Group]:
         for index in range(GROUP_SIZE):
             length = max(1, min(MAX_RESPONSE, int(numbers.lognormvariate(6.8, 0.8))))
             reward = float(numbers.random() < 0.5)
-            scores = {"accuracy": reward, "format": 1.0}
+            scores: dict[str, float | None] = {"accuracy": reward, "format": 1.0}
             verdicts = {"accuracy": "right" if reward else "wrong"}
             samples.append(
                 Sample(
@@ -185,7 +185,7 @@ def serve_store(port: int, connection: Connection) -> None:
 
 def rehearse_exchange(groups: list[Group], ranks: int, repeat: int) -> tuple[float, list[Group]]:
     """Return a rank's CPU seconds for exchanging all samples, and the groups that every rank then holds."""
-    parts = [exchange._packed({i: group}) for i, group in enumerate(groups)]
+    parts = [memoryview(exchange._packed({i: group})) for i, group in enumerate(groups)]
     mine = {i: groups[i] for i in range(ENGINE_TP)}  # the groups on an engine's first rank
     prompts = {i: group.prompt for i, group in enumerate(groups)}
     packed = median(lambda: exchange._packed(mine), repeat)

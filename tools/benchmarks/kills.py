@@ -85,7 +85,8 @@ def main() -> int:
         moments = random.Random(options.seed)
         trials = [(folder / f"run-{i}", moments.uniform(-0.1 * train_s, train_s)) for i in range(options.kills)]
         with ThreadPoolExecutor(options.jobs) as pool:
-            outcomes = list(pool.map(lambda trial: killed_run(config, *trial, expected if is_same else None), trials))
+            killed = (pool.submit(killed_run, config, *trial, expected if is_same else None) for trial in trials)
+            outcomes = [trial.result() for trial in list(killed)]
     num_right = sum(is_right for is_right, _ in outcomes)
     result = {
         "kills": options.kills,

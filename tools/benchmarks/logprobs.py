@@ -172,6 +172,7 @@ def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: An
         with torch.no_grad():
             entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=-1)
         del logp_TV
+    assert entropy_T is not None
     (logprobs_T * upstream_T).sum().backward()
     return logprobs_T.detach(), entropy_T.detach()
 

@@ -117,7 +117,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: 
             times.append(time.perf_counter() - start)
             if not number:  # both use the same weights, except for a negligible optimizer step
                 losses.append(metrics[0]["loss/total"])
-                gradients.append(torch.cat([p.main_grad.double().flatten() for p in policy.parameters.values()]))
+                gradients.append(torch.cat([p.main_grad.double().flatten() for p in policy.parameters.values()]))  # type: ignore[attr-defined]
     without, shared = (statistics.median(times[1:]) for times in seconds)
     plain, other = gradients
     gradient, loss = float((other - plain).norm() / plain.norm()), abs(losses[1] / losses[0] - 1)

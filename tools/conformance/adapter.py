@@ -202,7 +202,7 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
     """Pack the responses as in training. After each response comes a position outside of the loss; here it holds NaN."""
     names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
     names += ["teacher_logprobs"] if settings.get("distill_beta") else []
-    vectors = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
+    vectors: dict[str, Any] = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
     weights = token_weights.token_weights(
         [sum(item["mask"]) for item in responses],
         settings.get("loss_agg_func", "token-mean"),

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 LOSS_TYPES = ("actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "low_var_kl_weighted", "low_var_kl+")
-ADVANTAGES = ("grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGES: tuple[str, ...] = ("grpo", "grpo_process", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ADVANTAGES += ("grpo_turn", "grpo_leave_one_out", "opo", "pass_at_k", "gdpo")
 CORRECTIONS: dict[str, Json] = {
     "token importance": {"importance": "token", "max_importance": 1.2},
@@ -185,20 +185,22 @@ def advantage_cases() -> Iterator[Json]:
             yield case(f"advantages: {adv_type}, KL in the reward", "advantages", inputs, base | KL_IN_REWARD)
     inputs = {"groups": [samples(120, [3, 5, 1, 4])]}
     yield case("advantages: none, for a teacher alone", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": "none"})
-    for name, own in {
+    changes: dict[str, Json] = {
         "over the group's size": {"std_ddof": 0},
         "with an epsilon of 0.1": {"std_eps": 0.1},
         "not divided by the deviation": {"normalize_by_std": False},
-    }.items():
-        yield case(f"advantages: grpo, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | own)
+    }
+    for name, change in changes.items():
+        yield case(f"advantages: grpo, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | change)
     inputs = {"groups": [samples(121, [3, 5, 1, 4]), samples(122, [2, 8, 6])]}
-    for adv_type, name, own in [
+    more: list[tuple[str, str, Json]] = [
         ("grpo", "divided by the batch's deviation", {"std_over": "batch"}),
         ("grpo_leave_one_out", "not divided by the deviation", {"normalize_by_std": False}),
         ("pass_at_k", "k = 2", {"pass_k": 2}),
         ("pass_at_k", "k = 3, not divided by the deviation", {"pass_k": 3, "normalize_by_std": False}),
-    ]:
-        yield case(f"advantages: {adv_type}, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": adv_type} | own)
+    ]
+    for kind, name, change in more:
+        yield case(f"advantages: {kind}, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": kind} | change)
 
 
 def advantage_edges() -> Iterator[Json]:

@@ -46,7 +46,7 @@ def _curve(folder: Path, name: str, settings: dict[str, object]) -> list[float]:
         "eval.interval": INTERVAL,
     }
     given |= {"data.train": folder / "train.jsonl", "data.heldout": folder / "heldout.jsonl"} | settings
-    command = [sys.executable, "-m", "grpo_mega.cli", "train", ROOT / "examples" / "quickstart.yaml"]
+    command = [sys.executable, "-m", "grpo_mega.cli", "train", str(ROOT / "examples" / "quickstart.yaml")]
     command += [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)

@@ -137,7 +137,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
 def _named_as_local(base: Any) -> Any:
     """Return a bridge that maps local layer names to Transformer Engine's, because mbridge knows only the latter."""
 
-    class Bridge(base):  # type: ignore[misc]
+    class Bridge(base):
         def _build_config(self) -> Any:
             return type("Config", (), {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads})()
 

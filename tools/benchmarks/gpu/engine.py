@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def rounds(
         if device.type == "cuda":
             freed = (torch.cuda.mem_get_info(device)[0] - before) / 2**30
         timed("wake of weights", engine.wake_weights)
-        timed("sync with proof", lambda version=number + 1: sync.sync_weights(trainer.tensors(), engine, version=version))
+        timed("sync with proof", partial(sync.sync_weights, trainer.tensors(), engine, version=number + 1))
         timed("wake of cache", engine.wake_cache)
     return seconds, freed
 

@@ -52,7 +52,7 @@ class Work:
     def tokens(self) -> int:
         return self.segment_tokens * self.segments
 
-    def flops(self, shape: ModelShape) -> int:
+    def flops(self, shape: ModelShape) -> float:
         num_outputs = self.segments * (self.segment_tokens - self.prompt_tokens)
         found = flops.count(shape, [self.segment_tokens] * self.segments, num_outputs=num_outputs)
         return self.micro_batches * found.training

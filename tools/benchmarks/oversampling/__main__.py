@@ -91,8 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
                 bench.engine, bench.generator, bench.sampling, options.prompts, begun(options.factors[1], options.prompts)
             )
             found = summary(rounds, options) | {"partial": over.measure(options.partial_rounds, options.max_staleness)}
-            is_embedded = isinstance(engine, EmbeddedEngine)
-            found["longest_first"] = longest_first.measure(engine, options, over.num_begun) if is_embedded else None
+            if isinstance(engine, EmbeddedEngine):
+                found["longest_first"] = longest_first.measure(engine, options, over.num_begun)
+            else:
+                found["longest_first"] = None
     except EngineError as error:
         print(error, file=sys.stderr)
         return 2
@@ -208,7 +210,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     model.mkdir()
     fields = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1, "dtype": "float32"}
     (model / "config.json").write_text(json.dumps(fields))
-    deadlines = {"start_deadline_s": DEADLINE_S, "stall_deadline_s": DEADLINE_S, "phase_deadline_s": DEADLINE_S}
+    deadlines: dict[str, Any] = {"start_deadline_s": DEADLINE_S, "stall_deadline_s": DEADLINE_S, "phase_deadline_s": DEADLINE_S}
     settings = EngineSettings(
         rollout=RolloutConfig(engine="sglang", max_concurrent=num_sequences, **deadlines),
         model_path=model,
@@ -240,7 +242,7 @@ def same(found: Group, expected: Group) -> bool:
 
 def means(groups: Any, options: argparse.Namespace) -> dict[str, float]:
     samples = samples_of(groups)
-    values = {
+    values: dict[str, list[float]] = {
         "length": [s.response_len for s in samples],
         "reward": [float(s.response_len <= options.mean_length) for s in samples],
         "control": [statistics.fmean(t % 2 == 0 for t in s.response_ids[:-1]) for s in samples if s.response_len > 1],

@@ -34,9 +34,9 @@ class Partial:
             trained += kept
             seconds["partial"] += self.seconds
             turns["partial"] += self.turns
-            plain, _ = self.phase(
-                Backlog().drawn_up_to(1, lambda _, draw=step: self.draw(draw), ()), self.wanted, self.wanted, step
-            )
+            turns_of_step = self.draw(step)
+            fresh = Backlog().drawn_up_to(1, lambda _: turns_of_step, ())  # noqa: B023
+            plain, _ = self.phase(fresh, self.wanted, self.wanted, step)
             whole += plain
             seconds["plain"] += self.seconds
             turns["plain"] += self.turns

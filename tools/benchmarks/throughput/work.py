@@ -18,12 +18,12 @@ class Work:
     samples: int
     prompt_tokens: int  # counts a group's prompt once per sample
     response_tokens: int
-    sample_flops: int  # counts each group's prompt once, and all responses
-    forward_flops: int  # one pass over all samples; only responses go through the output layer
+    sample_flops: float  # counts each group's prompt once, and all responses
+    forward_flops: float  # one pass over all samples; only responses go through the output layer
 
 
 def work_of(shape: ModelShape, experts_per_token: int, groups: Sequence[GroupLengths]) -> Work:
-    def forward(length: int, num_outputs: int) -> int:
+    def forward(length: int, num_outputs: int) -> float:
         return flops.count(shape, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
 
     whole = sum(forward(prompt + response, response) for prompt, responses in groups for response in responses)

@@ -18,13 +18,14 @@ import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega import console
+from grpo_mega.rollout.engine import Engine as AnyEngine
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, Index, RankShards
@@ -99,11 +100,11 @@ class Bench:
 
     def sync(self) -> int:
         self.engine.proves = True
-        return self._sync.sync_weights(self.policy.tensors(), self.engine, version=1)
+        return self._sync.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
 
     def unproven(self) -> int:
         self.engine.proves = False
-        return self._unproven.sync_weights(self.policy.tensors(), self.engine, version=1)
+        return self._unproven.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
 
     def full_gather(self) -> int:
         return self._gather.run(self.policy.tensors(), self.gathered)
