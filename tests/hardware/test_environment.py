@@ -83,3 +83,15 @@ def test_the_compiler_is_looked_for_where_sglang_looks(name: str, tmp_path: Path
     assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) == compiler
     assert cuda_compiler({"PATH": f"/usr/bin:{tmp_path}/bin"}) == compiler
     assert cuda_compiler({"CUDA_HOME": str(tmp_path / "other"), "PATH": f"{tmp_path}/bin"}) is None, "CUDA_HOME comes first"
+
+
+def test_imports_of_a_rank_are_exempt_from_garbage_collection() -> None:
+    code = (
+        "import gc; from grpo_mega.commands.ranks import heavy_imports\n"
+        "before = gc.get_freeze_count()\n"
+        "with heavy_imports():\n    assert not gc.isenabled(); import asyncio\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > before + 1000, gc.get_freeze_count()\n"
+        "try:\n    with heavy_imports(): import no_such_module\n"
+        "except ImportError: assert gc.isenabled()\nelse: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
