@@ -1,8 +1,8 @@
-"""Tests of branches that only a GPU takes. README.md lists the branches and their tests. Without a GPU they are skipped.
+"""Tests of code that only a GPU runs. README.md lists the test of each branch of the package. Without a GPU they are skipped.
 
-With GRPO_MEGA_REHEARSAL=1 the tests marked `rehearsed` run on a CPU at tiny sizes. This checks the tests themselves
-(tests/test_gpu_branches.py does it), not the GPU. Tests marked `emulated` also run if Transformer Engine runs on emulated
-kernels (tests/te_on_cpu), at their own sizes.
+With GRPO_MEGA_REHEARSAL=1 the tests marked `rehearsed` run on a CPU at tiny sizes (tests/test_gpu_branches.py does this). It
+shows that the tests themselves work, not that a GPU does. On emulated Transformer Engine kernels (tests/te_on_cpu) the tests
+marked `emulated` run at their usual sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
 IS_EMULATED = not HAS_GPU and kernels.choose(is_cuda=False).transformer_engine
 
-# Deterministic attention, so that two runs of one backward pass can be compared.
+# deterministic kernels: some tests compare two runs of one backward pass
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[Device]:
-    """Make this process the only rank of a job. Each policy makes its own process groups."""
+    """Yield this process's device, as the only rank of a job. Each policy creates its process groups."""
     from grpo_mega.megatron import runtime as runtimes
 
     with only_rank():

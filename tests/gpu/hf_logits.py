@@ -1,7 +1,7 @@
-"""`hf_logits.py OUT DEVICE SIZES FAMILY...`: make random models and their logits by transformers, in a separate process.
+"""`hf_logits.py OUT DEVICE SIZES FAMILY...`: write random models and transformers' logits for them, in a separate process.
 
-Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt. The latter has "tokens" (some sequences), "bfloat16" and "float32"
-(logits [tokens, vocab] computed in that dtype from the same bf16 weights). SIZES has fields of the config as JSON.
+Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt with "tokens" (a few sequences), "bfloat16" and "float32" (the
+logits [tokens, vocab] of each sequence, computed in that dtype from the same bf16 weights). SIZES: config fields, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 blocks made on a GPU have the same bits as the CPU oracle's and as Transformer Engine's block quantizer's."""
+"""FP8 blocks made on a GPU have the bits of the CPU oracle and of Transformer Engine's block quantizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [(128, 128), (256, 384), (1024, 4096)] + [(4096, 14336)] * torch.cuda.i
 
 
 def weight_of(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 0.02) -> torch.Tensor:
-    """Return values on the CPU. Blocks have different magnitudes."""
+    """Return a weight on the CPU whose blocks differ in magnitude."""
     random = torch.Generator().manual_seed(rows + cols)
     weight = torch.randn(rows, cols, generator=random) * magnitude
     return (weight * torch.linspace(1e-3, 1, weight.numel()).view(rows, cols)).to(dtype)
@@ -37,11 +37,11 @@ def test_a_gpu_gives_the_bits_of_the_naive_twin(dtype: torch.dtype, magnitude: f
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformer_engine_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Transformer Engine uses float32 scales and pads them for its own products."""
+    """Compare with float32 scales, because Transformer Engine pads its scales for its products."""
     tex = pytest.importorskip("transformer_engine_torch")
     blockwise = pytest.importorskip("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("Transformer Engine quantises blocks from Hopper on")
+        pytest.skip("Transformer Engine quantizes blocks from Hopper on")
     quantizer = blockwise.Float8BlockQuantizer(
         fp8_dtype=tex.DType.kFloat8E4M3,
         rowwise=True,

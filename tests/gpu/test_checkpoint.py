@@ -1,4 +1,4 @@
-"""A policy on a GPU continues from its checkpoint as if it had never stopped, with every kind of Adam."""
+"""A policy on a GPU resumes from its checkpoint as if it had never stopped, with any of the Adam optimizers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def need(form: str, device: Device) -> None:
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("form", FORMS)
 def test_a_policy_that_was_never_trained_is_saved_and_restored(form: str, device: Device, tmp_path: Path) -> None:
-    """Adam has no state yet, neither in the saved policy nor in the policy that restores it."""
+    """Neither the saved policy nor the new one has Adam state yet."""
     need(form, device)
     sections = {"optimizer": {"lr": 1e-3}} | FORMS[form]
     policy = make_policy(device, **sections)
@@ -72,6 +72,6 @@ def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, t
     for name, weight in restored.tensors().items():
         assert torch.equal(weight, weights[name]), name
     found = train(restored, 3)
-    tolerance = 1e-3 if device.is_cuda else 0.0  # GPU kernels have no fixed order of addition
+    tolerance = 1e-3 if device.is_cuda else 0.0  # CUDA kernels add in no fixed order
     for name in ("loss/total", "grad_norm", "mismatch/abs_mean"):
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=1e-7), name

@@ -1,4 +1,4 @@
-"""Compare grouped products over experts, and a fused permutation of tokens, with one linear layer per expert."""
+"""Grouped expert products and fused token permutation against one linear layer per expert."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_mega.megatron.found import in_use
 from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
 from tests.helpers.models import make_config
 
-ROUNDING = 0.03  # bf16 rounding, relative to a tensor's norm
+ROUNDING = 0.03  # allowed relative error of a tensor's norm, from bf16 rounding
 
 
 def trained(device: Device, **model: bool) -> dict[str, Tensor]:
-    """Return the gradients of a step, keyed by the names of grouped experts, and the logits after the step."""
+    """Train one step. Return its gradients, keyed by grouped expert names, and the logits after it."""
     hf_config = make_config("qwen3_moe", **(SIZES | {"moe_intermediate_size": 128}))
     policy = make_policy(device, hf_config, model=model, optimizer={"lr": 1e-3})
     is_grouped = [bool(re.search(r"experts\.linear_fc1\.weight\d$", name)) for name in policy.parameters]
@@ -38,7 +38,7 @@ def check(device: Device, **model: bool) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found, expected = trained(device, **model), trained(device)
-    assert found.keys() == expected.keys() and sum("weight3" in name for name in found) == 8  # 2 matrices in each of 4 layers
+    assert found.keys() == expected.keys() and sum("weight3" in name for name in found) == 8  # two of four layers have experts
     wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
     assert all(error < ROUNDING for error in wrong.values()), wrong
 
@@ -49,7 +49,7 @@ def test_grouped_products_train_as_one_linear_layer_per_expert(device: Device) -
 
 
 @pytest.mark.emulated
-def test_a_checkpoint_of_grouped_experts_restores_to_one_linear_layer_per_expert(device: Device, tmp_path: Path) -> None:
+def test_a_checkpoint_of_grouped_experts_restores_to_separate_layers(device: Device, tmp_path: Path) -> None:
     hf_config = make_config("qwen3_moe", **(SIZES | {"moe_intermediate_size": 128}))
     policy = make_policy(device, hf_config, model={"grouped_experts": True}, optimizer={"lr": 1e-3})
     samples = make_samples(6, hf_config.vocab_size)

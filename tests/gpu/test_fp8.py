@@ -1,4 +1,4 @@
-"""On a card with FP8: training matches bf16, each recipe is really used, and layers that must be in bf16 are in bf16."""
+"""FP8 on a supported card: it trains as bf16 does, each recipe is in use, and layers that must be in bf16 are in bf16."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.helpers.gpu_policies import supported_precisions as why_not
 from tests.helpers.learning import KEPT
 from tests.helpers.models import VOCAB_SIZE
 
-STEPS = 30 if IS_EMULATED else 50  # runs can be compared because the loss falls slowly from step 25 on
-DEMONSTRATIONS = 8 if IS_REHEARSAL or IS_EMULATED else 16  # demonstrations per step
-# BOUND limits the relative difference from bf16 of the mean loss of the last ten steps. A small model that learns fast
-# amplifies rounding. On emulated kernels over seeds 0, 1 and 2, tensorwise, delayed and blockwise differed by -5.8% to +9.3%
-# from bf16 (root mean square 4.6%), and single steps by at most 0.56 nats (te_on_cpu/curves.py, 2026-11-22). BOUND is four
-# times the root mean square, and STEP_BOUND is two times the largest step difference.
+STEPS = 30 if IS_EMULATED else 50  # after step 25 the loss falls slowly, so runs can be compared
+DEMONSTRATIONS = 8 if IS_REHEARSAL or IS_EMULATED else 16  # per step
+# Bounds on the difference from bf16: of the mean loss of the last ten steps (relative) and of one step (nats). A small model
+# that learns fast amplifies rounding. On emulated kernels with seeds 0, 1 and 2, tensorwise, delayed and blockwise ended -5.8%
+# to +9.3% from bf16 (4.6% root mean square), and no step differed by more than 0.56 nats (te_on_cpu/curves.py, 2026-11-22).
+# The bounds are about four times that root mean square and two times that step.
 BOUND, STEP_BOUND = 0.2, 1.0
 
 
@@ -65,14 +65,14 @@ def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
 @pytest.mark.emulated
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) -> None:
-    """The fp32 master weights accumulate the small steps."""
+    """The fp32 masters accumulate small steps that FP8 weights cannot represent."""
     need(recipe, device)
     expected, found = losses(device, None), losses(device, recipe, keeps_fp8=True)
     assert statistics.mean(found[-10:]) == pytest.approx(statistics.mean(expected[-10:]), rel=BOUND)
 
 
 @pytest.mark.emulated
-def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Device) -> None:
+def test_an_optimizer_with_moments_in_bf16_learns_like_the_default_one(device: Device) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("Transformer Engine is not installed")
     expected, found = losses(device, None), losses(device, None, moments_dtype="bfloat16")
@@ -80,8 +80,8 @@ def test_an_optimizer_with_moments_in_bf16_learns_as_the_usual_one(device: Devic
 
 
 @pytest.mark.emulated
-def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(device: Device) -> None:
-    """e4m3 has 3 mantissa bits, so its relative error is at most 1/16; subnormal values have an absolute error."""
+def test_weights_in_fp8_are_read_as_their_values_and_survive_offload(device: Device) -> None:
+    """e4m3 has 3 mantissa bits: the relative error is at most 1/16, and below the normal range it is at most one step."""
     need("tensorwise", device)
     plain = {name: t.float().cpu() for name, t in make_policy(device).tensors().items()}
     policy = make_policy(device, precision=precision_of("tensorwise") | KEPT)
@@ -101,14 +101,14 @@ def test_weights_in_fp8_are_read_as_the_numbers_they_stand_for_and_move_whole(de
 
 
 @pytest.mark.emulated
-def test_delayed_scales_of_weights_kept_in_fp8_are_of_the_weights_alone(device: Device) -> None:
-    """The scales must not depend on garbage: Transformer Engine also takes the maximum of the uninitialized memory."""
+def test_delayed_scales_of_weights_kept_in_fp8_ignore_old_memory(device: Device) -> None:
+    """The scales ignore uninitialized memory, although Transformer Engine takes its maximum when it allocates the weights."""
     need("delayed", device)
     plain = {name: t.float().abs().max().item() for name, t in make_policy(device).tensors().items()}
     norms = []
     for kept in ({}, KEPT):
         garbage = [torch.full((2**shift,), 3e36, device=device.torch_device) for shift in range(14, 22)]
-        del garbage  # the allocator reuses this memory
+        del garbage  # the allocator reuses this memory for the weights
         policy = make_policy(device, precision=precision_of("delayed") | kept)
         batches = packed(policy, make_samples(6, VOCAB_SIZE))
         norms.append([policy.update(policy.attach_logprobs(batches))[0]["grad_norm"] for _ in range(3)])
@@ -133,7 +133,7 @@ def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Dev
 @pytest.mark.emulated
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, device: Device) -> None:
-    """All layers are in bf16 in the reference's pass, and if the guard makes all fall back. Check a partial fallback too."""
+    """In the reference's pass (`in_bf16`) and at Level.ALL the logits equal a bf16 run; at Level.ENDS they equal neither run."""
     need(recipe, device)
     samples = make_samples(6, VOCAB_SIZE)
     expected = logits_of(make_policy(device), samples)
@@ -155,7 +155,7 @@ def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, 
 
 
 @pytest.mark.emulated
-def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -> None:
+def test_a_bf16_reference_of_an_fp8_policy_equals_a_bf16_run(device: Device) -> None:
     need("tensorwise", device)
     algorithm = {"kl_beta": 0.01}
     found: list[list[Any]] = []
@@ -168,7 +168,7 @@ def test_a_bf16_reference_of_an_fp8_policy_says_what_bf16_says(device: Device) -
 
 @pytest.mark.emulated
 def test_fp8_copies_of_weights_go_with_the_optimizer_and_come_back(device: Device) -> None:
-    """Transformer Engine makes the copies again in the first micro-batch of a pass."""
+    """Transformer Engine recreates the FP8 copies at the first micro-batch of a pass."""
     need("tensorwise", device)
     policy = make_policy(device, precision=precision_of("tensorwise"))
     samples = make_samples(6, VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""Resolve the requirements of tools/install_gpu.sh. This needs a torch with CUDA, because Transformer Engine needs it."""
+"""Resolve the requirements of tools/install_gpu.sh on a machine with a CUDA torch, because Transformer Engine needs one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_pip_resolves_what_the_installation_asks_for_and_keeps_torch() -> None:
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", *wanted]
     found = subprocess.run(pip, capture_output=True, text=True, timeout=SECONDS)
     if "No matching distribution" in found.stderr or "Could not fetch" in found.stderr:
-        pytest.skip("needs a package index that can be reached")
+        pytest.skip("needs a reachable package index")
     assert found.returncode == 0, found.stderr
     collected = re.findall(r"Would install (.*)", found.stdout)
     assert not any(name.startswith("torch-") for text in collected for name in text.split()), collected

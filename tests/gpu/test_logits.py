@@ -1,8 +1,8 @@
-"""Compare the policy's logits of packed sequences on a GPU with transformers', with both sets of layers.
+"""The policy's logits of packed sequences on a GPU against transformers' logits, with both sets of layers.
 
-In bf16 every operation rounds to 8 bits, and implementations order operations differently. So two correct implementations
-differ as much as each differs from fp32. Both errors are measured against transformers in fp32: our error may be 1.5 times the
-error of transformers in bf16 (usually ours is smaller, because the last product is in fp32).
+In bf16 every operation rounds to 8 bits, and implementations add in different orders: two correct ones differ as much as each
+differs from fp32. So the measure is transformers' bf16 error against its fp32 logits. Our error against the same fp32 logits
+may be 1.5 times as large. It is usually smaller, because our last product is in fp32.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sampl
 HERE = Path(__file__).parent
 FAMILIES = ("qwen2", "llama", "qwen3")
 MIXTURE = "qwen3_moe"
-ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # relative to transformers' own error
+ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # allowed error as a multiple of transformers' bf16 error
 
 pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a checkpoint and logits of each family, in a process without the patches of a CPU run."""
+    """Return a folder with a checkpoint and logits per family, written by a process without the patches of a CPU run."""
     out = tmp_path_factory.mktemp("hf")
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,17 +65,17 @@ def check(theirs: Path, family: str, device: Device, allowed: float = ALLOWED) -
     own = rms([a - b for a, b in zip(found, exact, strict=True)])
     usual = rms([a - b for a, b in zip(expected["bfloat16"], exact, strict=True)])
     assert 0 < own <= allowed * usual, (own, usual)
-    assert usual < 0.05 * rms(exact), "weights of which bf16 says nothing"
+    assert usual < 0.05 * rms(exact), "bf16 is too coarse for these weights"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path, device: Device) -> None:
-    """The layers are Transformer Engine's if it is installed."""
+    """Use Transformer Engine's layers if it is installed."""
     check(theirs, family, device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_without_transformer_engine_give_them_on_a_gpu_too(
+def test_layers_without_transformer_engine_give_transformers_logits(
     family: str, theirs: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "choose", lambda **_: Kernels(False, False, False, "none is wanted"))
@@ -83,7 +83,7 @@ def test_layers_without_transformer_engine_give_them_on_a_gpu_too(
 
 
 def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: Device) -> None:
-    """A rounded hidden state may choose another expert, so a few tokens dominate both errors."""
+    """Rounding of a hidden state may select another expert, so few tokens cause most of the error of both implementations."""
     check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE)
 
 

@@ -1,4 +1,4 @@
-"""Log-probs at the sizes of real runs: compare values and gradients of bf16 on a GPU with float64, and measure the memory."""
+"""Log-probs at the sizes of real runs: bf16 values and gradients on a GPU against float64, and their memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_inputs(device: Device) -> Inputs:
 
 @pytest.mark.parametrize("name", ["ours", "ours with entropy"])
 def test_32k_tokens_of_152k_vocabulary_take_at_most_1_gib_more(name: str, device: Device) -> None:
-    """The limit includes the gradient of the hidden states (256 MiB)."""
+    """The limit includes the 256 MiB gradient of the hidden states."""
     inputs, step = make_inputs(device), step_of(name)
     step(inputs)
     inputs.hidden_TH.grad = None
@@ -29,7 +29,7 @@ def test_32k_tokens_of_152k_vocabulary_take_at_most_1_gib_more(name: str, device
 
 
 def test_log_probs_of_32k_tokens_equal_float64s(device: Device) -> None:
-    """Products of bf16 numbers are exact in fp32 and sums are in fp32, so the error is far below 1e-3 nats."""
+    """Products of bf16 numbers are exact in fp32, and the sums are in fp32, so the errors are far below 1e-3 nats."""
     inputs = make_inputs(device)
     assert max_error(inputs, step_of("ours")(inputs)) < 1e-3
 

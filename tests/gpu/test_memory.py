@@ -1,4 +1,4 @@
-"""The memory that trainer and server share: its measurement, and buckets that another process can open."""
+"""Memory that trainer and server share: its measurement, and buckets that another process can open."""
 
 from __future__ import annotations
 

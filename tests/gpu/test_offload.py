@@ -1,4 +1,4 @@
-"""Offload a policy from a GPU to pinned host memory and onload it: no bit changes, and the device memory is free meanwhile."""
+"""A policy moves between a GPU and pinned host memory: every bit comes back, and the GPU's memory is free meanwhile."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: 
 
 
 @pytest.mark.emulated
-def test_copies_that_overlap_with_the_pass_are_there_when_the_optimizer_needs_them(device: Device) -> None:
-    """`update` starts while the optimizer's state is still being copied. Losses and weights equal those without offloading."""
+def test_overlapping_copies_arrive_before_the_optimizer_needs_them(device: Device) -> None:
+    """`update` starts while the optimizer state is still in transfer. Losses and weights equal a run without offload."""
     runs = []
     for is_moving in (False, True):
         policy = make_policy(device, optimizer={"lr": 1e-3}, algorithm={"kl_beta": 0.01})
@@ -81,7 +81,7 @@ def test_a_reference_changes_places_with_the_weights(device: Device) -> None:
 
 def test_the_device_has_the_memory_while_the_policy_is_away(device: Device) -> None:
     if not device.is_cuda:
-        pytest.skip("only a GPU tells")
+        pytest.skip("needs a GPU")
     policy = make_policy(device)
     train(policy, 0)
     torch.cuda.empty_cache()
@@ -89,4 +89,4 @@ def test_the_device_has_the_memory_while_the_policy_is_away(device: Device) -> N
     policy.memory.offload_optimizer()
     policy.memory.offload_weights()
     assert torch.cuda.memory_allocated() < reserved - held
-    assert reserved - torch.cuda.memory_reserved() >= 0.5 * held  # blocks of 2 MiB and more are freed completely
+    assert reserved - torch.cuda.memory_reserved() >= 0.5 * held  # the allocator returns blocks of 2 MiB and more

@@ -1,4 +1,4 @@
-"""Recomputed activations give the same gradients as kept activations."""
+"""Recomputed activations give the gradients of stored activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
 
-# The same kernels run twice on the same numbers. On a GPU the blocks of a kernel may add in another order, so bf16's 8 bits may
-# differ. On a CPU nothing differs.
+# Both runs use the same kernels on the same numbers. On a GPU the blocks of a kernel may add in another order, and bf16 has
+# 8 bits. On a CPU the results are equal.
 ALLOWED = 2**-8
 
 
@@ -35,7 +35,7 @@ def test_recomputed_activations_give_the_same_gradients(recompute: str, kept: di
 
 @pytest.mark.emulated
 def test_gradients_do_not_depend_on_the_micro_batches(kept: dict[str, Tensor], device: Device) -> None:
-    """One micro-batch has another length than several, so other kernels may be chosen and bf16 rounds differently."""
+    """Compare with one micro-batch. At another length other kernels may run, and bf16 rounds their sums differently."""
     found = gradients_of(make_policy(device), make_samples(6, VOCAB_SIZE))
     for name, expected in kept.items():
         assert (found[name] - expected).norm() <= 0.03 * expected.norm() + 1e-6, name
@@ -43,7 +43,7 @@ def test_gradients_do_not_depend_on_the_micro_batches(kept: dict[str, Tensor], d
 
 def test_recomputing_everything_needs_less_memory(device: Device) -> None:
     if not device.is_cuda:
-        pytest.skip("only a GPU tells")
+        pytest.skip("needs a GPU")
     peaks = {}
     for recompute in ("none", "selective", "full"):
         policy = make_policy(device, recompute=recompute)

@@ -1,4 +1,4 @@
-"""An SGLang server on the trainer's GPU: it sleeps and wakes, receives weights by CUDA IPC, and verifies them."""
+"""An SGLang server on the trainer's GPU: it sleeps and wakes, takes weights by CUDA IPC, and verifies them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.weights.apply import Bucket
 from tools.benchmarks.gpu.engine import config_for, opened, weight_bytes
 
-Parts = tuple[Any, Any, Any]  # the trainer's weights, the engine, the sync
+Parts = tuple[Any, Any, Any]  # trainer weights, engine, sync
 
 
 def need_server(device: Device) -> None:
@@ -33,7 +33,7 @@ def parts(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.rehearsed
-def test_a_sync_proves_that_the_server_has_the_weights(parts: Parts) -> None:
+def test_a_sync_verifies_that_the_server_has_the_weights(parts: Parts) -> None:
     trainer, engine, sync = parts
     for version in (1, 2):
         for tensor in trainer.tensors().values():
@@ -44,7 +44,7 @@ def test_a_sync_proves_that_the_server_has_the_weights(parts: Parts) -> None:
 
 @pytest.mark.rehearsed
 def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bucket changes after its checksums are computed, in the memory that the server reads."""
+    """Change a bucket in the memory that the server reads, after its checksums were taken."""
     trainer, engine, sync = parts
     load = engine.load
 
@@ -62,7 +62,7 @@ def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch:
 
 @pytest.mark.rehearsed
 def test_an_engine_in_fp8_takes_blocks_as_they_are_sent(device: Device, tmp_path: Path) -> None:
-    """Start a separate server while no other is awake. Compare values and scales in its memory."""
+    """Start a separate server while no other is awake, and compare values and scales in its memory."""
     need_server(device)
     if device.is_cuda and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs an L40, H100, H200 or later")
@@ -81,11 +81,11 @@ def test_sleep_gives_memory_to_the_device_and_wake_takes_it_again(parts: Parts, 
     awake = torch.cuda.mem_get_info()[0]
     engine.sleep()
     asleep = torch.cuda.mem_get_info()[0]
-    assert asleep - awake > weight_bytes("qwen2.5-0.5b"), "the weights, and the cache besides"
+    assert asleep - awake > weight_bytes("qwen2.5-0.5b"), "sleep frees the weights and the cache"
     engine.wake_weights()
     weights = torch.cuda.mem_get_info()[0]
     assert asleep - weights >= 0.9 * weight_bytes("qwen2.5-0.5b")
-    assert weights - awake > 0, "the cache still sleeps"
+    assert weights - awake > 0, "the cache is still asleep"
     sync.sync_weights(trainer.tensors(), engine, version=5)
     engine.wake_cache()
     assert torch.cuda.mem_get_info()[0] == pytest.approx(awake, abs=256 << 20)

@@ -1,4 +1,4 @@
-"""A teacher with the reference's weights gives the reference's log-probs each time that it is loaded from the host."""
+"""A teacher with the reference's weights returns the reference's log-probs each time it is loaded from the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.models import VOCAB_SIZE, make_config
 
 @pytest.mark.rehearsed
 @pytest.mark.emulated
-def test_a_teacher_gives_the_references_log_probs_whenever_it_comes_from_the_host(device: Device) -> None:
+def test_a_teacher_from_the_host_returns_the_references_log_probs(device: Device) -> None:
     policy = make_policy(device, algorithm={"kl_beta": 0.01})
     hf_config = make_config("qwen2", **SIZES)
     shape, family = ModelShape.from_hf_config(hf_config.to_dict()), family_of("qwen2")
@@ -26,7 +26,7 @@ def test_a_teacher_gives_the_references_log_probs_whenever_it_comes_from_the_hos
     teacher.load(random_reader(family.hf_tensors(shape), seed=3, std=0.05))
     batches = policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE)))
     for _ in range(2):
-        assert all(storage.nbytes() == 0 for storage, _ in teacher._host.taken), "it is on the host"
+        assert all(storage.nbytes() == 0 for storage, _ in teacher._host.taken), "the teacher is not on the host"
         found = teacher.logprobs(batches)
         assert all(batch is other for (batch, _), other in zip(found, itertools.chain.from_iterable(batches), strict=True))
         for batch, logprobs_T in found:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("sleep", ["always", "auto"])
 def test_trainer_and_server_share_a_gpu_through_whole_steps(sleep: str, tmp_path: Path) -> None:
-    """Both give tokens the same probabilities up to bf16 rounding. With sleep=always each offloads for the other in every step;
-    with sleep=auto only until the run has measured that both fit."""
+    """Trainer and server agree on log-probs up to bf16 rounding. With sleep=always both offload for each other at each step;
+    with auto only until both are seen to fit."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     settings = settings_of(Options(quick=True, tiny=False, say=print), tmp_path)
@@ -37,5 +37,5 @@ def test_trainer_and_server_share_a_gpu_through_whole_steps(sleep: str, tmp_path
         assert row["mismatch/k3"] < 0.02 and row["mismatch/abs_mean"] < 0.05
     moves = [row.get("seconds/sleep", 0) > 0 for row in steps]
     assert moves == ([True] * 3 if sleep == "always" else [True, False, False])
-    said = " ".join((result.stdout + result.stderr).split())  # the console breaks lines
+    said = " ".join((result.stdout + result.stderr).split())  # join the lines that the console broke
     assert ("fit on the device together" in said) == (sleep == "auto")
