@@ -133,7 +133,7 @@ def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Dev
 @pytest.mark.emulated
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, device: Device) -> None:
-    """In the reference's pass (`in_bf16`) and at Level.ALL the logits equal a bf16 run; at Level.ENDS they equal neither run."""
+    """In the reference's pass (`in_bf16`) and at Level.ALL the logits equal a bf16 run; at Level.ENDS they equal neither."""
     need(recipe, device)
     samples = make_samples(6, VOCAB_SIZE)
     expected = logits_of(make_policy(device), samples)
