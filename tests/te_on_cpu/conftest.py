@@ -1,5 +1,6 @@
-"""Tests of Transformer Engine on emulated kernels. A normal pytest process collects only two files: test_processes.py starts
-processes that run the other files and tests/gpu, and test_whole_steps.py starts training runs."""
+"""Tests of Transformer Engine on emulated kernels. A plain pytest process collects test_processes.py and test_whole_steps.py.
+
+test_processes.py starts processes that run the other files and tests/gpu. test_whole_steps.py starts training runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def only_member() -> Iterator[None]:
-    """Yield a process group with only this process: the group of the session's policies, or a new one for this test."""
+    """Yield in a process group with this process as its only member: the session's group, or a new one for this test."""
     if dist.is_initialized():
         yield
         return

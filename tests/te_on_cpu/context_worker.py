@@ -1,7 +1,6 @@
-"""One rank of test_context.py: compare Transformer Engine's context-parallel attention with attention in fp64.
+"""One rank of test_context.py: Transformer Engine's attention over context-parallel ranks, against attention in fp64.
 
-Sequences are packed, with an odd number of tokens per chunk (the shortest has one). Heads are grouped. Every rank compares its
-own rows.
+Sequences are packed, with odd numbers of tokens per chunk and at least one. Heads are grouped. Each rank compares its rows.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from grpo_mega.hardware.kernels import PACKED_A2A, as_text
 from tests.helpers.ranks import run_cases
 
 HEADS, KV_HEADS, DIM = 8, 4, 24
-# Relative errors in bf16. p2p rounds output and gradients at each addition: measured 2.9e-3 and 3.7e-3; with a2a 2.4e-3.
+# Relative errors in bf16. p2p rounds output and gradients at each addition: measured 2.9e-3 and 3.7e-3, and 2.4e-3 with a2a.
 TOLERANCES = {("p2p", 2): 3e-3, ("p2p", 4): 4e-3, ("a2a", 2): 3e-3, ("a2a", 4): 3e-3}
 HAS_A2A = Version(transformer_engine.__version__) >= Version(as_text(PACKED_A2A))
 
 
 def attend(cp: int, kind: str) -> list[tuple[Tensor, Tensor]]:
-    """Return (found, expected) pairs for this rank's rows, in fp64: output, gradients of q, k and v."""
+    """Return pairs (found, exact) in fp64 for this rank's rows: the output, and the gradients of q, k and v."""
     groups = [list(range(first, first + cp)) for first in range(0, dist.get_world_size(), cp)]
     members = next(group for group in groups if dist.get_rank() in group)
     cp_group, _ = dist.new_subgroups_by_enumeration(groups)
@@ -74,7 +73,7 @@ def exact_attention(numbers: list[Tensor], lengths: list[int]) -> list[Tensor]:
 
 def is_right(cp: int, kind: str, rank: int, folder: Path) -> None:
     errors = torch.stack([(found - exact).norm() / exact.norm() for found, exact in attend(cp, kind)])
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # all ranks must fail together
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)  # so all ranks fail together
     assert errors.max() < TOLERANCES[kind, cp], f"output, q, k, v: {errors}"
 
 

@@ -3,9 +3,9 @@
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
         [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 16] [--minutes N]
 
-Each run of a recipe and a seed writes a file in OUT when it ends; runs with a file are skipped. No run starts after --minutes.
-It uses one thread. OUT/curves.json has all losses and a table, OUT/curves.png the plot. The seed determines weights and
-demonstrations, so runs with the same seed differ only in precision. Casts have the real kernels' bits, but sums do not.
+Each run of a recipe and a seed writes a file in OUT when it ends; a run whose file exists is skipped. No run starts after
+--minutes. One thread. OUT/curves.json has all losses with a table, OUT/curves.png the plot. The seed determines weights and
+demonstrations, so runs of one seed differ only in precision. The casts have the bits of the real kernels, the sums do not.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_mega.megatron import runtime as runtimes
 from tests.helpers.learning import losses
 from tools.benchmarks.gpu.rank import config_of
 
-NOTE = "Transformer Engine's own Python on emulated kernels"
-LAST = 10  # a run's final loss is the mean over this many last steps
+NOTE = "Transformer Engine's real Python on emulated kernels"
+LAST = 10  # number of last steps whose mean is a run's final loss
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": None},
     "tensorwise": {"recipe": "tensorwise"},
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, device: Any, name: str, seed: int) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return by recipe the mean final loss over seeds, its range, and each seed's difference from its bf16 run."""
+    """Return per recipe the mean loss of the last steps over seeds, its spread, and each seed's difference from bf16."""
     ends: dict[str, dict[int, float]] = {}
     for one in runs:
         ends.setdefault(one["recipe"], {})[one["seed"]] = statistics.mean(one["losses"][-LAST:])

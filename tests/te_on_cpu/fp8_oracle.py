@@ -1,6 +1,6 @@
-"""FP8 by definition, in float64 with numpy: the numbers of a format, the nearest number to a value, and scales by block.
+"""FP8 by definition, in float64 with numpy: the numbers of a format, rounding to the nearest number, scales per block.
 
-It shares no code with torch's FP8 dtypes or the emulated extension, because it checks both.
+It shares no code with the tested modules: it uses neither torch's FP8 dtypes nor the emulated extension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Format:
 
     @cached_property
     def magnitudes(self) -> Float:
-        """Return the finite numbers without sign, in the order of their codes."""
+        """Return the finite non-negative numbers, in the order of their codes."""
         found = []
         for code in range(2 ** (self.exponent_bits + self.mantissa_bits)):
             exponent, mantissa = divmod(code, 2**self.mantissa_bits)
@@ -35,7 +35,7 @@ class Format:
         return np.array(found)
 
     def encode(self, values: Float) -> Bits:
-        """Return the code of the nearest number. Ties go to the even code; values beyond the range get the largest number."""
+        """Return the code of the nearest number: the even code on a tie, the largest finite code above the range."""
         magnitude = np.minimum(np.abs(values), self.largest)
         above = np.searchsorted(self.magnitudes, magnitude).clip(1, len(self.magnitudes) - 1)
         below = above - 1
@@ -51,13 +51,13 @@ FORMATS = {"e4m3": Format(4, 3, 7, 448.0), "e5m2": Format(5, 2, 15, 57344.0)}
 
 
 def to_fp32(values: Float) -> Float:
-    """Return float64 numbers rounded to float32. For a product or quotient of two float32 numbers this rounds exactly once."""
+    """Round float64 numbers to float32, which is the only rounding of a product or quotient of two float32 numbers."""
     with np.errstate(over="ignore"):
         return values.astype(np.float32).astype(np.float64)
 
 
 def scale_of(amax: float, form: Format, *, pow_2: bool = False, at_infinity: float = float(np.finfo(np.float32).max)) -> float:
-    """Return the float32 scale for a largest magnitude; 1 for zeros, infinities and NaN."""
+    """Return the float32 scale for a largest magnitude; 1 for zero, infinity and NaN."""
     if amax == 0 or not np.isfinite(amax):
         return 1.0
     scale = float(to_fp32(np.array(form.largest) / amax))

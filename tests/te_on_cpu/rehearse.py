@@ -1,11 +1,11 @@
-"""Run one rank with Transformer Engine's layers on fake tensors: TE's own Python over an extension that only makes shapes.
+"""Run one rank with Transformer Engine's layers on fake tensors: its real Python over an extension that only makes shapes.
 
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
-Reads requests of grpo_mega.megatron.rehearsal, one line of JSON each, and prints the same answers plus `saved`: the tensors
-that autograd keeps at the end of the forward passes, as [shape, dtype, bytes, number of such tensors], largest sum first. FP8
-copies of weights are not counted, because they stay between passes and the plan has a separate figure for them. The script
-needs a separate process. Settings that affect the kept tensors have their values for a GPU.
+Reads requests of grpo_mega.megatron.rehearsal, one JSON object per line, and prints the same answers plus `saved`: the tensors
+that autograd holds after the forward passes, as [shape, dtype, bytes, count], the largest total first. FP8 copies of the
+weights are not counted, because they stay between passes and the plan counts them separately. Run it in a separate process.
+Settings that affect saved tensors are the settings of a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 from collections import Counter
 from typing import Any
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # uncompiled, Megatron's functions keep the same tensors
+# torch.compile does not change the tensors that are saved.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ Saved = tuple[tuple[int, ...], str, int]
 
 
 class KeptByTE(rehearse_rank.Kept):
-    """A counter that counts a quantized tensor by its inner tensors, and records shapes."""
+    """Counts a quantized tensor by its inner tensors, and records shapes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -57,17 +58,17 @@ class KeptByTE(rehearse_rank.Kept):
 
 
 counters: list[KeptByTE] = []
-weight_copies: dict[int, Any] = {}  # by id
+weight_copies: dict[int, Any] = {}  # keyed by object id
 
 
 def inner(tensor: Any) -> list[Tensor]:
-    """Return the inner tensors of a quantized tensor; an empty list for a plain one."""
+    """Return the inner tensors of a quantized tensor; none for a plain tensor."""
     is_quantised = hasattr(tensor, "get_data_tensors")
     return [t for t in vars(tensor).values() if isinstance(t, Tensor)] if is_quantised else []
 
 
 def attend(*args: Any, **kwargs: Any) -> list[Any]:
-    """Make the shapes of fused attention's forward. For training add softmax statistics in fp32 by token and head."""
+    """Return the outputs of fused attention's forward as shapes: in training also fp32 softmax statistics by token and head."""
     is_training, q, v = args[2], args[13], args[15]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return (
@@ -82,30 +83,30 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 def packed_params(
     cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Return packed-sequence parameters for TE, instead of the ones for Megatron's local layers."""
+    """Replace the parameters of Megatron's local layers by Transformer Engine's."""
     return te_params(cuts, cp_size)
 
 
 def read_half(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
-    """Make the shape of one half of each sequence's rows, [T, heads, d] or [2, T, heads, d]."""
+    """Return a tensor with the shape of one half of each sequence's rows, [T, heads, d] or [2, T, heads, d]."""
     dim = tensor.dim() - 3
     return tensor.new_empty(*tensor.shape[:dim], tensor.shape[dim] // 2, *tensor.shape[-2:])
 
 
 def make_shapes_only() -> None:
-    """Replace functions that read values, and checks for fake tensors."""
+    """Replace functions that read values or compare tensor types, because the tensors are fake."""
     functions: Any = sys.modules[extension.NAME]
     functions.fused_attn_fwd, functions.fused_attn_bwd = attend, attend_backward
     functions.thd_read_half_tensor = read_half
     functions.thd_read_second_half_lse = lambda lse, cu_seqlens, is_packed, length: lse.new_empty(lse.shape[0], length)
     for name in ("thd_second_half_lse_correction", "thd_out_correction", "thd_grad_correction"):
-        setattr(functions, name, lambda *args: None)  # in-place changes keep the shape
-    torch.equal = lambda a, b: True  # TE uses it to check whether sequences are padded
+        setattr(functions, name, lambda *args: None)  # in-place updates keep the shape
+    torch.equal = lambda a, b: True  # TE asks if sequences are padded
     positions._rope = lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format)
     choose = attention_utils.get_attention_backend
 
     def choose_for_plain(params: Any) -> Any:
-        params.qkv_type = Tensor  # TE compares types, and a fake tensor has another type
+        params.qkv_type = Tensor  # TE compares types, and fake tensors have another type
         return choose(params)
 
     attention_utils.get_attention_backend = choose_for_plain
@@ -117,7 +118,7 @@ def make_shapes_only() -> None:
         return found
 
     TransformerEngineBaseModule.get_weight_workspace = noted
-    # A parameter that is saved through a hook loses its attributes. Megatron reads this one if reductions overlap.
+    # A parameter that is saved through a hook loses its attributes. Megatron reads this one with overlapped reductions.
     Tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     packed.pack_params = packed_params
     rehearse_rank.Kept = KeptByTE  # type: ignore[misc]
@@ -139,7 +140,7 @@ def main() -> None:
         request = json.loads(line)
         counters.clear()
         weight_copies.clear()
-        base._dummy_wgrads.clear()  # fake tensors of the last request's mode
+        base._dummy_wgrads.clear()  # drop the fake tensors of the last request
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
         found = rehearse_rank.rehearse(request, counted)
         runtimes.stop()

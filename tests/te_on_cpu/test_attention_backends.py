@@ -1,4 +1,4 @@
-"""Transformer Engine's choice of attention by card, dtype and layout, and inputs that its kernels refuse."""
+"""Attention backends that Transformer Engine selects per card, dtype and layout, and inputs that its kernels refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
 
 
 def backends(card: str, **params: Any) -> tuple[bool, bool, bool]:
-    """Return the usable backends among flash-attn (not installed), cuDNN's fused attention, and TE's unfused attention."""
+    """Return if each backend fits: flash-attn (not installed), cuDNN's fused attention, TE's unfused attention."""
     with machine.played(card):
         found = utils.get_attention_backend(utils.AttentionParams(**{"num_heads": 8, "num_gqa_groups": 2} | params))
     flash, fused, unfused = found[-1]
@@ -43,7 +43,7 @@ def test_no_card_has_fused_attention_in_fp32() -> None:
     ("dims", "card", "fits"),
     [(128, "A100", True), (256, "A100", False), (256, "H100", True), (264, "H100", False), (100, "H100", False)],
 )
-def test_wide_heads_are_hoppers_and_odd_ones_none(dims: int, card: str, fits: bool) -> None:
+def test_wide_heads_need_hopper_and_no_card_takes_odd_ones(dims: int, card: str, fits: bool) -> None:
     layout = {"qkv_layout": "sbhd_sbhd_sbhd", "attn_mask_type": "causal"}
     assert backends(card, head_dim_qk=dims, head_dim_v=dims, **layout)[1] is fits
 
@@ -74,7 +74,7 @@ def test_lengths_must_be_int32_and_within_the_stated_maximum() -> None:
 
 
 def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
-    """TE 2.11 falls back to its unfused attention. TE 2.9 and 2.10 have none for packed sequences."""
+    """TE 2.11 falls back to its unfused attention; 2.9 and 2.10 have no unfused attention for packed sequences."""
     if Version(transformer_engine.__version__) >= Version("2.11"):
         assert attend(torch.float32).shape == (32, 64)
     else:
@@ -82,8 +82,8 @@ def test_fp32_ends_in_an_error_where_no_backend_is_left() -> None:
             attend(torch.float32)
 
 
-def test_the_package_refuses_what_no_backend_takes() -> None:
-    """Below Hopper the package also refuses TE 2.11's unfused attention in bf16, because it would keep all scores."""
+def test_the_package_refuses_inputs_that_no_backend_takes() -> None:
+    """It also refuses 2.11's unfused attention in bf16 on cards below Hopper, because it would store every score."""
     import transformer_engine
 
     for card in machine.CARDS.values():

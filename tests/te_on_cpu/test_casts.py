@@ -1,4 +1,4 @@
-"""Casts to FP8 by Transformer Engine's quantizers on emulated kernels have the same bits as an oracle in float64."""
+"""FP8 casts by Transformer Engine's quantizers on emulated kernels have the bits of a float64 oracle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def every_bf16() -> torch.Tensor:
 
 
 def ragged(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Return values with magnitudes over six decades by row and column, a row of zeros and, if there are several, a block."""
+    """Return values over six decades by row and column, with a row of zeros and, among several blocks, one of zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, cols, generator=random, dtype=torch.float64)
     values *= torch.logspace(-4, 0, rows)[:, None] * torch.logspace(0, -2, cols) * magnitude
@@ -43,7 +43,7 @@ def ragged(rows: int, cols: int, dtype: torch.dtype, magnitude: float = 1.0, see
 
 
 def test_the_oracles_formats_are_those_of_the_standard() -> None:
-    """The standard is OCP 8-bit floating point, table 1."""
+    """Compare with table 1 of the OCP 8-bit floating point specification."""
     for name, smallest, smallest_normal in (("e4m3", 2**-9, 2**-6), ("e5m2", 2**-16, 2**-14)):
         form = oracle.FORMATS[name]
         assert form.magnitudes[1] == smallest and smallest_normal in form.magnitudes and form.magnitudes[-1] == form.largest
@@ -55,7 +55,7 @@ def test_the_oracles_formats_are_those_of_the_standard() -> None:
 @pytest.mark.parametrize("form", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 3.7e-3, 448 / 3.0, 2.0**-40, 1.1e30])
 def test_a_cast_with_a_given_scale_has_the_oracles_bits(form: str, scale: float) -> None:
-    """Cast all finite bf16 numbers and random fp32 ones. The transposed copy has the same bits; the maximum is recorded."""
+    """Cast every finite bf16 number and random fp32 numbers. The transposed copy has the same bits; the maximum is recorded."""
     for values in (every_bf16(), ragged(48, 160, torch.float32, magnitude=1e3)):
         scales, amax = torch.tensor([scale]), torch.zeros(1)
         quantised = Float8Quantizer(scales, amax, DTYPES[form])(values)
@@ -84,12 +84,12 @@ def test_zeros_and_infinities_are_scaled_by_one() -> None:
     for values in (torch.zeros(16, 16), torch.full((16, 16), torch.inf)):
         quantised = Float8CurrentScalingQuantizer(DTYPES["e4m3"], CPU)(values)
         assert float(quantised._scale_inv) == 1.0
-        assert set(quantised._data.flatten().tolist()) == {0 if not values.any() else 0x7E}  # 0x7e: 448
+        assert set(quantised._data.flatten().tolist()) == {0 if not values.any() else 0x7E}  # 0x7e encodes 448
 
 
 @pytest.mark.parametrize(("history", "algorithm", "margin"), [(1, "max", 0), (3, "max", 0), (4, "most_recent", 1)])
 def test_delayed_scales_follow_the_history_of_maxima(history: int, algorithm: str, margin: int) -> None:
-    """The first step uses a scale of 1, later steps largest / 2^margin / the maximum of the history."""
+    """The first step is cast with a scale of 1, each later step with largest / 2^margin / the maximum of the history."""
     recipe = DelayedScaling(amax_history_len=history, amax_compute_algo=algorithm, margin=margin)
     layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
     maxima: list[float] = []
@@ -102,14 +102,14 @@ def test_delayed_scales_follow_the_history_of_maxima(history: int, algorithm: st
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
             layer(values).sum().backward()
         maxima.append(float(values.float().abs().max()))
-    assert float(layer.fp8_meta["scaling_bwd"].scale[0]) == 57344 * 2**-margin  # gradients of 1
+    assert float(layer.fp8_meta["scaling_bwd"].scale[0]) == 57344 * 2**-margin  # all gradients are 1
 
 
 @pytest.mark.parametrize("pow_2", [False, True])
 @pytest.mark.parametrize("magnitude", [1e-38, 0.02, 1e30])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_blocks_have_the_oracles_scales_and_bits(dim: int, magnitude: float, pow_2: bool) -> None:
-    """[140, 272] are not multiples of 128. Scales are padded to a multiple of 4; 1 x 128 blocks have their rows last."""
+    """[140, 272] is no multiple of 128. Scales are padded to a multiple of 4; scales of 1 x 128 blocks have rows last."""
     for form, dtype in itertools.product(DTYPES, (torch.bfloat16, torch.float32)):
         values = ragged(140, 272, dtype, magnitude)
         quantizer = Float8BlockQuantizer(
@@ -130,7 +130,7 @@ def test_blocks_have_the_oracles_scales_and_bits(dim: int, magnitude: float, pow
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_blocks_stand_for_the_numbers_that_transformer_engine_reads(dim: int) -> None:
-    """TE's own Python reads both copies."""
+    """Dequantize both copies with TE's Python."""
     values = ragged(160, 272, torch.bfloat16)
     quantizer = Float8BlockQuantizer(DTYPES["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=dim)
     form, limits = oracle.FORMATS["e4m3"], {"pow_2": True, "at_infinity": float(torch.finfo(torch.bfloat16).max)}
@@ -140,7 +140,7 @@ def test_blocks_stand_for_the_numbers_that_transformer_engine_reads(dim: int) ->
 
 
 def test_shards_of_a_matrix_cast_with_common_scales_make_the_whole() -> None:
-    """The distributed optimizer casts fp32 master weights like this; each rank has a flat part."""
+    """The distributed optimizer casts fp32 masters this way: each rank has a flat part."""
     values = ragged(200, 144, torch.float32)
     form = oracle.FORMATS["e4m3"]
     bits, inverses = oracle.quantise_blocks(exact(values), form, 128, 128, pow_2=False, at_infinity=float("inf"))

@@ -1,4 +1,4 @@
-"""Transformer Engine's context parallelism over packed sequences: the rows of a rank, their positions, and attention."""
+"""Transformer Engine's context parallelism over packed sequences: rows of a rank, their positions, and attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.batching.layout import chunks_of
 from tests.helpers.ranks import FORKED, Results, launch
 from tests.te_on_cpu.emulated_te import launcher
 
-LENGTHS = (12, 24, 60, 36)  # multiples of 2 * 3 ranks; some chunks have an odd number of tokens
+LENGTHS = (12, 24, 60, 36)  # multiples of 2 * 3 ranks, some with an odd number of tokens per chunk
 CU = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 CASES = ("p2p over 2", "p2p over 4", "a2a over 2", "a2a over 4", "all_gather", "a2a+p2p")
 
@@ -25,13 +25,13 @@ def rows_of(rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_has_the_rows_that_transformer_engine_takes_them_for(rank: int) -> None:
+def test_a_rank_has_the_rows_that_transformer_engine_expects(rank: int) -> None:
     assert torch.equal(tex.thd_get_partitioned_indices(CU, sum(LENGTHS), 3, rank).long(), rows_of(rank))
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_rows_of_a_rank_are_turned_by_their_positions_in_the_whole_sequence(rank: int) -> None:
-    """Without fusion TE selects the angles of a rank's rows itself. Compare both with rows of the whole sequence."""
+def test_rows_of_a_rank_rotate_by_their_positions_in_the_whole_sequence(rank: int) -> None:
+    """Without fusion TE selects the angles of a rank's rows in Python. Compare both with rows of the whole sequence."""
     angles = torch.outer(torch.arange(max(LENGTHS)).float(), 10_000 ** (-torch.arange(0, 16, 2) / 16))
     freqs = torch.cat((angles, angles), -1)[:, None, None]
     whole = torch.randn(sum(LENGTHS), 3, 16, generator=torch.Generator().manual_seed(2))
@@ -40,7 +40,7 @@ def test_rows_of_a_rank_are_turned_by_their_positions_in_the_whole_sequence(rank
         x = whole[rows_of(rank)].requires_grad_()
         found = apply_rotary_pos_emb(x, freqs, tensor_format="thd", fused=is_fused, cu_seqlens=CU, cp_size=3, cp_rank=rank)
         assert (found - expected).abs().max() < 1e-5
-        found.backward(expected)  # a rotation is undone by its transpose
+        found.backward(expected)  # the transpose of a rotation undoes it
         assert x.grad is not None and (x.grad - x).abs().max() < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""The whole emulation: every name that Transformer Engine uses exists, and the emulation changes nothing else."""
+"""The emulation as a whole: it has every name that Transformer Engine uses, and it changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHEEL = Path(transformer_engine.__file__).parent
 def test_every_name_that_transformer_engine_uses_is_there() -> None:
     names: set[str] = set()
     for path in (WHEEL / "pytorch").rglob("*.py"):
-        if path.name == "onnx_extensions.py":  # its names are ONNX's operators
+        if path.name == "onnx_extensions.py":  # contains names of ONNX operators
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tex":
@@ -39,7 +39,7 @@ def test_every_name_that_transformer_engine_uses_is_there() -> None:
     assert len(names) > 100 and not absent, f"emulate these, or list them in missing.py: {absent}"
 
 
-def test_what_is_not_emulated_raises_by_name() -> None:
+def test_a_function_that_is_not_emulated_raises_by_name() -> None:
     for name in missing.NAMES.split():
         with pytest.raises(NotImplementedError, match=f"{name} is not emulated"):
             getattr(tex, name)()
@@ -78,7 +78,7 @@ def test_a_process_that_is_started_from_here_knows_nothing_of_the_wheel() -> Non
 
 
 def test_coalesced_collectives_keep_tensors_of_different_dtypes_apart(only_member: None) -> None:
-    """torch's own manager mixes them up on gloo. Once it does not, remove the stand-in."""
+    """torch's manager mixes them up on gloo; if it did not, the stand-in would no longer be needed."""
     sources = [torch.arange(8, dtype=torch.uint8), torch.linspace(-3, 3, 5).bfloat16(), torch.randn(3)]
 
     def gathered(coalescing_manager: Any) -> list[torch.Tensor]:

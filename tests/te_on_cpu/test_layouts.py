@@ -1,8 +1,7 @@
-"""Transformer Engine's layers over ranks of every kind of parallelism, in bf16 and every FP8 recipe.
+"""Transformer Engine's layers in every kind of parallelism, in bf16 and every FP8 recipe.
 
-The cases are from `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on a single
-rank. Only rounding may differ. A layout cuts tensors at other places, so FP8 rounds differently, by up to FP8's distance from
-bf16.
+As in `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on one rank. Only rounding
+may differ: a layout splits tensors differently, so FP8 rounds differently, by as much as FP8 differs from bf16.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.distributed
 WORKER = launcher.ROOT / "tests" / "distributed" / "layouts_worker.py"
 
 RECIPES = ("bf16", "tensorwise", "delayed", "blockwise")
-# Layouts that cut tensors or experts have every recipe. Other layouts have one recipe, to check that they do not break scales.
+# Every recipe if ranks split tensors or experts. The other layouts each run one recipe whose scales they could spoil.
 CASES = (
     *(("qwen3", recipe, "tp=2,sequence_parallel=true") for recipe in RECIPES),
     ("qwen3", "delayed", "pp=2"),
@@ -50,21 +49,22 @@ CASES = (
     ("qwen3_moe", "grouped", "ep=2"),
     ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
 )
-# With context parallelism, also compare logits and gradients with transformers.
+# Context parallelism: compare logits and gradients with transformers too.
 PASSES = (
     *((recipe, "cp=2") for recipe in ("bf16", "tensorwise")),
     ("bf16", "cp=2,cp_comm_type=a2a"),
     *((recipe, "cp=2,tp=2,sequence_parallel=true") for recipe in ("bf16", "blockwise")),
     *((recipe, "cp=4") for recipe in ("bf16", "delayed")),
 )
-SWEEP = {  # similar to other cases
+# cases that repeat parts of other cases
+SWEEP = {
     ("qwen3", "delayed", "cp=2,cp_comm_type=a2a model.recompute=full"),
     ("qwen3", "blockwise", "cp=2,tp=2,sequence_parallel=true model.recompute=selective"),
     ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
     *((recipe, layout) for recipe, layout in PASSES if layout not in ("cp=2", "cp=2,cp_comm_type=a2a")),
 }
 FAMILIES = tuple(dict.fromkeys(family for family, _, _ in CASES))
-# Cut rows must be whole blocks of 128 on each of two ranks, and so must hidden states that such ranks gather.
+# Both ranks must have whole blocks of 128 of split weight rows, and of the hidden states that such ranks gather.
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -85,7 +85,7 @@ def sizes_of(family: str) -> dict[str, Any]:
 
 
 def make_groups() -> list[Group]:
-    """Return four groups of four ragged samples, with log-probs of an untrained model and random rewards."""
+    """Return four groups of four samples of different lengths, with log-probs of a uniform model and random rewards."""
     generator = torch.Generator().manual_seed(7)
 
     def ids(n: int) -> list[int]:
@@ -114,7 +114,7 @@ def config_of(folder: Path, family: str, recipe: str, text: str) -> Config:
         "rollout": {"max_response_length": 24},
         "algorithm": {"group_size": 4, "kl_beta": 0.02},
         "batch": {"prompts_per_step": 4, "epochs": checks.UPDATES, "tokens_per_micro_batch": 256},
-        "optimizer": {"lr": 3e-5},  # few tokens are clipped; if most were, the few others would dominate the gradient
+        "optimizer": {"lr": 3e-5},  # few tokens are clipped; at a larger rate the few unclipped tokens decide the gradient
         "precision": {} if recipe in ("bf16", "grouped") else precision_of(recipe),
     }
     for override in overrides:
@@ -134,7 +134,7 @@ def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Run the cases of the selected tests, with one launch of ranks per world size."""
+    """Run the cases of the selected tests, in one launch of ranks per world size."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = {tuple(item.callspec.params.values()) for item in items}
     folder = tmp_path_factory.mktemp("layouts")
@@ -174,18 +174,18 @@ def exact_pass(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("family", "recipe", "layout"), parameters(CASES))
 def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, recipe: str, layout: str) -> None:
-    """Two roundings of the same numbers differ by up to twice their error. Pipeline stages round identically.
+    """Two roundings of the same numbers differ by up to twice the error of each. Pipeline stages round alike.
 
-    With expert parallelism an expert gets the tokens of two micro-batches at once. So one scale per tensor rounds them
-    differently, and in later layers 4 or 5 of 275 tokens choose another expert. This changes the gradient norm of tensorwise
-    FP8 by 0.3%, 0.3% and 1.7% in the three updates; its distance from bf16 is 2.5%. With a larger learning rate of 1e-4, 82% of
-    the tokens are clipped in the third update, and the few remaining tokens dominate its gradient: it differed by 107%.
+    An expert-parallel rank gives an expert the tokens of two micro-batches at once, so one scale per tensor rounds them
+    differently, and in later layers 4 or 5 of 275 tokens select another expert. This moves the gradient norm of tensorwise FP8
+    by 0.3%, 0.3% and 1.7% in the three updates; tensorwise FP8 differs from bf16 by 2.5%. At a learning rate of 1e-4 82% of the
+    tokens are clipped in the third update, and the few remaining tokens decide its gradient norm: it then differed by 107%.
     """
     one_rank = found.outcomes[family, "bf16" if recipe == "grouped" else recipe, "tp=1"]
     difference = asdict(compare(layout, found.outcomes[family, recipe, layout], one_rank))
     own = asdict(compare(layout, one_rank, found.outcomes[family, "bf16", "tp=1"]))
     print(layout, difference, own)
-    sums = 10 if family == "qwen3" else 2.5  # factor of the tolerance for values in which rounding accumulates
+    sums = 10 if family == "qwen3" else 2.5  # factor on the tolerance, because rounding errors add up
     for name in ("loss", "logprobs", "ref_logprobs", "weights", "grad_norm", "metrics"):
         tolerance = checks.TOLERANCE["bfloat16"] * (sums if name in ("grad_norm", "metrics") else 1)
         allowed = 1e-6 if layout in ("pp=2", "pp=2,vpp=2") else max(tolerance, 2 * own[name])
@@ -210,12 +210,12 @@ def test_each_recipe_was_in_use_and_near_to_bf16(found: Found, family: str) -> N
 
 @pytest.mark.parametrize(("family", "recipe", "layout"), parameters([case for case in CASES if "cp=" in case[2]]))
 def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: str, recipe: str, layout: str) -> None:
-    """Compare the L2 norm of log-probs, the loss of each update and the gradient norm of the first update. Later gradient norms
-    depend on the tokens that were clipped before.
+    """Compare the L2 norm of log-probs, the loss of each update, and the gradient norm of the first update. Gradient norms of
+    later updates depend on the tokens that earlier updates clipped.
 
     Over four models (seeds 3 to 6) in bf16: log-probs 1.4e-3 to 1.8e-3 with p2p (2.0e-3 with tp=2), at most 1.6e-4 with a2a;
-    loss 1.7e-3, gradient norm 0.7e-3. In FP8 the different rounding of attention changes scales: log-probs 1.6e-2 to 2.3e-2, as
-    far as FP8 is from bf16 (2.0e-2 to 2.2e-2), gradient norm 1.4e-2.
+    loss 1.7e-3, gradient norm 0.7e-3. In FP8, attention rounds differently and this changes scales: log-probs 1.6e-2 to 2.3e-2,
+    which is the distance of FP8 from bf16 (2.0e-2 to 2.2e-2), gradient norm 1.4e-2.
     """
     one_rank, ranks = found.outcomes[family, recipe, "tp=1"], found.outcomes[family, recipe, layout]
     logprobs, own = distance(ranks, one_rank), distance(one_rank, found.outcomes[family, "bf16", "tp=1"])
@@ -229,18 +229,18 @@ def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: st
 
 @pytest.mark.parametrize(("recipe", "layout"), parameters(PASSES))
 def test_context_parallel_ranks_are_as_near_to_transformers_as_one(found: Found, recipe: str, layout: str) -> None:
-    """Compare the worst logit, and the mean over tensors of the gradients' worst elements, with fp64.
+    """Compare the worst logit, and the mean over tensors of the worst gradient element, with fp64.
 
-    Over four models (seeds 3 to 6) the distance of logits was 0.83 to 1.23 times one rank's, of gradients 0.95 to 1.14 times.
+    Over four models (seeds 3 to 6) logit errors were 0.83 to 1.23 times the errors of one rank, gradient errors 0.95 to 1.14.
     """
     (own_logits, own), (logits, gradients) = (mean_differences(found.passes[recipe, text]) for text in ("tp=1", layout))
     print(recipe, layout, logits / own_logits, gradients / own)
     assert logits < 1.5 * own_logits and gradients < 1.3 * own
-    assert own_logits < 0.2 and own < 0.25, "numbers of which the precision says nothing"
+    assert own_logits < 0.2 and own < 0.25, "this precision is too coarse for these numbers"
 
 
 def distance(outcome: Outcome, baseline: Outcome) -> float:
-    """Return the distance of all log-probs, relative to their norm."""
+    """Return the distance of all log-probs from the baseline, relative to the norm of the baseline."""
     ours, theirs = (
         torch.cat([o.logprobs["old_logprobs"][key] for key in sorted(baseline.logprobs["old_logprobs"])])
         for o in (outcome, baseline)
@@ -249,7 +249,7 @@ def distance(outcome: Outcome, baseline: Outcome) -> float:
 
 
 def mean_differences(worst: dict[str, float]) -> tuple[float, float]:
-    """Return the mean differences of logits, and of gradients: the mean over tensors of the worst rank's difference."""
+    """Return the worst logit difference, and the mean over tensors of the worst gradient difference over all ranks."""
     tensors: dict[str, float] = {}
     for name, value in worst.items():
         tensor = name.partition(" of ")[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative norms after several bf16 roundings
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative errors of norms, after several bf16 roundings
 RECIPES = {
     "tensorwise": Float8CurrentScaling(fp8_format=Format.HYBRID),
     "delayed": DelayedScaling(fp8_format=Format.HYBRID),
@@ -50,7 +50,7 @@ MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any, Tensor], Tensor]]] =
 
 
 def made(name: str, dtype: torch.dtype) -> Any:
-    """Return a module with random parameters, including norms and biases."""
+    """Return a module with random parameters: gains other than 1, biases other than 0."""
     torch.manual_seed(3)
     module = MODULES[name][0](params_dtype=dtype)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def made(name: str, dtype: torch.dtype) -> Any:
 
 
 def run(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the output and the gradient of the input. Input and upstream gradient are always the same."""
+    """Return the output and the gradient of the input, for a fixed input and upstream gradient."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, WIDTH, generator=random, dtype=torch.float64).bfloat16().to(dtype).requires_grad_()
     y = function(x)
@@ -75,7 +75,7 @@ def compare(found: Tensor, expected: Tensor, rounding: float, name: str) -> None
 
 
 def expected_of(name: str, module: Any) -> dict[str, Tensor]:
-    """Return the float64 values by name: "output", "input" and the parameters' names."""
+    """Return the float64 values, keyed by "output", "input" and the parameter names."""
     parameters = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
     output, input_grad = run(lambda x: MODULES[name][1](parameters, x), torch.float64)
     grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
@@ -97,14 +97,14 @@ def test_a_module_gives_the_output_and_gradients_of_plain_torch(name: str, dtype
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_a_module_in_fp8_errs_by_the_rounding_of_fp8(name: str, recipe: str) -> None:
-    """e4m3 has 3 mantissa bits: its error is at most 2^-4 and about half of that per operand; e5m2 gradients have twice."""
+    """e4m3 has 3 mantissa bits: an operand errs by at most 2^-4, on average about half of it. e5m2 gradients err twice that."""
     module = made(name, torch.bfloat16)
 
     def forward(x: Tensor) -> Tensor:
         with te.fp8_autocast(enabled=True, fp8_recipe=RECIPES[recipe]):
             return module(x)
 
-    run(forward, torch.bfloat16)  # delayed scaling needs a first pass for its scales
+    run(forward, torch.bfloat16)  # the first pass sets the scales of delayed scaling
     module.zero_grad()
     output, input_grad = run(forward, torch.bfloat16)
     found = {"output": output, "input": input_grad} | {n: p.grad for n, p in module.named_parameters()}
@@ -118,7 +118,7 @@ def test_a_module_in_fp8_errs_by_the_rounding_of_fp8(name: str, recipe: str) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_attention_of_packed_sequences_is_that_of_each_alone(num_kv_heads: int, dtype: torch.dtype) -> None:
-    """The input has three thd sequences, one with a single token. Attention is causal, with grouped heads of width 24."""
+    """Three packed sequences (thd) of odd lengths, one with a single token; causal, with grouped heads of width 24."""
     lengths, heads, dim = (17, 1, 46), 4, 24
     cu = torch.tensor([0, 17, 18, 64], dtype=torch.int32)
     random = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def test_attention_of_packed_sequences_is_that_of_each_alone(num_kv_heads: int, 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_rotary_positions_turn_pairs_of_halves(form: str) -> None:
-    """The oracle multiplies complex numbers. The last 6 of 22 values do not change. Packed sequences start at position 0."""
+    """Compare with complex multiplication. The last 6 of 22 values do not rotate. Each packed sequence starts at position 0."""
     dim, turned, lengths = 22, 16, (5, 1, 9)
     angles = torch.outer(torch.arange(12).float(), 10_000 ** (-torch.arange(0, turned, 2) / turned))
     freqs = torch.cat((angles, angles), -1)[:, None, None]

@@ -1,4 +1,4 @@
-"""Transformer Engine's Adam and kernels over lists of tensors on emulated kernels, against torch's in float64."""
+"""Transformer Engine's Adam and multi-tensor kernels on emulated kernels, against torch in float64."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_adam_takes_the_steps_of_torchs(is_decoupled: bool) -> None:
         assert (found.detach().double() - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_masters_in_fp32_take_the_steps_and_bf16_weights_are_their_rounding() -> None:
-    """Moments in bf16 have 8 bits of precision."""
+def test_fp32_masters_take_the_steps_and_bf16_weights_round_them() -> None:
+    """Moments in bf16 keep 8 bits."""
     for moments, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2e-3)):
         weights = [p.bfloat16().requires_grad_() for p in start()]
         kinds = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}

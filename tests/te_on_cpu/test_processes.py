@@ -1,7 +1,7 @@
-"""Start the tests on Transformer Engine's emulated kernels, each set in a separate process, and show failures.
+"""Run the tests that need Transformer Engine's emulated kernels, each set in a separate process, and show the failures.
 
 Only these processes have TE's wheel on their path. The default version runs all tests; other versions run the tests that depend
-on TE most.
+most on TE.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ EVERY_VERSION = (
     GPU / "test_recompute.py",
     f"{GPU / 'test_fp8.py'}::test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8",
 )
-# These tests take as long as all other tests of the default version.
+# The ranks of these tests take as long as all other tests of the default version.
 LAYOUTS = (HERE / "test_layouts.py", HERE / "test_context.py")
-TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {  # (version, arguments of pytest) by process
+# version and targets of each process
+TARGETS: dict[str, tuple[str, tuple[object, ...]]] = {
     "layouts": (launcher.DEFAULT, LAYOUTS),
     launcher.DEFAULT: (launcher.DEFAULT, (HERE, GPU, *(f"--ignore={path}" for path in LAYOUTS))),
     **{version: (version, EVERY_VERSION) for version in launcher.OTHERS},
 }
-TESTS = {  # tests that read the output of a process
-    "layouts": "test_its_layouts_give_the_numbers_of_one_rank",
-    launcher.DEFAULT: "test_everything_that_needs_transformer_engine_passes_on_emulated_kernels",
+# the test that reads the output of a process
+TESTS = {
+    "layouts": "test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank",
+    launcher.DEFAULT: "test_everything_for_transformer_engine_passes_on_emulated_kernels",
 }
 ALLOWED_SKIPS = ("needs a GPU, and torch sees none here", "found H100, emulated")
 
-Running = tuple["subprocess.Popen[bytes]", Path]  # a process and its output
+Running = tuple["subprocess.Popen[bytes]", Path]  # process, output file
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run here, on a GPU")
 
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
-    """Start the pytest processes of selected and installed versions. They share the cores."""
+    """Start the selected pytest processes whose Transformer Engine version is installed. They share the cores."""
     folder = tmp_path_factory.mktemp("emulated")
     started: dict[str, Running] = {}
     is_all = request.config.getoption("--all") or "full" in request.config.option.markexpr
@@ -62,7 +64,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             command = [sys.executable, "-m", "pytest", *plugin, *options, *map(str, targets)]
             log = folder / f"{name}.log"
             with log.open("w") as file:
-                ask = partial(die_with_parent, os.getpid())  # works even if this process is killed
+                ask = partial(die_with_parent, os.getpid())  # the child also dies if this process is killed
                 environment = launcher.environment()
                 process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=ROOT, preexec_fn=ask)
                 started[name] = process, log
@@ -74,7 +76,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def output_of(running: dict[str, Running], name: str) -> str:
-    """Return the output of a process. All of its tests must have passed."""
+    """Return the output of a process after all of its tests passed."""
     if name not in running:
         pytest.skip(str(launcher.why_not(TARGETS[name][0])))
     process, log = running[name]
@@ -94,9 +96,9 @@ def num_passed(output: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.usefixtures("running")  # the processes start meanwhile
+@pytest.mark.usefixtures("running")  # the processes run during this test
 def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> None:
-    """With the bare wheel on the path Megatron's import fails, so no other process has it there."""
+    """The bare wheel on the path breaks the import of Megatron, so no other process has the wheel on its path."""
     code = "from importlib.util import find_spec; import megatron.core; assert find_spec('transformer_engine') is None"
     plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
@@ -108,16 +110,15 @@ def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> No
 
 
 @pytest.mark.full
-def test_everything_that_needs_transformer_engine_passes_on_emulated_kernels(running: dict[str, Running]) -> None:
+def test_everything_for_transformer_engine_passes_on_emulated_kernels(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
 
 
-@pytest.mark.full
-def test_its_layouts_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
+def test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, "layouts")) >= 35
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("version", launcher.OTHERS)
-def test_other_versions_pass_what_depends_on_them_most(version: str, running: dict[str, Running]) -> None:
+def test_other_versions_pass_the_tests_that_depend_most_on_them(version: str, running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, version)) >= 50

@@ -1,4 +1,4 @@
-"""Matrix products on emulated kernels: compare with float64, and check inputs that TE and cuBLASLt refuse on a Hopper card."""
+"""Matrix products on emulated kernels against float64, and inputs that TE and cuBLASLt refuse on a Hopper card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
 E4M3, CPU = tex.DType.kFloat8E4M3, torch.device("cpu")
-# Shapes of A and B by layout, for an output of [tokens, out]. The product sums over the third size.
+# Shapes of A and B per layout, for an output of [tokens, out]. The product sums over the third size.
 SHAPES = {
     "TN": lambda tokens, out, inner: ((out, inner), (tokens, inner)),
     "NN": lambda tokens, out, inner: ((inner, out), (tokens, inner)),
@@ -45,7 +45,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> None:
 
 @pytest.mark.parametrize("layout", SHAPES)
 def test_plain_products_round_once(layout: str) -> None:
-    """The products have a bias, odd sizes, and are in fp32 and bf16."""
+    """With a bias, in fp32 and bf16, at odd sizes."""
     for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
         a, b = operands(layout, 7, 13, 29, dtype)
         bias = torch.arange(13, dtype=dtype)
@@ -56,7 +56,7 @@ def test_plain_products_round_once(layout: str) -> None:
 @pytest.mark.parametrize("kinds", ["tensorwise", "2d 1d", "1d 2d", "1d 1d"])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: str, kinds: str) -> None:
-    """Read the row-wise or the transposed copy. For blocks of 1 x 128 they have different values."""
+    """Products read the row-wise or the transposed copy. With 1 x 128 blocks the two copies encode different numbers."""
     a, b = operands(layout, 48, 176, 272, torch.bfloat16)
     if kinds == "tensorwise":
         a8, b8 = tensorwise()(a), tensorwise()(b)
@@ -71,12 +71,12 @@ def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: s
 
 
 def read(quantizer: Any, x: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Return the numbers that a product reads: one copy, dequantized by TE."""
+    """Dequantize one copy with TE: the numbers that a product reads."""
     quantizer.set_usage(rowwise=not is_transposed, columnwise=is_transposed)
     return quantizer(x).dequantize(dtype=torch.float32)
 
 
-def test_weight_gradients_are_added_to_what_is_there() -> None:
+def test_weight_gradients_accumulate() -> None:
     a, b = operands("NT", 32, 48, 64, torch.bfloat16)
     total = torch.full((32, 48), 5.0)
     general_gemm(a, b, torch.float32, layout="NT", accumulate=True, out=total)
@@ -84,16 +84,16 @@ def test_weight_gradients_are_added_to_what_is_there() -> None:
 
 
 def test_leading_dimensions_of_fp8_must_be_multiples_of_16() -> None:
-    """The leading dimension of a weight gradient is the number of tokens, so micro-batches must be padded."""
+    """The leading dimension of a weight gradient is the number of tokens, so micro-batches are padded."""
     for tokens in (24, 20):
         a, b = operands("NT", 48, 64, tokens, torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"Leading dimension requirement on A for FP8 GEMM\. Caller must pad"):
             general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="NT")
     a, b = operands("TN", 24, 64, 48, torch.bfloat16)
-    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")  # the forward pass has no such limit
+    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")  # in the forward pass it need not be a multiple
 
 
-def test_blocks_want_16_inside_and_8_outside() -> None:
+def test_blocks_need_16_inside_and_8_outside() -> None:
     a, b = operands("NT", 48, 64, 24, torch.bfloat16)
     with pytest.raises(RuntimeError, match="Leading dimension requirement on NVTE_BLOCK_SCALING GEMM"):
         general_gemm(blockwise(1)(a), blockwise(1)(b), torch.bfloat16, layout="NT")
@@ -111,7 +111,7 @@ def test_two_operands_in_square_blocks_and_mixed_scalings_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("layout", "operand"), [("TN", "A"), ("NN", "A"), ("TN", "B"), ("NT", "B")])
-def test_a_copy_that_was_not_made_is_missed(layout: str, operand: str) -> None:
+def test_a_missing_copy_is_reported(layout: str, operand: str) -> None:
     a, b = operands(layout, 48, 64, 32, torch.bfloat16)
     is_columnwise = layout[0] == "N" if operand == "A" else layout[1] == "T"
     poor = tensorwise(rowwise=is_columnwise, columnwise=not is_columnwise)
@@ -120,7 +120,7 @@ def test_a_copy_that_was_not_made_is_missed(layout: str, operand: str) -> None:
         general_gemm(a8, b8, torch.bfloat16, layout=layout)
 
 
-def test_what_is_not_emulated_says_so() -> None:
+def test_a_product_that_is_not_emulated_says_so() -> None:
     a, b = operands("TN", 32, 64, 48, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="gelu epilogue"):
         general_gemm(a, b, torch.bfloat16, layout="TN", gelu=True)

@@ -1,8 +1,8 @@
-"""Whole steps of the quickstart's recipe in FP8 with a real SGLang server: sampling, update, verified sync, guard.
+"""The quickstart's recipe in FP8 with a real SGLang server through whole steps: sampling, update, verified sync, guard.
 
-Two runs start at once. Their models are equivalent in bf16, bit for bit. One model is unchanged. In the other the middle layers
-have an outlier: a channel of the norm before the MLP is 2**SHIFT times as large, and the weights that read it are 2**-SHIFT
-times as large. FP8 has one scale per tensor, so the outlier makes it lose all other channels.
+Two runs start at once, with models that are bit-identical in bf16. In the second model the middle layers have an outlier: one
+channel of the norm before the MLP is 2**SHIFT times larger, and the weights that read it are 2**-SHIFT times smaller. FP8 has
+one scale per tensor, which must fit this channel, so it loses every other channel.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ pytestmark = [
 ]
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
-MIDDLE, CHANNEL, SHIFT = (1, 2), 5, 17  # the middle 2 of 4 layers; the outlier channel; its size
-WARN = 0.15  # nats per token; between FP8's mismatch without and with an outlier
+MIDDLE, CHANNEL, SHIFT = (1, 2), 5, 17  # middle of 4 layers, outlier channel, log2 of its factor
+WARN = 0.15  # nats per token; above FP8's mismatch without the outlier, below its mismatch with the outlier
 PRECISION = {"fp8": "hybrid", "guard": {"fall_back": True, "layers": 1, "steps": 1}}
-# The outlier's weights are small, so a single Adam step at the quickstart's learning rate would ruin the model.
+# The weights that read the outlier are small, but an Adam step is not: at the quickstart's rate one step would ruin the model.
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {"steps": 2}, "outlier": {"steps": 4, "changes": {"optimizer.lr": 1e-6}}}
 
 
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         yield started
     finally:
         for run in started.values():
-            run.process.kill()  # its server ends with it
+            run.process.kill()  # the server ends with its run
             run.process.wait()
 
 
@@ -91,7 +91,7 @@ def test_the_guard_falls_back_from_an_outlier_to_bf16_and_the_run_goes_on(runs: 
     assert min(first, ends_in_bf16, again) > WARN
     usual = [row["mismatch/k3"] for row in runs["plain"].steps()]
     assert 0 < in_bf16 < min(usual) / 10
-    # The policy has changed, and the engine has the new weights.
+    # The policy has moved from its start, and the engine has followed it.
     assert steps[2]["kl/mean"] > 5 * in_bf16
     assert all(math.isfinite(row["loss/total"]) for row in steps)
     assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run

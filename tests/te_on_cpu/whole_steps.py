@@ -1,9 +1,9 @@
-"""Run the quickstart's recipe on emulated kernels with a real SGLang server, and measure the mismatch of each FP8 recipe.
+"""Runs of the quickstart's recipe on emulated kernels with a real SGLang server, to measure the mismatch of each FP8 recipe.
 
     python -m tests.te_on_cpu.whole_steps OUT [--steps 3]
 
-Each recipe runs STEPS steps of a random model with a bf16 server and with a server of FP8 blocks. The learning rate is too
-small to change a response. Prints one line of JSON per run: mismatch/k3 in nats per token, the mean over the steps.
+For each recipe, run a bf16 server and a server with FP8 block weights: STEPS steps of a random model, at a learning rate too
+small to change a response. Prints one JSON row per run: mismatch/k3, the mean over the steps, in nats per token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_mega.hardware.fp8 import environment
 from tests.helpers.models import make_model, save_checkpoint
 from tests.te_on_cpu.emulated_te import launcher
 
-# Changes to the quickstart's recipe: bf16, one rank, a server as the engine, and a random model.
+# Differences from the quickstart: bf16, one rank, a server as engine, a model that cannot add.
 CHANGES: dict[str, Any] = {
     "model.dtype": "bfloat16",
     "layout": {},
@@ -46,13 +46,13 @@ SERVERS = {"bf16": None, "fp8": "fp8"}
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is in progress or has ended."""
+    """A run in progress or ended."""
 
     folder: Path
     process: subprocess.Popen[bytes]
 
     def steps(self) -> list[dict[str, float]]:
-        """Wait for the end. Return the metrics by step."""
+        """Wait for the run to end, and return its metrics per step."""
         code = self.process.wait(timeout=600)
         assert code == 0, (self.folder / "log").read_text()
         rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -67,7 +67,7 @@ def start(folder: Path, model: torch.nn.Module, steps: int, changes: Mapping[str
     """Start a run of one rank in a process on the emulation. Its server does not see Transformer Engine."""
     config = write_inputs(folder, model, {"steps": steps} | CHANGES | changes)
     variables = launcher.environment() | environment(configs.load(config)) | {"OMP_WAIT_POLICY": "passive"}
-    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT)  # to import the reward
+    variables["PYTHONPATH"] += os.pathsep + str(launcher.ROOT)  # the reward function is in tools/
     command = launcher.command(launcher.DEFAULT, "grpo_mega.cli", "train", str(config))
     with (folder / "log").open("w") as log:
         return Run(folder, subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=launcher.ROOT))
