@@ -1,4 +1,4 @@
-"""Start processes on the emulation. Imports only the standard library."""
+"""Start processes on the emulation. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULT, OTHERS = "2.11.0", ("2.10.0", "2.9.0")
 
 
 def wheel(version: str) -> Path:
-    """Return the folder of a version's unpacked wheel, which tests/run.sh installs."""
+    """Return the folder of a version's unpacked wheel, as installed by tests/run.sh."""
     return WHEELS / version
 
 
@@ -32,6 +32,6 @@ def command(version: str, target: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of such a process: one thread, and the folder of the project."""
+    """Return the environment of such a process: one thread, and the project folder."""
     folders = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}

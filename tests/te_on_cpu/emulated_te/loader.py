@@ -1,8 +1,8 @@
 """Import Transformer Engine's wheel over the emulated extension, in this process.
 
-Call `install(version)` before anything imports TE or megatron.core. If only the bare wheel can be imported, Megatron's import
-raises ("empty meta package"). The wheel's folder is added only to sys.path, so processes started by this one do not find it.
-torch.compile is off in TE, so its elementwise functions round like eager torch.
+Call `install(version)` before anything imports TE or megatron.core: if the bare wheel can be imported and nothing is loaded,
+Megatron's import raises ("empty meta package"). Only this process gets the wheel's folder, in sys.path, so child processes do
+not find it. torch.compile is off in TE, so TE's elementwise functions round as in eager torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def install(version: str) -> None:
     from grpo_mega.megatron import compat
 
     if torch.cuda.is_available():
-        raise RuntimeError("Transformer Engine is emulated on machines without a GPU only")
+        raise RuntimeError("emulate Transformer Engine only on machines without a GPU")
     compat.install()
     sys.path.insert(0, str(wheel(version)))
     machine.put_up()
@@ -49,7 +49,7 @@ def install(version: str) -> None:
 
 def _import() -> None:
     common = _common()
-    # With torch's own view of Triton, before the stub stands in for it.
+    # These modules must see torch's real view of Triton, so import them before the stub replaces Triton.
     for name in ("torch._dynamo", "torch._inductor"):
         importlib.import_module(name)
     with stubs.while_importing():
@@ -58,10 +58,10 @@ def _import() -> None:
 
 
 def _common() -> Any:
-    """Import only transformer_engine.common and return it. transformer_engine/__init__.py also imports .pytorch. That loads the
-    extension's shared object with a function of .common, so the function must be replaced first."""
+    """Return transformer_engine.common, imported alone. transformer_engine/__init__.py also imports .pytorch, which would load
+    the extension's shared object through a function of .common; this function is replaced here."""
     spec = importlib.util.find_spec(TE)
-    assert spec is not None and spec.submodule_search_locations, "the wheel holds no package"
+    assert spec is not None and spec.submodule_search_locations, "the wheel contains no package"
     shell = types.ModuleType(TE)
     shell.__path__, shell.__spec__ = list(spec.submodule_search_locations), spec
     sys.modules[TE] = shell
@@ -72,14 +72,15 @@ def _common() -> Any:
 
 
 def _everywhere(name: str, replacement: Callable[[Any], Any]) -> None:
-    """Replace a function of TE by one made from it, in all of TE's modules that import it by name."""
+    """Replace a TE function in all TE modules that imported it by name. `replacement` makes the new function from the old
+    one."""
     for module in [m for n, m in sys.modules.items() if n.startswith(f"{TE}.") and hasattr(m, name)]:
         setattr(module, name, replacement(getattr(module, name)))
 
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Set variables that are read at import. Restore them, so that later processes do not inherit them."""
+    """Set variables that are read at import, then restore them, so child processes do not inherit them."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

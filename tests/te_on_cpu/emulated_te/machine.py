@@ -1,7 +1,7 @@
 """The GPU that Transformer Engine sees: one card at a time, with CUDA 12.9 and cuDNN 9.13.
 
-Only code in transformer_engine.* sees it. For all other code torch.cuda.is_available() and Tensor.is_cuda stay false. `put_up`
-uses the stand-in for torch.cuda in grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do nothing.
+Only code of transformer_engine.* sees it: for all other code torch.cuda.is_available() and Tensor.is_cuda stay false. `put_up`
+builds on the stand-in for torch.cuda in grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def card() -> Card:
 
 @contextlib.contextmanager
 def played(name: str) -> Iterator[Card]:
-    """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the H100's."""
+    """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the buffers of an H100."""
     _played.append(CARDS[name])
     _forget()
     try:
@@ -59,7 +59,7 @@ def put_up() -> None:
     cuda.get_device_capability = lambda device=None: card().capability
     cuda.is_current_stream_capturing = lambda: False
     cuda.graph_pool_handle = lambda: (0, 0)
-    cuda.device = lambda device: contextlib.nullcontext()  # TE 2.9
+    cuda.device = lambda device: contextlib.nullcontext()  # TE 2.9 needs it
     cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
     version: Any = torch.version
@@ -82,7 +82,8 @@ class _Once:
 
 
 def waited_for_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap TE's function that sends and receives, to wait for each only once. TE waits twice, and gloo would hang."""
+    """Wrap a TE function that sends and receives, so that gloo waits for each transfer once. TE waits twice, and the second
+    wait of gloo would never return."""
     return lambda *args: [_Once(work) for work in communicate(*args)]
 
 
@@ -102,7 +103,7 @@ def _patch_tensors() -> None:
     name_of = tensor.type
 
     def type_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A subclass with __torch_function__ passes compat's patch twice, and the patch writes "cuda." twice."""
+        """A subclass with __torch_function__ passes through compat's patch twice, and the patch then writes "cuda." twice."""
         found = name_of(self, *args, **kwargs)
         return found.replace("torch.cuda.cuda.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -111,8 +112,8 @@ def _patch_tensors() -> None:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-    """Replace torch's manager of coalesced collectives. gloo copies the tensors of a call into one buffer of one dtype, so FP8
-    weights (uint8) mixed with bf16 ones return wrong numbers without an error. NCCL sends each tensor unchanged."""
+    """Replace torch's manager of coalesced collectives. gloo copies the tensors of one call into a buffer of one dtype, so FP8
+    weights (uint8) next to bf16 weights come back as other numbers, without an error. NCCL sends each tensor as it is."""
     from torch.distributed import distributed_c10d as c10d
 
     group = group or c10d._get_default_group()
@@ -126,4 +127,4 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
             op.op(op.dst_tensor, op.tensor, group=group)
         else:
             op.op(op.dst_tensor, op.tensor, op.redop, group=group)
-    manager.wait = lambda: None  # everything has arrived
+    manager.wait = lambda: None  # all operations above are synchronous

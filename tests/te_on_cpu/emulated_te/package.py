@@ -1,7 +1,7 @@
-"""Make the package under test use Transformer Engine by replacing two queries of the machine.
+"""Make the package under test believe that Transformer Engine is installed: replace, from outside, its view of the machine.
 
-`kernels.choose` returns TE's kernels, and a CPU device has the card's name and compute capability. Nothing else in the package
-differs. It takes the same branches as on a GPU if they depend only on Transformer Engine.
+`kernels.choose` returns TE's kernels, and a CPU device has the card's name and compute capability. The rest of the package is
+unchanged: it takes the branches of a GPU if they depend only on Transformer Engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.te_on_cpu.emulated_te import loader, machine
 
 
 def emulate(version: str) -> None:
-    """Install the emulation in this process. Call it once, before anything imports megatron.core."""
+    """Install the emulation in this process. Call once, before anything imports megatron.core."""
     loader.install(version)
     from grpo_mega.hardware import kernels
     from grpo_mega.hardware.device import Device

@@ -1,4 +1,4 @@
-"""`pytest -p tests.te_on_cpu.emulated_te.plugin --te-version 2.11.0`: this pytest process runs on the emulation."""
+"""`pytest -p tests.te_on_cpu.emulated_te.plugin --te-version 2.11.0`: run this pytest process on the emulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.te_on_cpu.emulated_te.launcher import DEFAULT
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--te-version", default=DEFAULT, help="which Transformer Engine to run on emulated kernels")
+    parser.addoption("--te-version", default=DEFAULT, help="Transformer Engine version to run on emulated kernels")
 
 
 @pytest.hookimpl(tryfirst=True)

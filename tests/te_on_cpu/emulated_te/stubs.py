@@ -1,7 +1,7 @@
 """Stubs of modules that Transformer Engine imports and a CPU lacks: Triton, ONNX and NVIDIA's inspection.
 
-With them TE's Triton kernels (permutation for MoE models, cross-entropy, padding) can be imported; a launch raises an error
-with their name. The stubs exist only during TE's import, so other code still sees that the modules are missing.
+With them TE's Triton kernels (permutation for MoE models, cross-entropy, padding) can be imported. A launch raises with the
+kernel's name. After the import, missing modules are missing again for all other code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-# Submodules that TE imports, by package.
+# Submodules that TE imports, per package.
 CHILDREN = {
     "onnx": (),
     "onnxscript": ("onnx_opset", "onnx_types"),
@@ -25,7 +25,7 @@ TRITON = ("triton", "triton.language", "triton.language.standard")
 
 
 class _Anything:
-    """An attribute of a stub. It can be called, indexed, inherited from, and used as a decorator."""
+    """An attribute of a stub: it can be called, indexed, inherited from, and used as a decorator."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class _Kernel:
 
 @contextlib.contextmanager
 def while_importing() -> Iterator[None]:
-    """Replace missing modules by stubs."""
+    """Install stubs for missing modules inside the context."""
     missing = [name for name in CHILDREN if importlib.util.find_spec(name) is None]
     names = [*TRITON, *(full for name in missing for full in (name, *(f"{name}.{child}" for child in CHILDREN[name])))]
     before = {name: sys.modules.get(name, ...) for name in names}
@@ -90,7 +90,7 @@ def _module(name: str) -> types.ModuleType:
         return _Anything(f"{name}.{wanted}")
 
     module.__getattr__ = attribute
-    if name == "triton":  # functions that run on the host before a launch
+    if name == "triton":  # TE computes launch parameters with it
         module.cdiv = lambda a, b: -(-a // b)
         module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     return module

@@ -1,8 +1,8 @@
 """`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a CPU.
 
-Like the real extension (csrc at v2.11) it has: names, argument order, the buffers after a quantization (on a Hopper card),
-layouts of scales, bits of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Unlike it: the order of
-additions, rounding inside kernels, speed. All other functions raise NotImplementedError with their name.
+Like csrc at v2.11: names, argument order, the buffers that exist after quantization (on a Hopper card), layouts of scales, bits
+of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Different: the order of additions, roundings
+inside kernels, speed. Any other attribute raises NotImplementedError with its name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PARTS = (names, casts, blocks, products, norms, positions, attention, context, o
 
 
 class _Missing(NotImplementedError, AttributeError):
-    """The error for a missing attribute. It is also an AttributeError, so that hasattr returns False."""
+    """Also an AttributeError, so hasattr returns False."""
 
 
 def module() -> types.ModuleType:
-    """Return the emulated extension. Put it into sys.modules under NAME before you import Transformer Engine."""
+    """Return the emulated extension. Put it into sys.modules under NAME before Transformer Engine is imported."""
     extension: Any = types.ModuleType(NAME, __doc__)
     extension.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     extension.__dict__.update(missing.functions())

@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, computed in fp32 sequence by sequence, and the rules of TE's choice of a backend.
+"""Fused attention like cuDNN's, computed in fp32 sequence by sequence, and TE's rules for the choice of a backend.
 
-The rules are from nvte_get_fused_attn_backend, for a decoder without bias, window and dropout, with the card and the cuDNN of
-`machine`. Not emulated: bf16 rounding inside, dropout, windows, sinks, attention in FP8. As in cuDNN the backward pass uses the
-given output and statistics; with context parallelism they cover the keys of all ranks.
+The rules are the part of nvte_get_fused_attn_backend that applies to a decoder without bias, window and dropout, on the card
+and cuDNN of `machine`. Not emulated: bf16 roundings inside, dropout, windows, sinks, FP8 attention. As in cuDNN, the backward
+pass starts from the output and statistics passed to it. With context parallelism they cover the keys of all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def get_fused_attn_backend(
 ) -> Any:
     capability = machine.card().capability
     is_packed, is_padded = layout.name.removeprefix("NVTE_").startswith("T"), "PADDING" in mask.name
-    # Heads up to 256 wide are Hopper's; a backward pass with dim_qk != dim_v from 128 on has a bug in cuDNN 9.11 and later.
+    # Only Hopper has heads up to 256 wide. cuDNN 9.11 and later has a bug in backward passes with dim_qk != dim_v from 128 on.
     widest = 256 if capability == (9, 0) else 128
     has_bug = is_training and capability == (9, 0) and dim_qk != dim_v and min(dim_qk, dim_v) >= 128
     fits = (
@@ -102,7 +102,7 @@ def fused_attn_fwd(
     return_max_logit: bool = False,
     cuda_graph: bool = False,
 ) -> list[Any]:
-    """Return [output]; for training also the statistics (log-sum-exps in fp32, packed [T, heads, 1]) and a random state."""
+    """Return [output]; in training also the statistics (log-sum-exps in fp32, packed [T, heads, 1]) and a random state."""
     check(q.dtype in (torch.bfloat16, torch.float16), "Fused attention only supports FP8 and BF16/FP16 data types.")
     if dropout or o_quantizer is not None or return_max_logit or page_k is not None:
         raise NotImplementedError("fused attention with dropout, FP8, maximal logits or pages is not emulated")
@@ -145,7 +145,7 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool = False,
 ) -> list[Any]:
-    """Return the gradients of q, k and v, and None for bias and sinks."""
+    """Return the gradients of q, k and v, and None for the gradients of bias and sinks."""
     statistics, num_heads = aux[0], q.shape[-2]
     check(statistics.shape == (*q.shape[:-1], 1) and statistics.dtype is torch.float32, "expected statistics [T, heads, 1]")
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
@@ -167,7 +167,7 @@ def fused_attn_bwd(
 def _sequences(
     layout: Any, cu_q: torch.Tensor, cu_kv: torch.Tensor, padded_q: torch.Tensor | None, padded_kv: torch.Tensor | None
 ) -> Iterator[tuple[Index, Index]]:
-    """Yield the place of each sequence's rows in q, and in k and v. Layouts are sbhd, bshd or thd."""
+    """Yield per sequence the indices of its rows in q, and in k and v. The layout is sbhd, bshd or thd."""
     for cu in (cu_q, cu_kv):
         check_int32(cu)
     name = layout.name.removeprefix("NVTE_")
@@ -186,7 +186,7 @@ def _sequences(
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Any) -> torch.Tensor:
-    """Return the scores [h, q, k] of one sequence in fp32; masked scores are -inf."""
+    """Return [h, q, k] in fp32 for one sequence; -inf at masked entries."""
     scores = torch.einsum("qhd,khd->hqk", q.float(), _by_head(k, q.shape[1])) * scale
     if "CAUSAL" in mask.name:
         shift = k.shape[0] - q.shape[0] if "BOTTOM" in mask.name else 0

@@ -1,7 +1,7 @@
 """Casts to FP8 with one scale per block: 128 x 128 (weights) or 1 x 128 along rows and along columns (activations, gradients).
 
-Row-wise and column-wise data are both quantized from the original values. Scales have the extension's layout: the last
-dimension is padded to a multiple of 4, and scales of 1 x 128 blocks are transposed. The COMPACT form (for all-gathers) has
+Row-wise and column-wise data are each quantized from the original values. Scales have the extension's layout: the last
+dimension is padded to a multiple of 4, and scales of 1 x 128 blocks are transposed. In COMPACT form (for all-gathers) they are
 neither.
 """
 
@@ -21,14 +21,14 @@ Parts = dict[str, torch.Tensor | None]
 
 
 def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
-    """Return `tensor` quantized in blocks. Write into `output` if it is given."""
+    """Return `tensor` quantized in blocks, written into `output` if given."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     x = tensor.detach().contiguous()
     is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(quantizer.all_gather_usage)
     check(not (is_2d and is_compact), "2D scaling is always GEMM_READY for now.")
-    check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling wants rows of a multiple of 16")
+    check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling needs row lengths that are multiples of 16")
     parts: Parts = dict.fromkeys(FIELDS)
     parts |= _squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact)
     if output is None:
@@ -69,7 +69,7 @@ def _strips(x: torch.Tensor, quantizer: Any, is_compact: bool) -> Parts:
 
 
 def _scaled(x: torch.Tensor, quantizer: Any, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits, shaped as `x`, and the inverse scale of every block."""
+    """Return the bits, shaped like `x`, and the inverse scale of every block."""
     fp8 = DType(quantizer.dtype)
     flat = x.view(math.prod(x.shape[:-1]), x.shape[-1]).float()
     amax = block_maxima(flat, height, width)
@@ -79,7 +79,7 @@ def _scaled(x: torch.Tensor, quantizer: Any, height: int, width: int) -> tuple[t
 
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales with their last dimension padded with zeros to a multiple of 4."""
+    """Pad the last dimension of the scales with zeros to a multiple of 4."""
     rows, cols = scales.shape
     result = scales.new_zeros(rows, -(-cols // 4) * 4)
     result[:, :cols] = scales
@@ -89,7 +89,7 @@ def _padded(scales: torch.Tensor) -> torch.Tensor:
 def fp8_block_scaling_compute_partial_amax(
     tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Write the maxima of the blocks of an [h, w] matrix into `amax`, as far as a flat shard of the matrix has them."""
+    """Write into `amax` the block maxima of this flat shard of an [h, w] matrix."""
     check(block_len == BLOCK and amax.dim() == 2, "amax must be a 2D tensor of blocks of 128")
     flat = torch.zeros(h * w)
     flat[start_offset : start_offset + tensor.numel()] = tensor.float().view(-1)
@@ -106,7 +106,7 @@ def fp8_block_scaling_partial_cast(
     block_len: int,
     out_dtype: DType,
 ) -> None:
-    """Cast a flat shard of an [h, w] matrix with the scales of the blocks that it touches."""
-    check(block_len == BLOCK, "blocks are of 128")
+    """Cast a flat shard of an [h, w] matrix with the scales of its blocks."""
+    check(block_len == BLOCK, "block_len must be 128")
     mine = spread(scale, BLOCK, BLOCK, h, w).reshape(-1)[start_offset : start_offset + inp.numel()]
     out.view(-1).copy_(cast(inp.view(-1), mine, DType(out_dtype)))

@@ -1,7 +1,7 @@
-"""Casts to FP8 with one scale per tensor, given (delayed scaling) or from the tensor's own maximum (current scaling).
+"""Casts to FP8 with one scale per tensor: given (delayed scaling) or from the tensor's maximum (current scaling).
 
-The bits equal the kernels': the scale is fp32, and the product saturates and rounds to nearest even. A quantization fills the
-same buffers as on a Hopper card. FP8 products are TN only there, so "column-wise" data is a transposed copy.
+The bits equal the bits of the real kernels: the scale is fp32, the product saturates and rounds to nearest even. Quantization
+fills the buffers that a Hopper card fills: its FP8 products are TN only, so "column-wise" data is a transposed copy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def value_of(bits: torch.Tensor, fp8: DType) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_infinity: float = F32_MAX) -> torch.Tensor:
-    """Return the scale that maps `amax` to the end of the range, like compute_scale_from_amax of recipe_common.cuh."""
+    """Return the scale that maps `amax` to the largest FP8 value, as compute_scale_from_amax of recipe_common.cuh does."""
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    # Divide exactly. In torch, `number / tensor` multiplies by a reciprocal, and is one unit in the last place off.
+    # Divide tensors: torch computes `number / tensor` through a reciprocal, which differs by one unit in the last place.
     scale = torch.full_like(amax, torch.finfo(TORCH_OF[fp8]).max).div_(amax)
     scale = torch.where(scale.isinf(), at_infinity, scale)
     if pow_2:
@@ -44,12 +44,12 @@ def kind_of(quantizer: Any) -> str:
     """Return the name of a quantizer's class. Raise NotImplementedError for MXFP8 and NVFP4."""
     name = type(quantizer).__name__
     if name not in KINDS:
-        raise NotImplementedError(f"quantisation by {name} is not emulated")
+        raise NotImplementedError(f"quantization by {name} is not emulated")
     return name
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Return the quantized `tensor`. Write into `output` if it is given; with noop = 1 do not change it."""
+    """Return `tensor` quantized, written into `output` if given. With noop = 1 `output` stays unchanged."""
     if quantizer is None:
         return tensor
     kind = kind_of(quantizer)
@@ -69,7 +69,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
-    """Raise the delayed quantizer's amax to this tensor's. There is no amax if master weights are cast with a known scale."""
+    """Raise the delayed quantizer's amax to this tensor's maximum. It has no amax if master weights are cast with a known
+    scale."""
     if quantizer.amax.numel() and x.numel():
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.float().abs().amax()))
 
@@ -102,7 +103,7 @@ def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
         held = getattr(output, name)
         if found is None or held is None:
             setattr(output, name, found)
-        else:  # in place, as the kernel writes: other tensors may be views of the buffer
+        else:  # in place, as the kernel does, because other tensors may be views of the buffer
             held.view(torch.uint8).copy_(found.view(held.shape))
     output._transpose_invalid = transpose is None
     output._fp8_dtype = fp8
@@ -111,7 +112,7 @@ def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
 
 
 def dequantize(input: Any, otype: DType) -> torch.Tensor:
-    """Return the values of per-tensor FP8. TE's own Python dequantizes blocks."""
+    """Return the values of per-tensor FP8. TE's Python dequantizes blocks."""
     data = input._data
     if data is None:
         check(input._transpose is not None and not input._transpose_invalid, "tensor has no data")
@@ -129,7 +130,7 @@ def split_quantize(tensor: torch.Tensor, split_sections: list[int], quantizer_li
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
     """Return the gradient of the bias and the quantized input."""
-    check(is_plain(input), "the gradient is quantised already")
+    check(is_plain(input), "the gradient is already quantized")
     return [input.reshape(-1, input.shape[-1]).float().sum(0).to(input.dtype), quantize(input.contiguous(), quantizer)]
 
 
@@ -156,7 +157,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType,
     margin: float,
 ) -> None:
-    """Roll the histories of maxima [history, tensors] and set the next scales, like kernel_bulk of delayed_scaling.cu."""
+    """Shift the histories of maxima [history, tensors] and set the next scales, as kernel_bulk of delayed_scaling.cu does."""
     scaled_max = torch.finfo(TORCH_OF[DType(fp8_dtype)]).max * 2.0**-margin
     offset = 0
     for history, scale in zip(amax_histories, scales, strict=True):

@@ -1,4 +1,5 @@
-"""Common code of the extension: checks that raise like the C++ code, and the tiling of a matrix into blocks of 128."""
+"""Helpers for the parts of the extension: checks that raise like the C++ code, and the tiling of a matrix into blocks of
+128."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ BLOCK = 128
 
 
 def check(holds: bool, message: str) -> None:
-    """Raise RuntimeError like the extension's NVTE_CHECK."""
+    """Raise RuntimeError like NVTE_CHECK of the extension."""
     if not holds:
         raise RuntimeError(message)
 
 
 def check_int32(cu_seqlens: torch.Tensor) -> None:
-    """Refuse other integers, because the kernels would read them as pairs of int32."""
+    """Refuse other integer types, because the kernels would read their bytes as int32."""
     check(cu_seqlens.dtype is torch.int32, f"cu_seqlens are read as int32, found {cu_seqlens.dtype}")
 
 
@@ -25,7 +26,7 @@ def num_blocks(size: int) -> int:
 
 
 def block_maxima(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the largest magnitude of each [height, width] block of a matrix. Blocks at its ends may be smaller."""
+    """Return the largest magnitude of each [height, width] block of a matrix. Blocks at the edges may be smaller."""
     rows, cols = values.shape
     down, across = -(-rows // height), -(-cols // width)
     padded = values.new_zeros(down * height, across * width)
@@ -34,7 +35,7 @@ def block_maxima(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, height: int, width: int, rows: int, cols: int) -> torch.Tensor:
-    """Return the scale of each element's block, [rows, cols]."""
+    """Return [rows, cols]: for each element the scale of its block."""
     return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
 
 

@@ -1,8 +1,8 @@
-"""Rows of packed sequences over context-parallel ranks: the rows of a rank, and sums of its results over other ranks' keys.
+"""Packed sequences over context-parallel ranks: the rows of a rank, and corrections of its results by other ranks' keys.
 
-A rank has two chunks of every sequence, here called first and second half. `cu_seqlens` are this rank's: the whole ones divided
-by the number of ranks, except in thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads, T], the packed form
-of cuDNN 9.6 and later. A GPU leaves rows beyond the sequences unset; here they are 0.
+A rank has two chunks of every sequence, called its first and second half here. `cu_seqlens` are this rank's: the whole
+sequences' divided by the number of ranks, except in thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads,
+T], in the packed form that cuDNN returns since version 9.6. A GPU leaves rows beyond the sequences unset; here they are 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.te_on_cpu.emulated_te.extension.common import check, check_int32
 
 
 def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
-    """Return the rows of the whole batch that a rank has, in its order."""
+    """Return the rows of the whole batch that a rank has, in the rank's order."""
     check_int32(cu_seqlens)
     check(int(cu_seqlens[-1]) <= total_tokens, "the sequences are longer than the batch")
     rows = []
@@ -27,7 +27,7 @@ def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, wor
 
 
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
-    """Return the first or the second halves, end to end, of [T, heads, d], or of two of these, [2, T, heads, d]."""
+    """Return the first or the second halves, concatenated, of [T, heads, d] or of two such tensors [2, T, heads, d]."""
     dim = tensor.dim() - 3
     check(tensor.shape[-1] * tensor.shape[-2] * tensor.element_size() % 16 == 0, "a token's bytes are no multiple of 16")
     rows = _halves(cu_seqlens)[half_idx]
@@ -49,7 +49,7 @@ def thd_read_second_half_lse(
 def thd_second_half_lse_correction(
     lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool
 ) -> None:
-    """Add to the second halves, in place, the statistics of further keys."""
+    """Add the statistics of more keys to the second halves, in place."""
     _check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1]
     lse[:, rows] = torch.logaddexp(lse[:, rows], lse_per_step[:, : len(rows)])
@@ -64,7 +64,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add, in place, the output of some keys, weighted by their share in the softmax. Each step rounds `out`."""
+    """Add the output of some keys in place, scaled by their share of the softmax over all keys. Each addition rounds `out`."""
     _check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
     share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
@@ -74,7 +74,8 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Copy or add a step's gradient to each half of `grad`, in place. Leave a half unchanged if the step does not have it."""
+    """Copy or add a step's gradient to each half of `grad` in place; "none" skips a half. The step then has only the other
+    half."""
     dim = grad.dim() - 3
     for rows, change in zip(_halves(cu_seqlens), (first_half, second_half), strict=True):
         if change != "none":
@@ -84,7 +85,7 @@ def thd_grad_correction(
 
 
 def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of all first and of all second halves, in order."""
+    """Return the rows of all first halves and of all second halves, in order."""
     check_int32(cu_seqlens)
     pairs = [torch.arange(begin, end).chunk(2) for begin, end in pairwise(cu_seqlens.tolist())]
     check(all(len(pair) == 2 and len(pair[0]) == len(pair[1]) for pair in pairs), "a sequence is not cut into equal halves")
@@ -94,4 +95,4 @@ def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _check_packed(lse_packed: bool) -> None:
     if not lse_packed:
-        raise NotImplementedError("statistics as cuDNN gives them before version 9.6 are not emulated")
+        raise NotImplementedError("the unpacked statistics of cuDNN before version 9.6 are not emulated")

@@ -1,4 +1,4 @@
-"""Functions of the extension that are not emulated. They can be imported; a call raises an error with their name."""
+"""Functions of the extension that are not emulated: they can be imported, and a call raises with their name."""
 
 from __future__ import annotations
 

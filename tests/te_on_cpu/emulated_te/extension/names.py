@@ -1,4 +1,4 @@
-"""Enums and empty classes that Transformer Engine's Python reads from its extension; the values are those of TE 2.9 to 2.11."""
+"""Enums and empty classes that Transformer Engine's Python reads from its extension, with the values of TE 2.9 to 2.11."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm, forward and backward, and SwiGLU: computed in fp32, rounded to the output's dtype, then quantized.
 
-With delayed scaling the forward kernel casts from fp32 to FP8. With other recipes it first rounds to the output's dtype.
+With delayed scaling the forward kernel casts fp32 to FP8. With the other recipes it rounds to the output's dtype first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the input and of the gain."""
+    """Return the gradients of the input and the gain."""
     grad, normed, r = dz.float(), x.float(), rsigma.view(*x.shape[:-1], 1)
     normed = normed * r
     weighted = grad * _gain(gamma, zero_centered_gamma)
@@ -75,7 +75,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Return the gradients of the input, of the gain and of the bias."""
+    """Return the gradients of the input, the gain and the bias."""
     grad, r = dz.float(), rsigma.view(*x.shape[:-1], 1)
     normed = (x.float() - mu.view(*x.shape[:-1], 1)) * r
     weighted = grad * _gain(gamma, zero_centered_gamma)
@@ -109,5 +109,5 @@ def _put(result: torch.Tensor, out: Any, quantizer: Any, otype: DType) -> Any:
     if quantizer is None:
         return result if out is None else out.copy_(result)
     if kind == "Float8CurrentScalingQuantizer" and quantizer.use_existing_amax:
-        raise NotImplementedError("a norm into FP8 of a given amax is not emulated")
+        raise NotImplementedError("a norm with FP8 output and a given amax is not emulated")
     return quantize(result, quantizer, out)

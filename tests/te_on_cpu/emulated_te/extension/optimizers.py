@@ -1,4 +1,4 @@
-"""Kernels over lists of tensors: scaling, norms, FP8 scales of many tensors, and Adam's step in fp32."""
+"""Multi-tensor kernels: scaling, norms, FP8 scales, and Adam's step in fp32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Lists = list[list[torch.Tensor]]
 
 
 def multi_tensor_scale(chunk_size: int, noop: torch.Tensor, lists: Lists, scale: float) -> None:
-    """Write scale * the first list into the second. Set `noop` to 1 if a value is not finite."""
+    """Write scale * the first list into the second list. Set `noop` to 1 if a value is not finite."""
     for source, target in zip(*lists, strict=True):
         if not bool(source.isfinite().all()):
             noop.fill_(1)
@@ -23,7 +23,7 @@ def multi_tensor_scale(chunk_size: int, noop: torch.Tensor, lists: Lists, scale:
 def multi_tensor_l2norm(
     chunk_size: int, noop: torch.Tensor, lists: Lists, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of all tensors together, and with `per_tensor` also each tensor's norm."""
+    """Return the norm of all tensors together, and with `per_tensor` also the norm of each."""
     norms = torch.stack([t.float().norm() for t in lists[0]]) if lists[0] else torch.zeros(0)
     return norms.square().sum().sqrt().reshape(1), norms if per_tensor else torch.zeros(0)
 
@@ -40,7 +40,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 @dataclass(frozen=True)
 class _Adam:
-    """The constants of one step; mode 1 decouples the decay (AdamW)."""
+    """The constants of one step. Mode 1 decouples the weight decay (AdamW)."""
 
     lr: float
     beta1: float
@@ -52,7 +52,7 @@ class _Adam:
     decay: float
 
     def updated(self, g: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return the new fp32 values of `p`. Change `m` and `v` in place, rounded to their dtype."""
+        """Return the new fp32 values of `p`. Update `m` and `v` in place, rounded to their dtype."""
         grad = g.float() if self.mode else g.float() + self.decay * p
         first = self.beta1 * m.float() + (1 - self.beta1) * grad
         second = self.beta2 * v.float() + (1 - self.beta2) * grad * grad
@@ -99,7 +99,7 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: DType,
 ) -> None:
-    """Update parameters in FP8 like multi_tensor_adam. The lists continue with [masters, scales, maxima, inverse scales]."""
+    """Update parameters that are FP8 bits as above. The further lists are [masters, scales, maxima, inverse scales]."""
     adam = _Adam(lr, beta1, beta2, epsilon, step, int(mode), bias_correction, weight_decay)
     for g, p, m, v, master, scale, amax, scale_inv in zip(*lists, strict=True):
         new = adam.updated(g, master.float(), m, v)

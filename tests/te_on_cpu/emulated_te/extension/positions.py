@@ -1,6 +1,6 @@
-"""Rotary positions: halves are paired, and values beyond the angles do not change; for sbhd, bshd and packed (thd) layouts.
+"""Rotary positions: halves are paired, values beyond the angles stay unchanged; in sbhd, bshd and packed (thd) form.
 
-Context parallelism supports only packed sequences, with the `cu_seqlens` of the whole batch.
+With context parallelism only packed sequences are emulated. Their `cu_seqlens` are then the whole batch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fused_rope_forward(
 
 
 def fused_rope_backward(x: torch.Tensor, freqs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return the gradient. `rest` has the forward's arguments; TE 2.9 leaves out the start positions."""
+    """`rest` is the rest of the forward's arguments; TE 2.9 omits the start positions."""
     return _rope(x, freqs, *(rest if len(rest) == 6 else (None, *rest)), sign=-1.0)
 
 
@@ -73,7 +73,7 @@ def _rope_packed(
 
 
 def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the positions of a rank's two chunks of a sequence, one from each end."""
+    """Return the positions of a rank's two chunks of a sequence. The second chunk is counted from the end of the sequence."""
     if cp_size == 1:
         return torch.arange(length)
     half = length // cp_size // 2
@@ -81,14 +81,14 @@ def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:
-    """Return x [..., heads, d] rotated by angles [..., 1, d2]; with sign -1 multiply by the transposed rotation matrix."""
+    """Return x [..., heads, d] rotated by angles [..., 1, d2]; with sign -1 multiplied by the transpose of the rotation."""
     width = angles.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
     cos, sin = angles.cos(), angles.sin()
     if sign > 0:
         first, second = turned.chunk(2, dim=-1)
         out = turned * cos + torch.cat((-second, first), -1) * sin
-    else:  # sin belongs to the row that is written
+    else:  # use sin of the output row
         first, second = (turned * sin).chunk(2, dim=-1)
         out = turned * cos + torch.cat((second, -first), -1)
     return torch.cat((out.to(x.dtype), rest), -1)

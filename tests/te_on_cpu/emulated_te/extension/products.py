@@ -1,9 +1,8 @@
-"""Matrix products of dequantized values, summed in fp32 and rounded once to the output's dtype.
+"""Matrix products: dequantized values, summed in fp32, rounded once to the output's dtype.
 
-The checks are the same as in TE and cuBLASLt on Hopper. They refuse a missing row-wise or column-wise copy, leading dimensions
-that are not a multiple of 16, for blocks outer dimensions that are not a multiple of 8, operands with different scaling, and
-two operands in blocks of 128 x 128. Not emulated: the order of additions, and the accumulator of about 14 bits with
-use_split_accumulator=False.
+Refuses inputs that TE and cuBLASLt refuse on Hopper: a missing row-wise or column-wise copy; leading dimensions that are not
+multiples of 16; for blocks, outer dimensions that are not multiples of 8; operands of different scaling; two operands in blocks
+of 128 x 128. Not emulated: the order of additions, and the 14-bit accumulator with use_split_accumulator=False.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with all rows."""
+    """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with the rows of all pairs."""
     if any(x.numel() for x in (*bias, *pre_gelu_out)) or not all(map(is_plain, (*A, *B))):
         raise NotImplementedError("te_general_grouped_gemm with a bias, gelu or FP8 is not emulated")
     outputs = D[0].split(m_splits) if single_output else D
@@ -111,9 +110,9 @@ def _check_kinds(a: str, b: str) -> None:
 
 
 def _operand(x: Any, name: str, *, is_columnwise: bool) -> tuple[torch.Tensor, str]:
-    """Return the values [rows, cols] of an operand in fp32, and its kind of scaling.
+    """Return the fp32 values [rows, cols] that a product reads, and the kind of scaling.
 
-    If `is_columnwise`, read the transposed copy, because cuBLASLt on Hopper multiplies FP8 only in TN form.
+    With `is_columnwise` it reads the transposed copy, because cuBLASLt on Hopper multiplies FP8 in TN form only.
     """
     if is_plain(x):
         return x.reshape(-1, x.shape[-1]).float(), "none"
@@ -144,7 +143,7 @@ def _scaled_by_block(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tens
     data = data.reshape(data.shape[0], -1) if is_columnwise else data.reshape(-1, data.shape[-1])
     outer, inner = data.shape  # the product sums over the inner dimension
     check(inner % 16 == 0, f"Leading dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad. ({name}: {inner})")
-    is_free = is_2d and name == "B"  # cuBLASLt requires it for A, and for B in 1 x 128 blocks
+    is_free = is_2d and name == "B"  # cuBLASLt checks the outer dimension of A, and of B if B is in 1 x 128 blocks
     check(
         outer % 8 == 0 or is_free,
         f"Outer dimension requirement on {name} for NVTE_BLOCK_SCALING GEMM. Caller must pad. ({outer})",
