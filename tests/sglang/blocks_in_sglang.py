@@ -1,7 +1,7 @@
-"""Run SGLang's own code on FP8 blocks, with its imports stubbed: `python blocks_in_sglang.py MODEL ...`.
+"""Run SGLang's code for FP8 blocks, with stubbed imports: `python blocks_in_sglang.py MODEL ARGUMENT ...`.
 
-The rest are arguments of a server. None is started, since SGLang computes with blocks on GPUs only; what it does with them
-after a load is plain code, which runs here as it does on a GPU with Triton's kernels. Prints JSON.
+The arguments are a server's, but no server starts, because SGLang computes with blocks only on GPUs. The code that handles the
+blocks after a load is plain Python and runs here as on a GPU with Triton's kernels. Prints JSON.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_mega.rollout.sglang import server_main
 
 
 def shuffle(layer: Any) -> None:
-    """As kernels that want another order: shape and type stay."""
+    """Reorder values in place, like kernels that need another order: shape and type stay the same."""
     layer.weight.data.copy_(layer.weight.data.flip(0))
 
 
 def pack(layer: Any) -> None:
-    """As DeepGEMM's scales on Blackwell."""
+    """Change the scales' dtype, like DeepGEMM on Blackwell."""
     layer.weight_scale_inv.data = layer.weight_scale_inv.data.to(torch.int32)
 
 
@@ -61,7 +61,7 @@ def main(model: str, arguments: list[str]) -> None:
     override = settings.json_model_override_args
     model_config = ModelConfig(model, model_override_args=override, quantization=settings.quantization, dtype="bfloat16")
     config = get_quant_config(model_config, LoadConfig(), {})
-    fp8._is_cpu = False  # where it would ask for AMX
+    fp8._is_cpu = False  # on a CPU it would check for AMX
     root = torch.nn.Module()
     for name, then in (("plain", None), ("shuffling", shuffle), ("packing", pack)):
         method = fp8.Fp8LinearMethod(config)
@@ -71,7 +71,7 @@ def main(model: str, arguments: list[str]) -> None:
     root.attn = torch.nn.Module()
     root.attn.quant_method = fp8.Fp8KVCacheMethod(config)
     root.attn.quant_method.create_weights(root.attn)
-    root.attn.k_scale.fill_(3e-4)  # as a dummy load leaves it
+    root.attn.k_scale.fill_(3e-4)  # the value that a dummy load sets
     found = {name: [list(p.shape), str(p.dtype)] for name, p in root.plain.named_parameters()}
     problems = blocks.check_formats(root)
     scales = [float(root.attn.k_scale), float(root.attn.v_scale), root.attn.k_scale_float, root.attn.v_scale_float]

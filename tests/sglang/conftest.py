@@ -1,4 +1,4 @@
-"""Fixtures of tests with a real server: a model, and a server at TP1 that was started as a trainer's rank would start it."""
+"""Fixtures of tests with a real server: a model, and a server at TP1, started as a trainer's rank starts it."""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def temporary() -> Iterator[Path]:
-    """For the files of servers; short, as the names of sockets must be."""
+    """Return a folder for the files of servers. Its path is short, because socket names must be short."""
     with tempfile.TemporaryDirectory(prefix="gm", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -25,6 +25,6 @@ def temporary() -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(make_settings(model, tmp_path_factory.mktemp("engine")))
-    server.key = f"-{server.key}"  # as a key may begin, and an argument of its own must not
+    server.key = f"-{server.key}"  # a key may start with "-", but arguments must not be taken from it
     with ready(server, temporary):
         yield server

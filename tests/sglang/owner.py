@@ -1,4 +1,4 @@
-"""Owns a server until someone ends this process: `python owner.py MODEL FOLDER TP`; says its address and key once ready."""
+"""Own a server until this process is killed: `python owner.py MODEL FOLDER TP`. Prints address and key when it is ready."""
 
 import sys
 import time

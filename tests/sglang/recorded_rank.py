@@ -1,7 +1,8 @@
-"""`python recorded_rank.py FOLDER ARGUMENT ...`: `grpo-mega ARGUMENT ...` as one rank that keeps what it syncs and trains.
+"""`python recorded_rank.py FOLDER ARGUMENT ...`: run `grpo-mega ARGUMENT ...` as one rank, and store synced weights and
+samples.
 
-FOLDER/version-N is a Hugging Face checkpoint of every version that a sync gives the engines, FOLDER/step-N.pt the samples that
-a step trains: (prompt's tokens, response's tokens, the engine's log-probs, spans).
+FOLDER/version-N is a Hugging Face checkpoint of each version that a sync sends to the engines. FOLDER/step-N.pt has the samples
+that a step trains: (prompt tokens, response tokens, the engine's log-probs, spans).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def keep_samples(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
         samples = [sample for group in groups for sample in group.samples]
         rows = [(list(s.prompt.token_ids), list(s.response_ids), list(s.rollout_logprobs), s.spans) for s in samples]
         torch.save(rows, FOLDER / f"step-{step}.pt")
-    assert job.colocation.policy is not None  # updated by now, and about to be sent
+    assert job.colocation.policy is not None  # updated by now, not yet sent
     export_policy(job.colocation.policy, job.model, FOLDER / f"version-{step}")
     keep(job, step, groups)
 

@@ -1,4 +1,4 @@
-"""Cases for the ranks of sync_worker.py and for the test that reads their results; imports nothing of Megatron-core."""
+"""Cases for the ranks of sync_worker.py and for the test that reads their results. Does not import Megatron-core."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,13 +13,13 @@ LONG = replace(SAMPLING, max_response_length=36, stop_token_ids=frozenset(range(
 @dataclass(frozen=True)
 class Case:
     family: str
-    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
-    # Of the trainer. First one in which the ranks of an engine are in different numbers of Megatron's groups.
+    changes: dict[str, Any] = field(default_factory=dict)  # changes to the model's config
+    # Trainer layouts. In the first layout the ranks of an engine are in different numbers of Megatron's groups.
     layouts: tuple[str, ...] = ("{pp: 4, vpp: 2}", "{tp: 1}", "{tp: 2}", "{tp: 2, pp: 2}", "{tp: 4}")
     engine_tps: tuple[int, ...] = (1, 2)
     engine_ep: int = 1
-    quantise: bool = False  # linear layers travel in FP8 blocks
-    level: Literal["", "full", "sweep"] = ""  # the mark of the test
+    quantise: bool = False  # send linear layers as FP8 blocks
+    level: Literal["", "full", "sweep"] = ""  # pytest mark of the test
 
 
 BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
@@ -42,7 +42,7 @@ CASES = {
     "deepseek_v3": Case(
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),
-    # What differs between families is their tensors, which the cases above move.
+    # Families differ only in their tensors, and the cases above move all of these.
     "llama everywhere": Case("llama", level="full"),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),
     "qwen3 everywhere": Case("qwen3", level="sweep"),

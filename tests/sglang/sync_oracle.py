@@ -1,10 +1,11 @@
-"""Log-probs by transformers with the weights that sync_worker.py exported; in a process where nothing is patched.
+"""Compare rollout log-probs with transformers on the weights that sync_worker.py exported, in a process without patches.
 
-`python sync_oracle.py FOLDER` writes FOLDER/differences.json: by case and version, the largest difference of a rollout log-prob
-from transformers' on the same weights, by the engine's tp, and on the weights of the version before. Where they travelled in
-FP8 blocks the same weights are what naive blocks stand for; "exact" is the difference from those that were never quantised.
-"continued" is that of samples which went on after an update, each span on the weights of its version. "routes" is the share of
-tokens whose experts, in all layers, are those of transformers' routers; null for models without experts.
+`python sync_oracle.py FOLDER` writes FOLDER/differences.json. Per case and version, "same" is the largest difference of a
+rollout log-prob from transformers on the same weights, keyed by the engine's tp. For weights sent as FP8 blocks transformers
+gets naively dequantized blocks, and "exact" compares with the unquantized weights. "before" compares with the weights of the
+previous version. "continued" compares samples that continued after an update, each span on the weights of its version. "routes"
+is the fraction of tokens whose experts equal the choice of transformers' routers in all layers; null for models without
+experts.
 """
 
 import json
@@ -26,7 +27,7 @@ def rows_of(folder: Path, version: int, tp: int) -> list[Any]:
 
 @torch.no_grad()
 def difference(folder: Path, rows: list[Any], weights_of: int, *, quantise: bool, version: int | None = None) -> float:
-    """Return the largest difference on these weights, of all tokens or of those in the spans of a version."""
+    """Return the largest log-prob difference on these weights, over all tokens or over the spans of one version."""
     model = AutoModelForCausalLM.from_pretrained(folder / f"hf{weights_of}", dtype=torch.float32)
     for name, layer in model.named_modules():
         if quantise and isinstance(layer, torch.nn.Linear) and name != "lm_head":
@@ -43,7 +44,7 @@ def difference(folder: Path, rows: list[Any], weights_of: int, *, quantise: bool
 
 @torch.no_grad()
 def same_routes(folder: Path, rows: list[Any], version: int) -> float | None:
-    """Return the share of tokens that the server sent to the same experts as transformers does, with these weights."""
+    """Return the fraction of tokens that the server sent to the same experts as transformers with these weights."""
     model = AutoModelForCausalLM.from_pretrained(folder / f"hf{version}", dtype=torch.float32)
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -62,12 +63,12 @@ def same_routes(folder: Path, rows: list[Any], version: int) -> float | None:
 
 
 def of_one(rows: list[Any], version: int) -> list[Any]:
-    """Return the samples of this version alone."""
+    """Return the samples whose spans all have this version."""
     return [row for row in rows if {span[0] for span in row[3]} == {version}]
 
 
 def continued(folder: Path, version: int, tp: int, *, quantise: bool) -> float | None:
-    """Return the largest difference in samples that went on after an update, each span on the weights of its version."""
+    """Return the largest difference in samples that continued after an update, each span on the weights of its version."""
     rows = [row for row in rows_of(folder, version, tp) if row[3][0][0] != version]
     versions = sorted({span[0] for row in rows for span in row[3]})
     assert not rows or versions == [version - 1, version], versions

@@ -1,8 +1,8 @@
-"""One of four ranks: for every case, real servers filled from one trainer layout after the other.
+"""One of four ranks. For each case, real servers receive weights from one trainer layout after another.
 
-`python sync_worker.py RANK 4 FOLDER`. In each layout the policy takes a real optimizer step, is published to both servers, and
-exported to FOLDER/CASE/hfN beside what each server then samples, samplesN_tpM.json. The comparison is not made here, where
-Megatron-core has its hands on torch.
+`python sync_worker.py RANK 4 FOLDER`. In each layout the policy takes a real optimizer step, is synced to both servers and
+exported to FOLDER/CASE/hfN. Each server's samples go to samplesN_tpM.json. sync_oracle.py compares them in another process,
+because Megatron-core patches torch in this one.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from tests.sglang.sync_cases import CASES, LONG, SAMPLING, Case
 
 WORLD_SIZE = 4
 SIZES = {"num_hidden_layers": 8, "num_key_value_heads": 4, "intermediate_size": 128}
-BUCKET_BYTES = 1 << 16  # several buckets
+BUCKET_BYTES = 1 << 16  # small, to fill several buckets
 DEADLINE_S = 300.0
 PROMPTS = [Prompt(i, "", tuple(range(3 + i, 12 + 3 * i)), "") for i in range(6)]
 
 
 class Flipping:
-    """An engine side of which one byte of one bucket changes on its way."""
+    """Wrap an engine and change one byte of one bucket in transit."""
 
     def __init__(self, engine: SGLangEngine, bucket: int) -> None:
         self._engine, self._bucket = engine, bucket
@@ -72,7 +72,7 @@ class Flipping:
 def engine_of(
     case: Case, model: ModelFiles, side: ShardLayout, tp: int, runtime: Runtime, folder: Path
 ) -> Iterator[SGLangEngine | AbsentEngine]:
-    """One server at the first `tp` ranks, which has begun to start."""
+    """Yield one server on the first `tp` ranks. It may still be starting."""
     rank = runtime.rank
     if rank >= tp:
         yield AbsentEngine(side, torch.device("cpu"))
@@ -116,7 +116,7 @@ def config_of(case: Case, folder: Path, version: int) -> Config:
         "data": {"train": "none.jsonl", "max_prompt_length": 32},
         "rollout": {"max_response_length": 12, "temperature": 0.8},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 96},
-        "optimizer": {"lr": 1e-2 * version},  # so that no two versions are alike
+        "optimizer": {"lr": 1e-2 * version},  # so every version differs
         "log": {"progress": False},
     }
     configs.apply_override(raw, f"layout={case.layouts[version - 1]}")
@@ -124,7 +124,7 @@ def config_of(case: Case, folder: Path, version: int) -> Config:
 
 
 def groups() -> list[Group]:
-    """Made-up samples with made-up rewards, from which a step learns."""
+    """Return samples with made-up rewards that give a step a gradient."""
     random = torch.Generator().manual_seed(5)
     found = []
     for prompt in PROMPTS[:4]:
@@ -179,7 +179,7 @@ def sync_layout(
 
 
 def continued(engine: SGLangEngine, carried: dict[int, Group], version: int) -> list[Sample]:
-    """Return the samples that the version before had begun; begin others, and abort them."""
+    """Finish and return the samples that the previous version started. Then start new samples and abort them."""
     whole = engine.generate({key: carried[key].prompt for key in carried}, LONG, step=version, on_sample=ignore, begun=carried)
     assert engine.failure is None and all(group.is_complete(LONG.group_size) for group in whole.values())
     stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted=1)
@@ -199,7 +199,7 @@ def ignore(sample: Sample, group: Group) -> None:
 
 
 def sync_flipped(policy: Policy, engine: SGLangEngine | AbsentEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
-    """A byte that changes on the way is noticed on every rank, and its tensor named."""
+    """Verify that every rank reports a flipped byte with the name of its tensor."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
     plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
@@ -211,7 +211,7 @@ def sync_flipped(policy: Policy, engine: SGLangEngine | AbsentEngine, side: Shar
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
     assert engine.version != 99 or engine.is_absent
-    sync.sync_weights(policy.tensors(), engine, version=100)  # nothing is the worse for it
+    sync.sync_weights(policy.tensors(), engine, version=100)  # the failed sync has no lasting effect
 
 
 def sync_case(case: Case, device: Device, folder: Path) -> None:
@@ -234,7 +234,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         for _, engine in engines.values():
             if isinstance(engine, SGLangEngine):
                 engine.wait_until_ready()
-        carried: dict[int, dict[int, Group]] = {}  # by the engine's tp: what its last version left unfinished
+        carried: dict[int, dict[int, Group]] = {}  # unfinished groups of the previous version, keyed by the engine's tp
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
             sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version, carried)
@@ -257,4 +257,4 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[3]))
     sys.stdout.flush()
-    os._exit(0)  # without waiting for ranks that went another way
+    os._exit(0)  # do not wait for ranks that failed

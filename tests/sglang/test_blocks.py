@@ -1,4 +1,4 @@
-"""FP8 blocks against SGLang's own code: its arguments, the parameters that it makes, and if they keep the format sent."""
+"""FP8 blocks against SGLang's code: its arguments, the parameters that it creates, and the layers that keep the sent format."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ CUDA = changed(CPU, {}, device_type="cuda", cores=())
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, Any]:
-    """The arguments of a server on a GPU, read by SGLang."""
+    """Return SGLang's parsing of a GPU server's arguments, the parameters it creates, and the problems found in them."""
     fixed = CUDA.fixed_arguments()
     override = json.dumps(fixed["json_model_override_args"])
     script = str(Path(__file__).with_name("blocks_in_sglang.py"))
@@ -39,7 +39,7 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def test_sglang_reads_blocks_of_128_from_what_the_server_is_told(found: dict[str, Any]) -> None:
+def test_sglang_reads_blocks_of_128_from_the_servers_arguments(found: dict[str, Any]) -> None:
     assert found["config"] == {
         "class": "Fp8Config",
         "weight_block_size": [128, 128],
@@ -49,22 +49,22 @@ def test_sglang_reads_blocks_of_128_from_what_the_server_is_told(found: dict[str
     }
 
 
-def test_the_tables_parameters_are_those_that_sglang_makes(found: dict[str, Any]) -> None:
+def test_the_tables_parameters_equal_sglangs(found: dict[str, Any]) -> None:
     ours = parameters({"weight": LocalTensor((300, 256), ())}, {"weight"}, torch.bfloat16)
     assert {name: [list(shape), dtype] for name, (shape, dtype) in ours.items()} == found["parameters"]
 
 
-def test_blocks_that_sglang_leaves_are_taken_and_those_it_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
+def test_layers_that_sglang_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
     shuffled, packed = found["problems"]
     assert shuffled == f"shuffling.weight: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
     assert packed.startswith("packing.weight_scale_inv: SGLang rearranges it")
 
 
-def test_the_scales_of_a_key_value_cache_that_a_dummy_load_leaves_become_one(found: dict[str, Any]) -> None:
+def test_key_value_cache_scales_of_a_dummy_load_become_one(found: dict[str, Any]) -> None:
     assert found["cache"] == [1.0] * 4
 
 
-def test_a_server_on_a_cpu_gets_no_blocks_and_users_may_not_set_their_arguments() -> None:
+def test_a_cpu_server_gets_no_blocks_and_users_cannot_set_them() -> None:
     words = server_arguments(CPU, "name", 1)
     assert not {"--quantization", "--json-model-override-args"} & set(words)
     assert "--quantization fp8" in " ".join(server_arguments(CUDA, "name", 1))

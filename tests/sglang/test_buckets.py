@@ -1,4 +1,4 @@
-"""A bucket's memory while the server may still read it; no server is started here."""
+"""A bucket's memory is not reused while the server may still read it. No server starts here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Pa
     thread = Thread(target=lambda: again.append(engine.allocate(NUM_BUFFERS, 40)), daemon=True)
     thread.start()
     thread.join(0.3)
-    assert not again, "a buffer was given out while the server was still reading it"
+    assert not again, "allocate returned a buffer that the server was still reading"
     client: Any = engine._client
     client.posted[0].set_result(None)
     thread.join(30)

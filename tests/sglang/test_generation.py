@@ -1,4 +1,4 @@
-"""Groups from the server that all files here share, by the engine's own path: client and session."""
+"""Generation on the server shared by these files, through the engine's client and session."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def client(server: Server, model: Path, tmp_path: Path) -> Iterator[Client]:
 
 @contextmanager
 def connected(server: Server, model: Path, folder: Path, **rollout: Any) -> Iterator[Client]:
-    """A client of the shared server, which stays when the client ends."""
+    """Yield a client of the shared server. The server keeps running when the client closes."""
     client = Client(make_settings(model, folder, **rollout), server)
     client.wait_until_ready()
     try:
@@ -78,7 +78,7 @@ def generate(
 
 
 def divided(groups: Mapping[int, Group], sampling: Sampling) -> tuple[dict[int, Group], dict[int, Group]]:
-    """Return the groups that are whole, and the others."""
+    """Return the complete groups, and the incomplete groups."""
     whole = {key: group for key, group in groups.items() if group.is_complete(sampling.group_size)}
     return whole, {key: group for key, group in groups.items() if key not in whole}
 
@@ -95,9 +95,7 @@ def check_whole(groups: Mapping[int, Group], sampling: Sampling = SAMPLING) -> N
             assert ended_by_itself or sample.response_len == sampling.max_response_length
 
 
-def test_two_replicas_share_one_counter_and_a_slow_one_leaves_most_of_the_work_to_the_other(
-    server: Server, model: Path, tmp_path: Path
-) -> None:
+def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: Server, model: Path, tmp_path: Path) -> None:
     counter, lock = itertools.count(), threading.Lock()
     found: dict[str, dict[int, Group]] = {}
     heard: list[Sample] = []
@@ -120,7 +118,7 @@ def test_two_replicas_share_one_counter_and_a_slow_one_leaves_most_of_the_work_t
     slow.start()
     fast.start()
     fast.join()
-    assert next(counter) > len(PROMPTS)  # it ends when no prompt waits any more
+    assert next(counter) > len(PROMPTS)  # the fast replica stops when no prompt is waiting
     slow.join()
     assert sorted([*found["slow"], *found["fast"]]) == sorted(PROMPTS)
     assert len(found["fast"]) > len(found["slow"])
@@ -137,9 +135,7 @@ def update_to(client: Client, version: int, folder: Path) -> None:
     assert client.failure is None
 
 
-def test_samples_are_of_the_version_that_the_server_was_last_given_and_another_is_an_error(
-    client: Client, tmp_path: Path
-) -> None:
+def test_samples_have_the_last_synced_version_and_others_are_an_error(client: Client, tmp_path: Path) -> None:
     for version in (3, 4):
         update_to(client, version, tmp_path)
         groups = generate(client, max_concurrent=8 * SAMPLING.group_size)
@@ -155,17 +151,15 @@ def enough(wanted: int) -> StopCondition:
 
 
 def load_of(server: Server) -> tuple[int, int]:
-    """Requests that the server runs, and that wait."""
+    """Return the number of requests that the server runs, and the number that it queues."""
     request = urllib.request.Request(f"{server.url}/v1/loads", headers=server.headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         [load] = json.load(answer)["loads"]
     return load["num_running_reqs"], load["num_waiting_reqs"]
 
 
-def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and_samples_on(
-    server: Server, client: Client, tmp_path: Path
-) -> None:
-    """Also those that wait in its queue, as it runs a third of them at once."""
+def test_after_stragglers_are_aborted_the_server_updates_and_samples(server: Server, client: Client, tmp_path: Path) -> None:
+    """Aborted requests include queued ones, because the server runs only a third of them at once."""
     endless = replace(SAMPLING, group_size=16, max_response_length=500, stop_token_ids=frozenset())
     for wanted, spacing in ((3, 20), (1, 9)):
         sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
@@ -181,7 +175,7 @@ def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and
         assert any(0 < s.response_len < 500 and not s.is_finished for group in aborted.values() for s in group.samples)
         assert {id(s) for group in found.values() for s in group.samples if s.is_finished} == {id(s) for s in heard}
         assert client.session.events.empty() and not client.session.is_aborting
-    # As when another replica has finished all that is wanted just after this one has begun.
+    # As if another replica had just finished the last wanted group when this replica starts.
     stop = enough(1)
     threading.Timer(0.3, stop.done, [99]).start()
     found = generate(client, sampling=endless, stop=stop)
@@ -194,10 +188,8 @@ def test_stragglers_are_aborted_and_the_server_is_idle_and_takes_new_weights_and
     check_versions(list(groups.values()), 6, 6)
 
 
-def test_aborted_samples_go_on_where_they_stopped_after_an_update_with_the_log_probs_of_their_own_context(
-    client: Client, tmp_path: Path
-) -> None:
-    """Phase after phase until all are whole; versions border where the phases do, and no token is sampled twice or lost."""
+def test_aborted_samples_continue_after_an_update_with_right_log_probs(client: Client, tmp_path: Path) -> None:
+    """Run phases until all groups are complete. Version spans match the phases, and no token is repeated or lost."""
     sampling = replace(SAMPLING, group_size=3, max_response_length=150, stop_token_ids=frozenset(range(1, 256, 40)))
     groups: dict[int, Group] = {key: Group(prompt, []) for key, prompt in PROMPTS.items()}
     version = 6
@@ -222,7 +214,7 @@ def test_aborted_samples_go_on_where_they_stopped_after_an_update_with_the_log_p
         versions = [span.version for span in sample.spans]
         assert versions == sorted(set(versions)) and versions[-1] <= version
     assert max(len(sample.spans) for sample in samples) > 2
-    for sample in sorted(samples, key=lambda s: -len(s.spans))[:6]:  # against one prefill of the whole
+    for sample in sorted(samples, key=lambda s: -len(s.spans))[:6]:  # compare with one prefill of prompt and response
         whole = [*sample.prompt.token_ids, *sample.response_ids]
         client.post("flushing", "/flush_cache")
         assert sample.rollout_logprobs == pytest.approx(
@@ -230,12 +222,12 @@ def test_aborted_samples_go_on_where_they_stopped_after_an_update_with_the_log_p
         )
 
 
-def test_probes_come_first_and_a_group_of_two_requests_is_aborted_and_goes_on_to_its_end(client: Client) -> None:
+def test_probes_come_first_and_aborted_groups_continue_to_their_end(client: Client) -> None:
     sampling = replace(SAMPLING, max_response_length=60, stop_token_ids=frozenset(range(1, 256, 12)), longest_first=True)
     heard: list[int] = []
     groups = generate(client, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
     assert client.failure is None, client.failure
-    assert heard[:6] == [0] * 6 and len(heard) > 12  # another begins once the last of 12 probes has, beside 6 at most
+    assert heard[:6] == [0] * 6 and len(heard) > 12  # at most 6 other samples run when the last of 12 probes starts
     whole, aborted = divided(groups, sampling)
     assert len(whole) >= 3 and any(not sample.is_finished for group in aborted.values() for sample in group.samples)
     lengths = {(key, s.index): s.response_len for key, group in aborted.items() for s in group.samples}
@@ -246,9 +238,7 @@ def test_probes_come_first_and_a_group_of_two_requests_is_aborted_and_goes_on_to
     assert all(rest[key].samples[index].response_len >= length for (key, index), length in lengths.items())
 
 
-def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is_kept(
-    server: Server, model: Path, tmp_path: Path
-) -> None:
+def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(server: Server, model: Path, tmp_path: Path) -> None:
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
 
     class ThenStopped(StopCondition):
@@ -264,16 +254,14 @@ def test_a_server_that_hangs_while_it_aborts_is_noticed_and_what_was_finished_is
             groups = generate(client, sampling=long, stop=stop)
         finally:
             os.kill(scheduler, signal.SIGCONT)
-        # Two, and those whose last samples the server had sent before it was stopped.
+        # At least two; also groups whose last samples the server had sent before it was stopped.
         assert 2 <= len(groups) < len(PROMPTS) and sorted(groups) == sorted(stop.clocks)
         check_whole(groups, long)
         assert re.search(r"aborting stragglers in step 0", client.failure or "")
 
 
-def test_a_server_that_hangs_is_noticed_in_time_though_all_its_connections_are_in_use(
-    server: Server, model: Path, tmp_path: Path
-) -> None:
-    """And one that only takes long is not taken for hung."""
+def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Server, model: Path, tmp_path: Path) -> None:
+    """A server that is only slow is not reported as hanging."""
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
     greedy = replace(SAMPLING, group_size=1, temperature=0.0, max_response_length=400, stop_token_ids=frozenset())
     limits = {"max_concurrent": len(PROMPTS), "stall_deadline_s": 2}
@@ -295,7 +283,7 @@ def test_a_server_that_hangs_is_noticed_in_time_though_all_its_connections_are_i
         )
 
 
-def test_what_the_server_refuses_is_said_and_not_tried_again(client: Client) -> None:
+def test_a_refused_request_is_reported_and_not_retried(client: Client) -> None:
     prompts = {0: replace(PROMPTS[0], token_ids=(5,) * 600)}
     began = time.monotonic()
     groups = generate(client, prompts, step=2)
@@ -305,8 +293,8 @@ def test_what_the_server_refuses_is_said_and_not_tried_again(client: Client) -> 
     )
 
 
-def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anything_is_sent(model: Path, tmp_path: Path) -> None:
-    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2)  # starts no server and sends nothing
+def test_a_prompt_without_room_for_its_response_is_refused_unsent(model: Path, tmp_path: Path) -> None:
+    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2)  # this rank has no server
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
@@ -316,10 +304,10 @@ def test_a_prompt_that_leaves_no_room_for_its_response_is_refused_before_anythin
         engine.generate({0: fits, 1: too_long}, SAMPLING, step=0, on_sample=lambda *_: None)
 
 
-def test_a_buffer_is_opened_once_and_again_only_by_a_new_server_or_where_it_has_grown(
+def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, prove=False)  # starts no server
+    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, prove=False)  # this rank has no server
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []

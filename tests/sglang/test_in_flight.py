@@ -1,4 +1,4 @@
-"""Weights that change in mid-response: every token of a run must have the log-prob that its span's version gives it."""
+"""Weights that change during a response: every token's log-prob must come from the policy version of its span."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROLLOUT = {
     "max_response_length": 70,
     "max_concurrent": 24,
     "stop_token_ids": [*range(3, 243, 80)],
-    "mismatch_stop": None,  # staleness is no mismatch
+    "mismatch_stop": None,  # stale weights would trip it
 }
 REWARD = """
 def num_vowels(prompt, response, answer, extras):
-    return sum(c in "aeiou" for c in response) / 70  # pays length: responses that got short would cross no update
+    return sum(c in "aeiou" for c in response) / 70  # rewards length, because short responses would not cross an update
 """
 TOLERANCE = 1e-5
 
@@ -39,10 +39,11 @@ TOLERANCE = 1e-5
         *(pytest.param(60, 10_000, tp, marks=pytest.mark.sweep) for tp in (1, 2)),
     ],
 )
-def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names(
+def test_every_log_prob_comes_from_the_version_of_its_span(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, num_tokens: int, tp: int
 ) -> None:
-    """Also of the tokens after an update in mid-response; computed by transformers from a checkpoint of each version."""
+    """transformers computes the log-probs from a checkpoint of each version, also for tokens after an update during a
+    response."""
     config = kills.write_inputs(tmp_path, "dp=1", ROLLOUT | {"tp": tp})
     raw = json.loads(config.read_text())
     raw |= {"steps": num_steps, "checkpoint": {"interval": 0}, "eval": {"num_prompts": 1}}
@@ -58,7 +59,7 @@ def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names
     folder.mkdir()
     arguments = ["train", str(config), "--set", f"run_dir={tmp_path / 'run'}"]
     command = [sys.executable, str(Path(__file__).with_name("recorded_rank.py")), str(folder), *arguments]
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the reward function
     assert run_ranks(command, 1 + tp, tmp_path / "logs") == 0
     by_version = defaultdict(list)
     num_crossing = 0
@@ -68,15 +69,16 @@ def test_the_log_prob_of_every_token_is_that_of_the_version_which_its_span_names
             assert all(step - 1 - 3 <= span.version <= step - 1 for span in spans)
             for span in spans:
                 by_version[span.version].append((prompt + response[: span.end], logprobs[span.start : span.end]))
-    assert num_crossing > num_tokens, "few responses were under way when weights changed"
+    assert num_crossing > num_tokens, "too few responses were in progress when weights changed"
     worst = max(difference(folder / f"version-{v}", spans) for v, spans in by_version.items() if v > 0)
     others = max(difference(folder / f"version-{v}", by_version[v + 1]) for v in range(1, num_steps - 1) if by_version[v + 1])
-    print(f"{num_crossing} tokens of responses that crossed an update: at most {worst:.2g}; by the version before {others:.2g}")
+    print(f"{num_crossing} tokens in responses across an update: at most {worst:.2g}; with the previous version {others:.2g}")
     assert worst < TOLERANCE and others > 100 * TOLERANCE
 
 
 def difference(checkpoint: Path, spans: list[tuple[list[int], list[float]]]) -> float:
-    """Return the largest difference of the engine's log-probs, of the last tokens of each sequence, from transformers'."""
+    """Return the largest difference of the engine's log-probs, given for the last tokens of each sequence, from
+    transformers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     longest = max(len(tokens) for tokens, _ in spans)
     ids_BT = torch.zeros((len(spans), longest), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Left-overs of a server are removed as soon as no living process uses them, and not before."""
+"""Leftovers of a server are removed as soon as no living process uses them, and not before."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.helpers.servers import is_true_within
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(temporary, "_bases", lambda: [tmp_path])
-    monkeypatch.setattr(temporary, "_check_socket", lambda folder: None)  # the folders of pytest have long names
+    monkeypatch.setattr(temporary, "_check_socket", lambda folder: None)  # pytest's folders have long names
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
@@ -38,7 +38,7 @@ def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: P
     assert not list(base.iterdir())
 
 
-def test_the_folder_of_a_maker_that_was_killed_goes_and_what_others_made_stays(base: Path) -> None:
+def test_folders_of_killed_makers_go_and_folders_of_others_stay(base: Path) -> None:
     (base / f"{temporary._prefix()}dead").mkdir()
     (base / "someone-elses").mkdir()
     leftovers.remove_unused()
@@ -55,7 +55,7 @@ def test_shared_memory_goes_once_no_process_has_it_open(base: Path) -> None:
     assert [path.name for path in base.iterdir()] == ["torch_1"]
 
 
-def test_descendants_are_found_at_any_depth_and_zombies_are_none() -> None:
+def test_descendants_are_found_at_any_depth_and_zombies_do_not_count() -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     child = subprocess.Popen([sys.executable, "-c", program])
     assert is_true_within(20, lambda: len(descendants(child.pid)) == 1)
@@ -63,5 +63,5 @@ def test_descendants_are_found_at_any_depth_and_zombies_are_none() -> None:
     assert {child.pid, grandchild} <= set(descendants(os.getpid()))
     os.kill(grandchild, signal.SIGKILL)
     child.kill()
-    assert is_true_within(20, lambda: child.pid not in descendants(os.getpid()))  # though no one has waited for it
+    assert is_true_within(20, lambda: child.pid not in descendants(os.getpid()))  # although the parent has not waited for it
     child.wait()

@@ -1,4 +1,4 @@
-"""The reward_model function with real SGLang servers: a model with a value head, and one of text that labels and judges."""
+"""The reward_model function with real SGLang servers: a model with a value head, and a text model that labels and judges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDS = [len("1+1=2\n\n"), RESPONSE.index("<answer>"), len(RESPONSE)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models by kind, with a tokenizer of bytes."""
+    """Return a folder of tiny models by kind, with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("reward_models")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["tiny_random_model.py", str(folder / "base")])
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_labels=1,
         )
         model = kind(config)
-        if name == "causal":  # one that says a number, whatever it is asked
+        if name == "causal":  # this model answers every prompt with a number
             model.model.embed_tokens.weight.data[:, 0] = 30.0
             model.lm_head.weight.data[:, 0] = 0.0
             model.lm_head.weight.data[tokenizer("7")["input_ids"][0]] = torch.eye(64)[0] * 2.0
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[str]:
-    """A server with the model's weights and tokenizer, as a user would start it for rewards; gives its url at once."""
+    """Start a server with the model's weights and tokenizer, as a user would for rewards. Yield its URL before it is ready."""
     port, nccl_port = free_ports(2)
     words = ["--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), "--context-length", "512"]
@@ -120,7 +120,8 @@ def _is_healthy(url: str) -> bool:
 
 
 def _load(folder: Path, name: str) -> Any:
-    """Built as it was saved: `from_pretrained` leaves buffers unset where other tests' modules were imported before."""
+    """Load the model from its config and weights, because `from_pretrained` may leave buffers unset after other tests'
+    imports."""
     model = CLASSES[name](LlamaConfig.from_pretrained(folder / name))
     load_model(model, folder / name / "model.safetensors")
     return model.eval()
@@ -149,7 +150,7 @@ def test_a_value_head_gives_the_rewards_that_transformers_gives(api: str, urls: 
     assert [step.value for step in found.steps] == pytest.approx([2 * value for value in expected], abs=2e-4)
 
 
-def test_labels_after_the_text_have_the_probabilities_that_transformers_gives(urls: dict[str, str], folder: Path) -> None:
+def test_labels_after_the_text_have_transformers_probabilities(urls: dict[str, str], folder: Path) -> None:
     template = "{prompt}{response}\nIs it right? "
     logits = [_logits(folder, "causal", f"{PROMPT}{prefix}\nIs it right? ") for prefix in PREFIXES]
     options = {"api": "score", "template": template}
@@ -176,7 +177,7 @@ def test_a_judge_is_asked_and_its_last_number_read(urls: dict[str, str], folder:
 def test_a_text_that_the_server_refuses_is_a_missing_score(urls: dict[str, str]) -> None:
     with pytest.raises(NoScore, match=r"/classify answers 400 \(.*longer than the model's context length.*correct the options"):
         reward_model("x" * 600, "", "", {}, url=urls["value"], timeout_s=60.0)
-    with pytest.raises(NoScore, match="answers 4"):  # a model without a value head
+    with pytest.raises(NoScore, match="answers 4"):  # this model has no value head
         _score(urls["causal"], api="score")
 
 

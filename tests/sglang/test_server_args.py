@@ -1,4 +1,4 @@
-"""rollout.server_args against SGLang's own parser: what changes the policy behind the trainer is refused by every name."""
+"""rollout.server_args against SGLang's parser: an argument that changes the policy unseen is refused under every name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mega import config
 from grpo_mega.config.server_args import REASONS, problem_of
 from grpo_mega.errors import ConfigError
 
-# A process of its own, since the import of sglang leaves messages at the end of the process.
+# A separate process, because the import of sglang prints messages when the process ends.
 PARSER = """
 import argparse, json, sys
 from sglang.srt.server_args import ServerArgs
@@ -27,9 +27,9 @@ starts = {option[: n + 1] for options, _ in names for option in options for n in
 found = {start: [action[0].option_strings for action in parser._get_option_tuples(start)] for start in sorted(starts)}
 json.dump([names, found], sys.stdout)
 """
-# Words of arguments that may change tokens or log-probs.
+# Words in names of arguments that may change tokens or log-probs.
 TELLING = re.compile(r"sampl|logit|temperature|top[-_ ]?[kp]\b|penalt|specul|draft|lora|truncat|overrid|eagle|diffusion", re.I)
-# Read one by one: kernels, sizes and formats, or of no effect without an argument that is refused.
+# Each was checked by reading: kernels, sizes and formats, or no effect without a refused argument.
 HARMLESS = """
     cuda_graph_prefill_max_context debug_tensor_dump_output_folder decoupled_spec_bind_endpoint
     decoupled_spec_connect_endpoints decoupled_spec_rank disable_aiter_allreduce_fusion_in_decode
@@ -54,7 +54,7 @@ USEFUL = (
 
 @dataclass(frozen=True)
 class Parser:
-    """All names and the help of each argument, and what the beginnings of names are completed to."""
+    """All names and the help of each argument, and the full names to which prefixes complete."""
 
     arguments: list[tuple[set[str], str]]
     completions: dict[str, list[set[str]]]
@@ -83,7 +83,7 @@ def test_all_names_of_an_argument_are_refused_or_none(parser: Parser) -> None:
         assert len({problem_of(name) is None for name in names}) == 1, names
 
 
-def test_a_beginning_that_the_server_completes_to_a_refused_name(parser: Parser) -> None:
+def test_a_prefix_that_the_server_completes_to_a_refused_name_is_refused(parser: Parser) -> None:
     refused = [names for names, _ in parser.arguments if any(map(problem_of, names))]
     num_completed = 0
     for start, ends in parser.completions.items():

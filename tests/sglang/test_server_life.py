@@ -1,6 +1,7 @@
-"""The life of a server process: what it starts with, what it serves, and that nothing is left however it ends.
+"""The life of a server process: its environment and arguments, its answers, and no leftovers however it ends.
 
-Starts take ten seconds, so each carries several tests; ends that do not depend on how far the start has come are tested early.
+A start takes ten seconds, so each start serves several tests. Ends that do not depend on the progress of a start are tested
+early.
 """
 
 import os
@@ -34,7 +35,8 @@ OWNER = Path(__file__).with_name("owner.py")
 
 @pytest.fixture
 def empty(temporary: Path) -> Iterator[Path]:
-    """In the environment of a trainer; its folder for temporary files, apart from that of the shared server's."""
+    """Yield the folder for temporary files of a trainer's environment, separate from the shared server's. It must be empty at
+    the end."""
     folder = temporary / "t"
     folder.mkdir()
     with trainers_environment(folder):
@@ -47,7 +49,7 @@ def start_owner(model: Path, folder: Path, tp: int) -> subprocess.Popen[str]:
 
 
 def wait_for_sglang(look: Callable[[], Tree]) -> Tree:
-    """Until the guardian has forked, which is far from ready."""
+    """Wait until the guardian has forked, long before the server is ready."""
     assert is_true_within(20, lambda: len(look().pids) >= 2)
     return look()
 
@@ -67,7 +69,7 @@ def test_a_started_server_generates_token_ids_with_logprobs(server: Server) -> N
         assert all(entry[0] < 0 for entry in logprobs)
 
 
-def test_no_process_of_it_inherits_what_is_meant_for_the_trainer(server: Server) -> None:
+def test_no_server_process_inherits_the_trainers_variables(server: Server) -> None:
     tree = Tree.of(server)
     (scheduler,) = tree.named("sglang::scheduler")
     for pid in tree.pids:
@@ -83,7 +85,7 @@ def test_its_log_is_in_its_folder_and_short(server: Server) -> None:
     assert path.name == "server.log"
     assert path.parent.name.startswith("engine")
     text = path.read_text()
-    assert "Ignore import error" not in text  # it has imported the models of our families alone
+    assert "Ignore import error" not in text  # it imported only the models of our families
     assert text.count("\n") < 40
 
 
@@ -98,7 +100,7 @@ def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tm
         check_gone(tree, empty)
 
 
-def test_another_port_is_taken_if_one_is_in_use_and_an_exception_ends_the_server(
+def test_a_used_port_is_replaced_and_an_exception_ends_the_server(
     model: Path,
     tmp_path: Path,
     empty: Path,
@@ -162,7 +164,7 @@ def test_a_server_that_still_starts_ends_with_any_of_its_processes(
     tree = wait_for_sglang(lambda: Tree.below(owner.pid))
     guardian, sglang = tree.pids
     os.kill({"owner": owner.pid, "guardian": guardian, "SGLang": sglang}[victim], signal.SIGKILL)
-    _, _ = owner.communicate(timeout=60)  # the two others raise in it
+    _, _ = owner.communicate(timeout=60)  # the owner raises if another process was killed
     assert owner.returncode == (-signal.SIGKILL if victim == "owner" else 1)
     check_gone(tree, empty)
 

@@ -1,4 +1,4 @@
-"""Arguments and environment of a server, and the changes to SGLang; no server is started here."""
+"""Arguments and environment of a server, and our patches of SGLang. No server starts here."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ def sglang_source(path: str) -> str:
     return (Path(spec.origin).parent / path).read_text(encoding="utf-8")
 
 
-def test_the_server_gets_the_environment_without_what_is_meant_for_the_trainer() -> None:
+def test_the_servers_environment_omits_the_trainers_variables() -> None:
     kept = {"PATH": "/bin", "HOME": "/h", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "RANKING": "x"}
     found = server_environment(TRAINERS | kept, CUDA)
     assert kept.items() <= found.items()
@@ -41,7 +41,7 @@ def test_kernels_that_a_server_compiles_are_kept_on_its_node(tmp_path: Path) -> 
     node = {"NODE_LOCAL": str(tmp_path), "HOME": "/shared"}
     assert Path(server_environment(node, CUDA)["SGLANG_CACHE_DIR"]).parent == tmp_path
     assert server_environment(node | {"SGLANG_CACHE_DIR": "/mine"}, CUDA)["SGLANG_CACHE_DIR"] == "/mine"
-    assert "SGLANG_CACHE_DIR" not in server_environment(node, SETTINGS), "nothing is compiled on a CPU"
+    assert "SGLANG_CACHE_DIR" not in server_environment(node, SETTINGS), "a CPU server compiles no kernels"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: i
     assert found.get("SGLANG_CPU_OMP_THREADS_BIND") == binding
 
 
-def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> None:
+def test_arguments_come_from_the_settings_after_the_users_arguments() -> None:
     extra = {"attention_backend": "fa3", "enable-metrics": True, "sleep_on_idle": False, "json_model_override_args": {"a": 1}}
     words = server_arguments(changed(CUDA, {"server_args": extra}), "name", 1)
     text = " ".join(words)
@@ -77,7 +77,7 @@ def test_arguments_are_those_of_the_settings_and_a_persons_own_before_them() -> 
 
 
 @pytest.mark.parametrize("name", ["tp_size", "port", "load-format", "random_seed"])
-def test_what_the_trainer_relies_on_cannot_be_set_by_a_person(name: str) -> None:
+def test_arguments_that_the_trainer_relies_on_cannot_be_set_by_a_user(name: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.server_args.{name} is set by the trainer; remove it"):
         changed(SETTINGS, {"server_args": {name: 1}})
 
@@ -120,7 +120,8 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]
     assert "top_k=top_k" in router and "layer_id" not in router
-    # Those of served_models/on_cpu.py: experts' ids may be -1, angles are YaRN's, and prompts are not computed over latents.
+    # Patches of served_models/on_cpu.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in latent
+    # space.
     native = sglang_source("srt/layers/moe/fused_moe_native.py").partition("def moe_forward_native(")[2]
     assert "cnts.scatter_(1, topk_ids.to(torch.int64), 1)" in native
     assert "assert rope_scaling is not None" in sglang_source("srt/layers/rotary_embedding/factory.py")

@@ -1,6 +1,6 @@
-"""Endpoints of a real server; a fake one stands in for the versions of SGLang that are not installed.
+"""Endpoints of a real server. A fake server replaces SGLang versions that are not installed.
 
-The last test kills the server that all files of this folder share; those that come after this file need none.
+The last test kills the server that all files of this folder share; the files after this one need no server.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from grpo_mega.types import Prompt, Sample
 from tests.helpers.servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
 
 T = TypeVar("T")
-STRANGERS_ID = 65534  # of a user without any rights
+STRANGERS_ID = 65534  # a user without privileges
 
 pytestmark = pytest.mark.sglang
 
@@ -51,7 +51,7 @@ def keyless(url: str) -> Any:
 
 
 def load(path: Path | str, version: str | None = None) -> tuple[str, dict[str, Any]]:
-    """A call of the loader, which writes to the file that its tensor is named after."""
+    """Return a request for the loader. The loader writes to the file named by the tensor."""
     body = {"serialized_named_tensors": [payload(str(path), torch.empty(0))], "load_format": LOADER}
     body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": version}
     return "/update_weights_from_tensor", body
@@ -70,7 +70,7 @@ def test_an_update_goes_to_the_loader_and_sets_the_version(server: Server, tmp_p
     assert generate(server)[0]["meta_info"]["weight_version"] == "7"
 
 
-def test_what_the_server_refuses_is_said_in_its_words(server: Server, tmp_path: Path) -> None:
+def test_a_refusal_is_reported_in_the_servers_words(server: Server, tmp_path: Path) -> None:
     async def end_without_beginning(session: Session) -> None:
         await session.post("/end_weight_update")
 
@@ -84,7 +84,7 @@ def test_what_the_server_refuses_is_said_in_its_words(server: Server, tmp_path: 
         call(server, load_without_beginning)
 
 
-# Run as another user: calls the server, and tries to read what is its owner's.
+# Runs as another user: calls the server and tries to read its owner's files.
 STRANGER = """
 import json, os, sys, urllib.error, urllib.request
 url, folder, pid, written = sys.argv[1:]
@@ -113,7 +113,7 @@ def test_another_user_can_neither_call_a_server_nor_look_into_its_folder(server:
     _, update = load(tmp_path / "evil")
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
-        pytest.skip("needs a python3 in /usr/bin, which another user can start")
+        pytest.skip("needs a python3 in /usr/bin that another user can run")
     command = [python, "-I", "-c", STRANGER, server.url, str(server.private_folder), str(server.pid), str(tmp_path / "evil")]
     ids = {"user": STRANGERS_ID, "group": STRANGERS_ID}
     found = subprocess.run(command, input=json.dumps(update), capture_output=True, text=True, cwd="/", **ids)
@@ -134,7 +134,7 @@ def test_the_loader_writes_into_the_servers_own_folder_only(tmp_path: Path, monk
         loader.load(torch.nn.Linear(3, 2), [(json.dumps(request | {"tp_rank": "../../outside"}), torch.empty(0))])
 
 
-def test_memory_is_given_back_and_taken_again_while_the_server_stays_healthy(server: Server) -> None:
+def test_a_server_stays_healthy_while_its_memory_is_released_and_resumed(server: Server) -> None:
     async def sleep_and_wake(session: Session) -> list[bool]:
         await session.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
         health = [await session.is_healthy(10)]
@@ -147,7 +147,7 @@ def test_memory_is_given_back_and_taken_again_while_the_server_stays_healthy(ser
     assert len(generate(server, num_tokens=4)[0]["output_ids"]) == 4
 
 
-def test_a_server_in_the_midst_of_a_long_batch_is_healthy_and_can_be_told_to_stop(server: Server) -> None:
+def test_a_server_in_a_long_batch_is_healthy_and_can_be_aborted(server: Server) -> None:
     async def interrupt(session: Session) -> tuple[bool, list[dict[str, Any]]]:
         batch = asyncio.create_task(asyncio.to_thread(generate, server, 450, 32))
         await asyncio.sleep(1.5)
@@ -164,7 +164,7 @@ def test_a_server_in_the_midst_of_a_long_batch_is_healthy_and_can_be_told_to_sto
     assert all(0 < len(answer["output_ids"]) < 450 for answer in answers)
 
 
-def test_a_paused_server_is_healthy_and_samples_once_it_may(server: Server) -> None:
+def test_a_paused_server_is_healthy_and_samples_once_it_is_resumed(server: Server) -> None:
     async def pause(session: Session) -> tuple[bool, bool]:
         await session.post("/pause_generation", {"mode": "abort"})
         sample = asyncio.create_task(asyncio.to_thread(generate, server))
@@ -197,7 +197,7 @@ def test_a_server_that_is_gone_is_an_error_and_not_healthy() -> None:
 
 
 def with_fake_server(routes: list[web.RouteDef], act: Callable[[str], T]) -> T:
-    """Return `act(url)`, called in another thread than the server's."""
+    """Return `act(url)`, called in a thread other than the server's."""
 
     async def serve() -> T:
         app = web.Application()
@@ -213,7 +213,7 @@ def with_fake_server(routes: list[web.RouteDef], act: Callable[[str], T]) -> T:
     return asyncio.run(serve())
 
 
-def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them() -> None:
+def test_a_version_without_update_sessions_is_not_asked_for_them() -> None:
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -231,7 +231,7 @@ def test_a_version_without_beginning_and_end_of_an_update_is_not_asked_for_them(
 
 
 def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With overlapped scheduling it is busy for a decode step after the last sample, and refuses a flush until then."""
+    """With overlapped scheduling the server runs one more decode step after the last sample, and refuses a flush until then."""
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -262,7 +262,7 @@ def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeyp
     assert seen == ["/flush_cache"] * 3 + ["/release_memory_occupation"]
 
 
-def test_samples_of_any_length_are_read_and_after_a_broken_stream_the_missing_ones_are_asked_for() -> None:
+def test_long_samples_are_read_and_lost_ones_are_requested_again() -> None:
     prompt, sampling = Prompt(0, "", (1, 2), ""), Sampling(2, 1.0, 100_000, stop_token_ids=frozenset())
     ids = list(range(100_000))  # more than a megabyte in one line
     asked: list[int] = []

@@ -1,4 +1,4 @@
-"""Weights through the real server: every family, several trainer layouts, engines at TP1 and TP2; see sync_worker.py."""
+"""Weights sent to a real server: every family, several trainer layouts, engines at TP1 and TP2; see sync_worker.py."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
-    """Run the cases of the tests that were selected."""
+    """Run the cases of the selected tests."""
     folder = tmp_path_factory.mktemp("sync")
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["name"] for item in items]
@@ -40,7 +40,7 @@ NAMES = [pytest.param(name, marks=[getattr(pytest.mark, case.level)] if case.lev
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_server_gives_transformers_logprobs_after_a_real_step_in_every_layout(differences: CaseValues, name: str) -> None:
+def test_synced_servers_return_transformers_logprobs_in_every_layout(differences: CaseValues, name: str) -> None:
     case = CASES[name]
     for number, (layout, found) in enumerate(zip(case.layouts, differences[name], strict=True)):
         print(f"{name}, {layout}: {found}")

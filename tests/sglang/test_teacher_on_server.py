@@ -1,4 +1,4 @@
-"""A teacher on a server of its own, beside the same teacher in Megatron."""
+"""A teacher on a separate server, against the same teacher in Megatron."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture
 def own_server(model: Path, temporary: Path, tmp_path: Path) -> Iterator[Server]:
-    """Not the one that the other files share, since it gets other weights."""
+    """Start a server that the other files do not share, because it gets other weights."""
     server = Server(make_settings(model, tmp_path / "engine"))
-    server.key = ""  # as users start servers for others
+    server.key = ""  # users start shared servers without a key
     with ready(server, temporary):
         yield server
 
@@ -46,7 +46,8 @@ def make_config(model: Path, **teacher: str) -> configs.Config:
 
 
 def make_groups() -> list[Group]:
-    """Ragged random responses; the prompts of two groups begin alike, so that the server's cache has a part of them."""
+    """Return random responses of different lengths. The prompts of two groups share a prefix, so the server's cache has part of
+    them."""
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, 256, (n,), generator=generator).tolist() for n in (1, 7, 19)]
     groups = []
@@ -57,7 +58,7 @@ def make_groups() -> list[Group]:
     return groups
 
 
-def test_a_teacher_on_a_server_gives_what_it_gives_in_megatron(own_server: Server, tmp_path: Path) -> None:
+def test_a_teacher_on_a_server_gives_the_log_probs_of_megatron(own_server: Server, tmp_path: Path) -> None:
     sizes = {k: v for k, v in MODEL.items() if k not in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
     for name, seed in (("student", 1), ("teacher", 2)):
         make_model("qwen2", seed=seed, **sizes).save_pretrained(tmp_path / name)
