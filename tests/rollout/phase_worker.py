@@ -1,4 +1,4 @@
-"""One of the two ranks of test_phase.py: phases of the embedded engine that end early, case after case."""
+"""One of the two ranks of test_phase.py: phases of the embedded engine that end early, one case after another."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Ranks:
         return self.generator.generate(PROMPTS, SAMPLING, step=step, on_sample=on_sample, wanted=wanted)
 
     def all_groups(self, step: int = 4) -> dict[int, Group]:
-        """Return the groups of both ranks, run to the end."""
+        """Return the finished groups of both ranks."""
         found: list[dict[int, Group]] = [{}] * WORLD_SIZE
         dist.all_gather_object(found, self.generate(len(PROMPTS), step=step).mine)
         return {place: group for groups in found for place, group in groups.items()}
 
 
-RENDEZVOUS: list[Any] = [None]  # one for all cases, as names of the store are used once
+RENDEZVOUS: list[Any] = [None]  # one for all cases, because a store key can be used only once
 
 
 def longest(group: Group) -> int:
@@ -93,10 +93,10 @@ def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
 
 
 def keeps_the_first(rank: int, folder: Path) -> None:
-    """A phase keeps the groups that are first by a clock of decoded tokens, whatever the ranks' speed."""
+    """A phase keeps the first groups by a clock of decoded tokens, at any speed of the ranks."""
     ranks = Ranks(rank)
     whole = ranks.all_groups()
-    assert len({longest(group) for group in whole.values()}) > 6, "the case has become too easy"
+    assert len({longest(group) for group in whole.values()}) > 6, "the test has become too easy"
     for wanted in (1, 5, 13):
         expected = sorted(sorted(whole, key=lambda place: (longest(whole[place]), place))[:wanted])
         for slow_rank in (None, 0, 1):
@@ -104,11 +104,11 @@ def keeps_the_first(rank: int, folder: Path) -> None:
             assert phase.places == expected, (phase.places, expected)
             assert sorted(phase.mine) == [place for place in expected if place % WORLD_SIZE == rank]
             check_same(phase.mine, whole)
-    assert ranks.all_groups() == whole, "the engine is not as it was before"
+    assert ranks.all_groups() == whole, "a phase changed the engine"
 
 
 def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
-    """Each rank decodes 2 of its 7 prompts at once; the clock goes on from batch to batch, in the order of the prompts."""
+    """Each rank decodes 2 of its 7 prompts at a time. The clock continues across batches, in prompt order."""
     whole = Ranks(rank).all_groups()
     clocks: dict[int, int] = {}
     for first in range(WORLD_SIZE):
@@ -127,7 +127,7 @@ def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
 def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     ranks = Ranks(rank)
     whole = ranks.all_groups()
-    assert ranks.generator.flush_stats() == {}, "nothing was thrown away"
+    assert ranks.generator.flush_stats() == {}, "no samples were discarded"
     wanted = 6
     phase = ranks.generate(wanted)
     kept = [s.response_len for place in phase.places for s in whole[place].samples]
@@ -139,14 +139,15 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     assert everyone[0] == everyone[1]
     assert (found["rollout/begun_groups"], found["rollout/aborted_groups"]) == (len(PROMPTS), len(PROMPTS) - wanted)
     assert (found["rollout/kept_tokens"], found["rollout/kept_length"]) == (sum(kept), sum(kept) / len(kept))
-    # A rank aborts at the clock of the last group that goes on, or a few tokens later.
+    # A rank aborts at the clock of the last kept group, or a few tokens later.
     clock = max(longest(whole[place]) for place in phase.places)
     assert sum(min(length, clock) for length in aborted) <= found["rollout/aborted_tokens"] <= sum(aborted)
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
 
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
-    """The same groups in the same phases whatever the ranks' speed, and in the end the samples of a phase without an end."""
+    """The phases produce the same groups at any speed of the ranks, and finally the samples of one phase without an early
+    end."""
     whole = [Ranks(rank).all_groups(step) for step in range(9)]
     for most_at_once, sampling in ((256, SAMPLING), (2 * GROUP_SIZE, SAMPLING), (4, replace(SAMPLING, longest_first=True))):
         histories = []
@@ -176,7 +177,7 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
 def one_more_phase(
     ranks: Ranks, groups: list[Group], sampling: Sampling, step: int, slow_rank: int | None
 ) -> tuple[list[Group], list[int]]:
-    """Return all groups after a phase that wants three more of the first ones; and which are done."""
+    """Run a phase that wants three more of the first unfinished groups. Return all groups, and the finished ones."""
     done = [place for place, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
     needed = [place for place, group in enumerate(groups) if group.samples and place not in done][-1:] if len(done) > 8 else []
 

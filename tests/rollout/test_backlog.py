@@ -1,4 +1,4 @@
-"""The backlog of partial rollouts: what is drawn, continued, begun again and counted; and its file in a checkpoint."""
+"""The backlog of partial rollouts: drawing, continuing, restarting and counting groups, and its file in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 3
 
 
 def sample(prompt: Prompt, index: int, *spans: tuple[int, int], finished: bool = True) -> Sample:
-    """`spans`: version and number of tokens of each."""
+    """Return a sample. `spans` has the version and number of tokens of each span."""
     numbers, made, end = random.Random(prompt.id * 10 + index), list[Span](), 0
     for version, length in spans:
         made.append(Span(version, end, end + length))
@@ -35,7 +35,7 @@ def group(place: int, *spans: tuple[int, int], finished: bool = True) -> Group:
 
 
 def draw(number: int) -> list[Turn]:
-    """Four prompts a draw, over and over; an epoch is three draws."""
+    """Draw four prompts at a time, repeating; an epoch has three draws."""
     return [Turn(PROMPTS[(4 * number + i) % len(PROMPTS)], 0, number // 3) for i in range(4)]
 
 
@@ -43,13 +43,13 @@ def ids(backlog: Backlog) -> list[int]:
     return [one.prompt.id // 3 for one in backlog.groups]
 
 
-def test_prompts_are_drawn_in_their_order_until_there_are_enough_and_none_is_there_twice() -> None:
+def test_prompts_are_drawn_in_order_without_repeats_until_there_are_enough() -> None:
     first = Backlog().drawn_up_to(5, draw, ())
     assert (ids(first), first.draws) == (list(range(8)), 2)
     assert first.drawn_up_to(8, draw, ()) == first
     assert ids(first.drawn_up_to(9, draw, {27, 30})) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11]
     everything = first.drawn_up_to(99, draw, ())
-    assert ids(everything) == list(range(12)) and everything.draws == 3  # further draws would bring nothing new
+    assert ids(everything) == list(range(12)) and everything.draws == 3  # more draws would return known prompts
     assert Backlog(draws=7).drawn_up_to(1, draw, {prompt.id for prompt in PROMPTS}) == Backlog(draws=7)
 
 
@@ -62,29 +62,29 @@ def test_a_prompt_that_is_not_free_is_deferred_and_comes_first_later() -> None:
     after = held.drawn_up_to(4, draw, {9})
     assert (ids(after), deferred(after), after.draws) == ([1, 2, 0, 4, 5, 6, 7], [(1, 1), (2, 1), (3, 1)], 5)
     assert after.ledger["deferred_prompts"] == 3
-    assert after.needed(oldest=-1) == [0, 1]  # the places of groups for which a turn waits
+    assert after.needed(oldest=-1) == [0, 1]  # indices of groups whose prompts have a deferred turn
     free = replace(after, groups=after.groups[3:])
     later = free.drawn_up_to(6, draw, ())
-    assert (ids(later), deferred(later), later.draws) == ([4, 5, 6, 7, 1, 2], [(3, 1)], 5)  # and no more than are asked for
+    assert (ids(later), deferred(later), later.draws) == ([4, 5, 6, 7, 1, 2], [(3, 1)], 5)  # no more than requested
     assert later.ledger["deferred_prompts"] == 3
     last = later.drawn_up_to(8, draw, ())
     assert (ids(last), deferred(last), last.draws) == ([4, 5, 6, 7, 1, 2, 3, 8, 9, 10, 11], [], 6)
 
 
-def test_no_turn_begins_two_epochs_after_one_that_is_deferred() -> None:
+def test_no_turn_starts_two_epochs_after_a_deferred_one() -> None:
     backlog, held = Backlog(), group(0, (0, 2))
     for _ in range(12):
         backlog = replace(backlog, groups=(held,)).drawn_up_to(4, draw, ())
         begun = [place for place in ids(backlog) if place != 0]
-    assert begun == [] and backlog.draws == 6  # epochs 0 and 1 are drawn, and the turn of epoch 0 still waits
+    assert begun == [] and backlog.draws == 6  # epochs 0 and 1 are drawn, and the turn of epoch 0 is still deferred
     assert deferred(backlog) == [(0, 0), (0, 1)]
     freed = replace(backlog, groups=()).drawn_up_to(4, draw, ())
     assert ids(freed)[0] == 0 and len(freed.groups) >= 4
 
 
-def test_sets_have_epochs_of_their_own() -> None:
+def test_each_data_set_has_separate_epochs() -> None:
     def of_two_sets(number: int) -> list[Turn]:
-        """The first set has one prompt, and an epoch with each draw; the second is large."""
+        """The first set has one prompt, so each draw is an epoch; the second set is large."""
         return [Turn(PROMPTS[0], 0, number), Turn(PROMPTS[1 + number % 11], 1, number // 11)]
 
     held = Backlog(groups=(group(0, (0, 2)),))
@@ -92,7 +92,7 @@ def test_sets_have_epochs_of_their_own() -> None:
     assert ids(found) == [0, 1, 2, 3] and deferred(found) == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its_place_where_it_was_not() -> None:
+def test_a_group_is_needed_before_it_is_too_old_or_restarts_in_place() -> None:
     groups = (
         group(0, (4, 2), (6, 1), finished=False),
         group(1, (5, 9), finished=False),
@@ -120,7 +120,7 @@ def test_a_group_that_would_be_too_old_is_needed_in_time_and_begins_again_in_its
     }
 
 
-def test_the_ledger_closes_after_any_phases_and_an_error_is_told() -> None:
+def test_the_ledger_closes_after_any_phases_and_an_error_is_reported() -> None:
     numbers = random.Random(1)
     backlog, trained = Backlog(), 0
     for step in range(40):
@@ -140,7 +140,7 @@ def test_the_ledger_closes_after_any_phases_and_an_error_is_told() -> None:
 
 
 def grown(one: Group, step: int, numbers: random.Random) -> Group:
-    """Return the group with up to three tokens more per sample."""
+    """Return the group with up to three more tokens per sample."""
     samples = []
     for index in range(SIZE):
         before = next((s for s in one.samples if s.index == index), None)
@@ -152,7 +152,7 @@ def grown(one: Group, step: int, numbers: random.Random) -> Group:
     return Group(one.prompt, samples)
 
 
-def test_what_is_written_is_read_again_to_the_bit(tmp_path: Path) -> None:
+def test_a_written_backlog_is_read_back_to_the_bit(tmp_path: Path) -> None:
     scored = group(5, (1, 4), (2, 3))
     scored.samples[1] = replace(
         scored.samples[1], scores={"a": None, "b": 0.1 + 0.2}, verdicts={"a": "timeout"}, reward=None, step_ends=[0, 2]
@@ -168,11 +168,11 @@ def test_what_is_written_is_read_again_to_the_bit(tmp_path: Path) -> None:
     assert (tmp_path / backlog_file.FILE).stat().st_size < 2 * backlog_file.num_bytes(backlog)
 
 
-def test_groups_of_prompts_that_are_no_more_in_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
     groups = tuple(group(i, (3, 2)) for i in range(3))
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
     turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
-    backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)  # the last is not begun
+    backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)  # the last group has not started
     backlog_file.write(backlog, tmp_path)
     prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
     found = backlog_file.read(tmp_path, 1, prompts.get)

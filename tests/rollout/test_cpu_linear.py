@@ -1,4 +1,4 @@
-"""The linear layers of decoding on a CPU: torch's own product, at sizes below and above its tiles and rows."""
+"""Linear layers for decoding on a CPU against torch's product, at sizes below and above the tile and row sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mega.rollout.embedded import cpu_linear
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("out", [3, cpu_linear._TILE, cpu_linear._TILE + 5])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (15, 1), (cpu_linear.MOST_ROWS, 1), (5, 3), (2, cpu_linear.MOST_ROWS)])
-def test_the_product_is_that_of_torch(shape: tuple[int, int], out: int, has_bias: bool) -> None:
+def test_the_product_equals_torchs(shape: tuple[int, int], out: int, has_bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(16, out, bias=has_bias, dtype=torch.float64)
     x = torch.randn(*shape, 16, dtype=torch.float64)
@@ -20,7 +20,7 @@ def test_the_product_is_that_of_torch(shape: tuple[int, int], out: int, has_bias
         torch.testing.assert_close(cpu_linear.linear(layer, x), layer(x))
 
 
-def test_only_linear_layers_are_given_it() -> None:
+def test_only_linear_layers_are_replaced() -> None:
     class Own(nn.Linear):
         pass
 

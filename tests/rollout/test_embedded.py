@@ -1,4 +1,4 @@
-"""The embedded engine against transformers: generate() for greedy decoding, a full forward pass for the log-probs."""
+"""The embedded engine against transformers: generate() for greedy decoding, a full forward pass for log-probs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.helpers.models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoi
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]
-STOPS = frozenset(range(0, VOCAB_SIZE, 9))  # a ninth of the vocabulary, so that random models stop early as well as late
+STOPS = frozenset(range(0, VOCAB_SIZE, 9))  # a ninth of the vocabulary, so random models stop both early and late
 SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=STOPS, seed=11)
 GREEDY = Sampling(group_size=1, temperature=0.0, max_response_length=12, stop_token_ids=STOPS)
 
 
 def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> EmbeddedEngine:
-    """An engine with the model's weights, brought in through its holding. `read` gives a box of them, by checkpoint names."""
+    """Return an engine with the model's weights, loaded through its shards. `read` returns a box of a checkpoint tensor."""
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
     engine = EmbeddedEngine(
@@ -52,7 +52,7 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
 def generate(
     engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, on_sample: Any = None
 ) -> list[Group]:
-    """The groups in the order of the prompts."""
+    """Return the groups in prompt order."""
     found = engine.generate(dict(enumerate(prompts)), sampling, step=step, on_sample=on_sample or (lambda *_: None))
     return [found[i] for i in range(len(prompts))]
 
@@ -78,7 +78,7 @@ def samples_of(groups: list[Group]) -> list[Sample]:
 
 
 def full_logprobs(model: Any, sample: Sample, temperature: float) -> torch.Tensor:
-    """[response_len] float64, from one forward pass over the whole sequence."""
+    """Return [response_len] float64, from one forward pass over the whole sequence."""
     ids = torch.tensor([[*sample.prompt.token_ids, *sample.response_ids]])
     logits = model(input_ids=ids).logits[0, len(sample.prompt.token_ids) - 1 : -1]
     logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
@@ -87,7 +87,7 @@ def full_logprobs(model: Any, sample: Sample, temperature: float) -> torch.Tenso
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one_by_one(family: str, tied: bool) -> None:
+def test_batched_greedy_decoding_equals_transformers_one_by_one(family: str, tied: bool) -> None:
     model = make_model(family, tied=tied, seed=3)
     groups = generate(make_engine(model), make_prompts(), GREEDY, step=0)
     reasons = set()
@@ -106,7 +106,7 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         reasons.add(sample.finish_reason)
         found = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
         torch.testing.assert_close(found, full_logprobs(model, sample, 1.0), rtol=0, atol=1e-5)
-    assert reasons == {"stop", "length"}, "the case has become too easy"
+    assert reasons == {"stop", "length"}, "the test has become too easy"
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,8 @@ def test_greedy_decoding_of_prompts_of_different_lengths_equals_transformers_one
         ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
     ],
 )
-def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed_and_recorded(
-    family: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """torch.grouped_mm refuses them. The oracle multiplies in float64, with each token's experts gathered."""
+def test_experts_with_unaligned_rows_are_computed_and_recorded(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """torch.grouped_mm refuses such experts. The oracle multiplies in float64 with the weights of each token's experts."""
     sampling = replace(SAMPLING, with_routes=True)
     model = make_model(family, seed=3, **changes)
     save_checkpoint(model, tmp_path / "model")
@@ -143,11 +141,11 @@ def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_computed_and_recorde
         torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
         expected_experts = torch.stack(chosen, dim=1)[:-1].sort(dim=2)[0].numpy()
         assert sample.routes is not None and (np.sort(sample.routes.experts, axis=2) == expected_experts).all()
-    assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, "the case has become too easy"
+    assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, "the test has become too easy"
 
 
 def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None) -> None:
-    """Rounded, it would choose other experts than the trainer."""
+    """With a rounded bias the engine would select other experts than the trainer."""
     engine = make_engine(make_model("deepseek_v3", dtype=torch.bfloat16), read=lambda box: torch.zeros(box.shape))
     model = make_model("deepseek_v3", seed=5)
     family, shape = family_of("deepseek_v3"), ModelShape.from_hf_config(model.config.to_dict())
@@ -169,7 +167,7 @@ def single_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_deepseek_v2_scales_its_attention_as_transformers_does_for_deepseek_v3_alone() -> None:
+def test_deepseek_v2_scales_attention_as_transformers_does_for_deepseek_v3() -> None:
     changes = {"rope_parameters": YARN | {"rope_theta": 10000.0}}
     model, expected = (make_model(family, **changes) for family in ("deepseek_v2", "deepseek_v3"))
     engine = make_engine(model, read=lambda box: torch.zeros(box.shape))
@@ -178,7 +176,7 @@ def test_deepseek_v2_scales_its_attention_as_transformers_does_for_deepseek_v3_a
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"top_k": 7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 20}])
-def test_rollout_logprobs_are_those_of_a_full_forward_pass_before_top_p_and_top_k(model: Any, changes: dict[str, Any]) -> None:
+def test_rollout_logprobs_equal_a_full_pass_before_top_p_and_top_k(model: Any, changes: dict[str, Any]) -> None:
     sampling = replace(SAMPLING, **changes)
     groups = generate(make_engine(model, max_concurrent=16), make_prompts(), sampling, step=1)
     for sample in samples_of(groups):
@@ -196,7 +194,7 @@ def test_groups_come_in_the_prompts_order_and_their_samples_by_index(sampled: li
 def test_a_response_ends_with_its_stop_token_or_at_the_limit(sampled: list[Group]) -> None:
     stopped = [s for s in samples_of(sampled) if s.finish_reason == "stop"]
     cut = [s for s in samples_of(sampled) if s.finish_reason == "length"]
-    assert len({s.response_ids[-1] for s in stopped}) > 2, "every stop token must stop, not one of them"
+    assert len({s.response_ids[-1] for s in stopped}) > 2, "every stop token must stop, not only one"
     assert all(s.response_ids[-1] in STOPS and not STOPS & set(s.response_ids[:-1]) for s in stopped)
     assert cut
     assert all(s.response_len == 12 and not STOPS & set(s.response_ids) for s in cut)
@@ -224,11 +222,11 @@ def test_a_sample_is_the_same_however_many_are_decoded_at_once(model: Any, sampl
     assert_same_samples(found, sampled)
 
 
-def test_the_longest_first_are_the_same_samples_probes_first_and_then_by_the_longest_of_their_group(model: Any) -> None:
+def test_longest_first_gives_the_same_samples_in_the_expected_order(model: Any) -> None:
     prompts, sampling = make_prompts()[:5], replace(SAMPLING, group_size=3, max_response_length=40)
     expected = generate(make_engine(model), prompts, sampling, step=2)
     lengths = [[s.response_len for s in group.samples] for group in expected]
-    assert len({group[0] for group in lengths}) == 5, "the case has become too easy"
+    assert len({group[0] for group in lengths}) == 5, "the test has become too easy"
     for max_concurrent, batches in ((4, 4), (2, 8), (256, 1)):
         stop = StopCondition(Rendezvous(torch.distributed.HashStore(), 0, 1), wanted=5)
         found = make_engine(model, max_concurrent).generate(
@@ -239,7 +237,7 @@ def test_the_longest_first_are_the_same_samples_probes_first_and_then_by_the_lon
         assert list(map(len, order)) == [*([max_concurrent] * batches)[:-1], 15 - max_concurrent * (batches - 1)]
         begun = list[tuple[int, int]]()
         for batch in order:
-            # Those that are known to be long, or of which nothing is known, and no others while a probe of a group is missing.
+            # Expect probes first. Other samples come from the groups with the longest known sample.
             ended = {key: max((lengths[k][i] for k, i in begun if k == key), default=99) for key in range(5)}
             probes = [(key, 0) for key in range(5) if ended[key] == 99][: len(batch)]
             others = sorted((-ended[k], k, i) for k in range(5) for i in range(3) if (k, i) not in (*begun, *probes))
@@ -256,7 +254,7 @@ def test_a_sample_does_not_depend_on_the_other_prompts_or_their_order(model: Any
         assert_same_samples(found, sampled)
 
 
-def test_a_sample_does_not_depend_on_the_group_size_but_on_seed_step_and_prompt_id(model: Any, sampled: list[Group]) -> None:
+def test_a_sample_depends_on_seed_step_and_prompt_id_not_on_group_size(model: Any, sampled: list[Group]) -> None:
     engine, prompts = make_engine(model), make_prompts()
 
     def first_responses(step: int = 2, shift: int = 0, **changes: Any) -> list[list[int]]:
@@ -288,7 +286,7 @@ def test_on_sample_is_called_once_for_each_sample_as_soon_as_it_has_ended(model:
     assert lengths[0] < lengths[-1]
 
 
-def test_the_engine_holds_the_checkpoints_tensors_and_building_it_leaves_the_generator_alone(model: Any) -> None:
+def test_the_engine_holds_the_weights_and_leaves_the_generator_alone(model: Any) -> None:
     before = torch.get_rng_state()
     engine = make_engine(model)
     assert torch.equal(torch.get_rng_state(), before)

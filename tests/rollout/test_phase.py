@@ -1,4 +1,4 @@
-"""Phases that begin more prompts than they want groups, on two ranks: phase_worker.py, one launch, holds the assertions."""
+"""Phases that start more prompts than the number of wanted groups, on two ranks. phase_worker.py has the assertions."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def check(results: Results, case: str) -> None:
     assert not results[case], "\n".join(results[case])
 
 
-def test_the_groups_that_go_on_are_the_first_by_tokens_whatever_the_ranks_speed_and_equal_those_of_a_whole_phase(
+def test_a_phase_keeps_the_first_groups_by_tokens_at_any_speed_of_ranks(
     results: Results,
 ) -> None:
     check(results, "keeps_the_first")
 
 
-def test_batches_of_a_rank_come_one_after_the_other_in_the_order_of_the_prompts(results: Results) -> None:
+def test_batches_of_a_rank_run_one_by_one_in_the_order_of_the_prompts(results: Results) -> None:
     check(results, "keeps_the_first_of_several_batches")
 
 
-def test_what_is_begun_kept_and_thrown_away_is_counted_alike_on_all_ranks(results: Results) -> None:
+def test_started_kept_and_discarded_groups_count_alike_on_all_ranks(results: Results) -> None:
     check(results, "counts_what_is_thrown_away")
 
 
-def test_what_is_unfinished_goes_on_to_the_same_samples_whatever_the_ranks_speed(results: Results) -> None:
+def test_unfinished_groups_resume_to_the_same_samples_at_any_speed(results: Results) -> None:
     check(results, "goes_on_with_what_is_unfinished")
 
 

@@ -1,4 +1,4 @@
-"""Recorded experts on their way from an engine to the trainer: parsed, extended, cut, shared, kept in a checkpoint, packed."""
+"""Recorded experts on their way from an engine to the trainer: parsed, extended, cut, shared, stored, packed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = Prompt(4, "", (7, 8, 9), "")
 
 
 def experts(num_tokens: int, routers: RouterSizes = ROUTERS, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Return what a server tells: int32 of all layers."""
+    """Return experts as a server reports them: int32, for all layers."""
     random = np.random.default_rng(seed)
     chosen = [random.permutation(routers.num_experts)[: routers.top_k] for _ in range(num_tokens * routers.num_layers)]
     return np.array(chosen, np.int32).reshape(num_tokens, routers.num_layers, routers.top_k)
@@ -55,7 +55,7 @@ def sample(index: int, response: int, routed: Routes | None) -> Sample:
 
 
 @pytest.mark.parametrize(("routers", "size"), [(ROUTERS, 1), (MANY, 2), (replace(ROUTERS, num_experts=255), 1)])
-def test_a_servers_answer_loses_its_dense_layers_and_half_of_its_bytes_or_more(routers: RouterSizes, size: int) -> None:
+def test_a_servers_answer_loses_its_dense_layers_and_half_of_its_bytes(routers: RouterSizes, size: int) -> None:
     told = experts(6, routers)
     told[0, 2, 0], told[0, 2, 1:] = routers.num_experts - 1, (0, 1)
     found = parsed(encoded(told), routers, 6)
@@ -76,7 +76,7 @@ def test_an_answer_that_no_router_can_have_given_is_refused(spoil: Any, problem:
         parsed(encoded(spoil(experts(6)).astype(np.int32)), ROUTERS, 6)
 
 
-def test_what_goes_on_keeps_the_experts_that_made_its_log_probs() -> None:
+def test_a_resumed_sample_keeps_the_experts_that_made_its_log_probs() -> None:
     first, later = routes(4, seed=1), routes(9, seed=2)
     whole = extended(first, later.experts)
     assert (whole.experts[:4] == first.experts).all() and (whole.experts[4:] == later.experts[4:]).all()
@@ -115,7 +115,7 @@ def single_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("routers", [ROUTERS, MANY])
-def test_ranks_share_experts_in_one_or_two_bytes_and_a_checkpoint_keeps_them(
+def test_ranks_share_experts_in_one_or_two_bytes_and_checkpoints_keep_them(
     routers: RouterSizes, single_rank: None, tmp_path: Path
 ) -> None:
     samples = [sample(0, 40, routes(42, routers)), sample(1, 1, None), sample(2, 5, routes(6, routers, seed=3))]
@@ -148,7 +148,7 @@ def packed(samples: list[Sample]) -> list[list[PackedBatch]]:
     return pack([samples], weights, dp_size=1, dp_rank=0, token_budget=24, length_multiple=3)
 
 
-def test_a_packed_row_has_the_experts_of_its_samples_and_one_byte_that_changed_is_noticed() -> None:
+def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> None:
     samples = [sample(0, 9, routes(11)), sample(1, 4, None), sample(2, 6, routes(7, seed=1)), sample(3, 2, routes(4, seed=2))]
     batches = packed(samples)
     check_routes(batches, samples, OneRank())  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def test_a_packed_row_has_the_experts_of_its_samples_and_one_byte_that_changed_i
         check_routes(batches, samples, OneRank())  # type: ignore[arg-type]
 
 
-def test_the_embedded_engine_records_nothing_unasked_and_goes_on_where_a_phase_ended() -> None:
-    """A sample that went on has the experts of a whole one, since the policy is the same."""
+def test_the_embedded_engine_records_only_on_request_and_resumes() -> None:
+    """The policy is the same, so a resumed sample has the experts of an uninterrupted one."""
     model = make_model("qwen3_moe", seed=3)
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))

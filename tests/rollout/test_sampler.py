@@ -1,4 +1,4 @@
-"""The sampler: streams that depend on four numbers alone, and draws that follow the filtered distribution."""
+"""The sampler: streams that depend only on four numbers, and draws that follow the filtered distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_logits(rows: int, vocab: int, seed: int) -> Tensor:
 
 
 def allowed(logits: Tensor, temperature: float, top_p: float, top_k: int) -> dict[int, float]:
-    """Return the oracle: tokens of one row that may be sampled, with their probabilities, from the most likely on."""
+    """Return the oracle: the tokens of one row that may be sampled with their probabilities, most likely first."""
     probabilities = torch.softmax(logits.double() / temperature, dim=0).tolist()
     ranked = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])[: top_k or None]
     total, reached, kept = sum(probabilities[v] for v in ranked), 0.0, []
@@ -33,14 +33,14 @@ def allowed(logits: Tensor, temperature: float, top_p: float, top_k: int) -> dic
     return {v: probabilities[v] / reached for v in kept}
 
 
-def test_uniforms_are_the_same_for_the_same_four_numbers_and_a_longer_stream_begins_with_the_shorter() -> None:
+def test_equal_numbers_give_equal_uniforms_and_streams_extend_each_other() -> None:
     short, long = uniforms(1, 2, 3, 4, length=5), uniforms(1, 2, 3, 4, length=50)
     assert short.dtype == np.float64
     assert (short == long[:5]).all()
     assert ((long >= 0) & (long < 1)).all()
 
 
-def test_uniforms_differ_in_each_of_the_four_numbers_and_do_not_touch_global_generators() -> None:
+def test_each_number_changes_the_uniforms_and_no_global_generator_moves() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     before = np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -72,10 +72,8 @@ FILTERS = [(1, 1, 0), (0.5, 1, 0), (1.7, 1, 0), (1, 1, 4), (1, 0.6, 0), (0.8, 0.
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), FILTERS)
-def test_an_evenly_spread_uniform_draws_each_token_as_often_as_the_naive_twin_says(
-    temperature: float, top_p: float, top_k: int
-) -> None:
-    """20,000 uniforms on a grid: frequencies are exact to a step or two of the grid, with no luck in it."""
+def test_evenly_spread_uniforms_draw_tokens_as_often_as_the_naive_twin(temperature: float, top_p: float, top_k: int) -> None:
+    """Draw with 20,000 uniforms on a grid: frequencies are exact up to one or two grid steps, without chance."""
     num = 20_000
     logits = random_logits(1, 13, seed=2)
     grid = (torch.arange(num, dtype=torch.float64) + 0.5) / num
@@ -110,7 +108,7 @@ def test_a_token_without_probability_is_never_drawn(
     seed: int, uniform: float, scale: float, temperature: float, top_p: float, top_k: int
 ) -> None:
     logits = scale * random_logits(1, 9, seed)
-    logits[0, [0, 4, 8]] = -torch.inf  # the first, the last and one between
+    logits[0, [0, 4, 8]] = -torch.inf  # the first, the last and a middle token
     chance = torch.tensor([uniform], dtype=torch.float64)
     token, logprob = draw(logits, chance, temperature=temperature, top_p=top_p, top_k=top_k)
     assert torch.softmax(logits[0] / temperature, dim=0)[token] > 0
@@ -137,9 +135,9 @@ def test_bfloat16_logits_give_float32_logprobs() -> None:
 
 @pytest.mark.parametrize("vocab", [255, 256, 257, 1000])
 @pytest.mark.parametrize("filters", [NO_FILTER, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}])
-def test_a_vocabulary_of_several_blocks_is_drawn_from_as_from_one_cumulative_sum(vocab: int, filters: dict[str, float]) -> None:
+def test_a_draw_over_several_blocks_equals_one_cumulative_sum(vocab: int, filters: dict[str, float]) -> None:
     logits = random_logits(64, vocab, seed=vocab)
-    logits[:, vocab // 3 : vocab // 2] = -torch.inf  # whole blocks may have no mass
+    logits[:, vocab // 3 : vocab // 2] = -torch.inf  # whole blocks may have no probability
     uniform = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     tokens, logprobs = draw(logits, uniform, **filters)  # type: ignore[arg-type]
@@ -156,7 +154,7 @@ def test_a_vocabulary_of_several_blocks_is_drawn_from_as_from_one_cumulative_sum
 
 
 @pytest.mark.parametrize("vocab", [7, 300])
-def test_logits_that_are_nan_give_a_token_of_the_vocabulary_and_a_logprob_of_nan(vocab: int) -> None:
+def test_nan_logits_give_a_valid_token_and_a_logprob_of_nan(vocab: int) -> None:
     logits = random_logits(3, vocab, seed=0)
     logits[1] = torch.nan
     for filters in (NO_FILTER, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}, {**NO_FILTER, "temperature": 0.0}):

@@ -1,4 +1,4 @@
-"""The order in which samples begin, with the client of a server that is simulated; brute force says what should begin when."""
+"""The order in which samples start, with a client of a simulated server. Brute force computes the expected start times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def part(prompt: Prompt, index: int, num_tokens: int, is_finished: bool) -> Samp
 def expected_begins(
     lengths: Lengths, prompts: Mapping[int, Prompt], begun: Mapping[int, Group], slots: int
 ) -> dict[tuple[int, int], int]:
-    """When each sample begins: whenever a slot is free the next is chosen from scratch, one by one."""
+    """Return the start time of each sample. If a slot is free, select the next sample from scratch."""
     known = {key: {s.index: s for s in begun[key].samples} if key in begun else {} for key in prompts}
     opened = [(k, i) for k in prompts for i in range(3) if i not in known[k] or known[k][i].finish_reason is None]
     finished = {key: [s.response_len for s in known[key].values() if s.finish_reason] for key in prompts}
@@ -55,7 +55,7 @@ def expected_begins(
 
     while opened or running:
         while opened and len(running) < slots:
-            one = max(opened, key=urgency)  # the first of those that are equal
+            one = max(opened, key=urgency)  # the first of equal samples
             opened.remove(one)
             begins[one] = now
             there = known[one[0]].get(one[1])
@@ -67,7 +67,7 @@ def expected_begins(
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7, 40])
-def test_probes_begin_first_and_then_samples_of_the_group_with_the_longest_as_brute_force_has_it(slots: int) -> None:
+def test_probes_start_first_and_then_samples_of_the_longest_groups(slots: int) -> None:
     for seed in range(30):
         numbers = random.Random(seed)
         prompts = make_prompts(numbers.randrange(1, 12))
@@ -87,7 +87,7 @@ def test_probes_begin_first_and_then_samples_of_the_group_with_the_longest_as_br
             assert all(s.is_finished for s in group.samples)
 
 
-def test_without_it_samples_begin_in_the_order_of_their_groups_each_as_one_before_it_ends() -> None:
+def test_without_longest_first_samples_start_in_the_order_of_groups() -> None:
     prompts = make_prompts(8)
     lengths = make_lengths(prompts, random.Random(1))
     session = SimulatedSession(lengths)
@@ -100,8 +100,9 @@ def test_without_it_samples_begin_in_the_order_of_their_groups_each_as_one_befor
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4])
-def test_the_requests_of_an_aborted_group_each_end_and_only_whole_groups_count(wanted: int) -> None:
-    """Also where one of them is aborted before samples of the other end, so that as many samples are there as a group has."""
+def test_requests_of_aborted_groups_end_and_only_whole_groups_count(wanted: int) -> None:
+    """One request of the group may be aborted before samples of the other end, so the group may have a full number of
+    samples."""
     cases = 0
     for seed in range(60):
         numbers = random.Random(seed)
@@ -135,10 +136,10 @@ def test_the_requests_of_an_aborted_group_each_end_and_only_whole_groups_count(w
             groups |= found
         assert sorted(lengths.values()) == sorted(s.response_len for s in heard)
         assert len(whole) == 6
-    assert cases, "the case has become too easy"
+    assert cases, "the test has become too easy"
 
 
-def test_an_engine_takes_its_share_of_the_groups_first_and_more_once_nothing_of_it_waits() -> None:
+def test_an_engine_takes_more_groups_when_none_of_its_share_waits() -> None:
     prompts = make_prompts(10)
     lengths = make_lengths(prompts, random.Random(4))
     taken: list[int] = []
@@ -146,7 +147,7 @@ def test_an_engine_takes_its_share_of_the_groups_first_and_more_once_nothing_of_
     counter = itertools.count()
 
     def next_number() -> int:
-        taken.append(len([1 for _, index in session.begun_at if index]))  # others than probes that have begun
+        taken.append(len([1 for _, index in session.begun_at if index]))  # started samples that are not probes
         return next(counter)
 
     simulate(session, prompts, LONGEST_FIRST, slots=4, next_number=next_number, share=5)

@@ -1,4 +1,4 @@
-"""Answers of a server that are none: redirects, answers without an end, and more than anything needs."""
+"""Malformed answers of a server: redirects, endless answers, and answers that are too large."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_an_answer_that_is_too_long_is_given_up() -> None:
                     session.run(session.post("/flush_cache"))
             finally:
                 session.close()
-            assert server.num_sent < 1500, "of 3 GB"
+            assert server.num_sent < 1500, "the client read too much of 3 GB"
 
 
 def test_a_teacher_that_sends_without_end_is_no_server() -> None:
     with sending([b"HTTP/1.1 200 OK\r\n\r\n", *[PIECE] * 3000]) as server:
         with pytest.raises(ConfigError, match=r"teachers\.t\.url="):
             check_server("t", server.url)
-        assert server.num_sent < 100, "of 3 GB"
+        assert server.num_sent < 100, "the client read too much of 3 GB"
