@@ -1,4 +1,4 @@
-"""One rank of test_checkpoints.py: saves of a state of a few bytes, by three ranks that are on one node."""
+"""One rank of test_checkpoints.py: saves of a few bytes of state, by three ranks on one node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
 
 WORLD_SIZE = 3
-SECONDS = 30.0  # for whatever is waited for
+SECONDS = 30.0  # limit of every wait
 WARNINGS: list[str] = []
 checkpoint_writer._CHUNK = checkpoints._CHUNK = 1000
 
 
 def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
-    """With a memory of its own, in another file system than the folder."""
+    """Open checkpoints with a separate memory folder, in another file system than `folder`."""
     staging.MEMORY = Path("/dev/shm", f"{os.getppid()}-{folder.name}")
     if rank == 0:
         staging.MEMORY.mkdir()
@@ -67,7 +67,7 @@ def raised(act: Callable[..., object], *arguments: Any) -> str:
 
 
 def becomes_visible_without_the_main_threads(rank: int, folder: Path) -> None:
-    """Once the last rank's thread is done: no rank calls anything meanwhile. Not before the step is logged."""
+    """A save is visible when the last rank's thread finishes, without any call by a rank, but not before the step is logged."""
     found = open_checkpoints(rank, folder / "visible")
     found.save(SlowPolicy(rank, pause_s=0.5 if rank == 2 else 0.0), manifest(4))
     for _ in range(2):
@@ -84,13 +84,13 @@ def becomes_visible_without_the_main_threads(rank: int, folder: Path) -> None:
     found.save(SlowPolicy(rank), manifest(5))
     assert is_true_soon(found._writer.is_written.is_set)
     dist.barrier()
-    time.sleep(1)  # all parts are there, but the step is not logged
+    time.sleep(1)  # all parts are written, but the step is not logged
     assert names(found.folder) == {"latest", "step-000004", ".step-000005.partial"}
     dist.barrier()
     found.poll()
     assert is_true_soon(lambda: latest(found.folder) == found.folder / "step-000005")
     found.finish()
-    found.save(SlowPolicy(rank), manifest(5))  # an engine failed before another step was done
+    found.save(SlowPolicy(rank), manifest(5))  # as after an engine failure, before another step was done
     assert found._writer is None
 
 
@@ -105,7 +105,7 @@ def goes_back(rank: int, folder: Path) -> None:
 
 
 def stages_in_private(rank: int, folder: Path) -> None:
-    """In a folder of this user alone, with another name each time, of which nothing is left when training goes on."""
+    """Stage in a folder that only this user can read, with a new name each time, and remove it before training continues."""
     found, policy = open_checkpoints(rank, folder / "private"), SlowPolicy(rank, pause_s=0.2)
     places: set[Path] = set()
     for step in (1, 2):
@@ -122,19 +122,19 @@ def stages_in_private(rank: int, folder: Path) -> None:
 
 
 def stages_on_the_disk(rank: int, folder: Path) -> None:
-    """Where a node has no room in memory: in place, without a second copy."""
+    """If a node has too little memory, write in place, without a second copy."""
     found = open_checkpoints(rank, folder / "disk")
     policy = SlowPolicy(rank)
-    policy.state_bytes = shutil.disk_usage(staging.MEMORY).free // 4  # together more than half
+    policy.state_bytes = shutil.disk_usage(staging.MEMORY).free // 4  # all ranks together need too much
     policy_fits = SlowPolicy(rank)
-    found._check_disk = lambda policy: None  # type: ignore[method-assign]  # the disk is the same one here
+    found._check_disk = lambda policy: None  # in this test the disk is the memory
     found.save(policy, manifest(3))
     assert policy.folder == found.folder / ".step-000003.partial" / "state"
     found.finish()
     beats: list[int] = []
     with recorder().heard(lambda: beats.append(1)):
         checkpoints.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
-    assert len(beats) >= 3, "each chunk that is verified is progress"
+    assert len(beats) >= 3, "each verified chunk must count as progress"
     found.save(policy_fits, manifest(4))
     assert policy_fits.folder is not None and policy_fits.folder.parent == staging.MEMORY
     found.finish()
@@ -148,7 +148,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
 
 
 def writes_in_place_what_is_in_memory_anyway(rank: int, folder: Path) -> None:
-    """Where the checkpoints lie in the same file system as the memory, a copy would take twice the room."""
+    """If the checkpoints are in the same file system as the memory, a copy would need twice the space."""
     found = open_checkpoints(rank, folder / "in_place")
     staging.MEMORY, policy = folder, SlowPolicy(rank)
     found.save(policy, manifest(3))
@@ -160,7 +160,7 @@ def writes_in_place_what_is_in_memory_anyway(rank: int, folder: Path) -> None:
 def names_what_was_not_written(rank: int, folder: Path) -> None:
     found = open_checkpoints(rank, folder / "failing")
     if rank == 1:
-        (found.folder / ".step-000007.partial" / "state" / "__1_0.distcp").mkdir(parents=True)  # where its file is to be
+        (found.folder / ".step-000007.partial" / "state" / "__1_0.distcp").mkdir(parents=True)  # the path of its file
     dist.barrier()
     found.save(SlowPolicy(rank), manifest(7))
     assert is_true_soon(lambda: not found._writer.is_alive())
@@ -175,7 +175,7 @@ def names_what_was_not_written(rank: int, folder: Path) -> None:
 
 
 def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
-    """Raised while the state is written, before the step is logged, or after."""
+    """The error is raised while the state is written, before the step is logged, or after."""
     found = open_checkpoints(rank, folder / "errors")
     policy = SlowPolicy(rank)
 
@@ -190,19 +190,19 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
     assert not names(staging.MEMORY)
     found.save(SlowPolicy(rank, num_parts=1000, pause_s=0.2), manifest(2))
     began = time.monotonic()
-    found.close()  # not logged: it is not waited for
+    found.close()  # the step is not logged, so close does not wait
     assert time.monotonic() - began < 10 and not _writing()
     assert not names(staging.MEMORY) and not any(name.startswith(("step", "latest")) for name in names(found.folder))
     dist.barrier()
     found.save(SlowPolicy(rank, pause_s=0.3), manifest(3))
     found.poll()
-    found.close()  # each rank by itself
+    found.close()  # each rank separately
     assert is_true_soon((found.folder / "latest").exists)
     assert (found.folder / "latest").read_text() == "step-000003\n" and not _writing()
 
 
 def notices_another_start_model(rank: int, folder: Path) -> None:
-    """Every file by its whole content, in pieces that the ranks share, with sizes that are no multiples of a piece's."""
+    """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece size."""
     run_inputs.PIECE, run_inputs._CHUNK = 1000, 300
     path = folder / "model"
     contents = {"config.json": b"{}", "tokenizer.json": b"", "generation_config.json": b"x" * 1000, "README.md": b"read"}
@@ -278,7 +278,7 @@ def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
 
     del WARNINGS[:]
     save(1, "a")
-    save(2, "a")  # all rewards equal so far
+    save(2, "a")  # all rewards were equal until now
     assert len(WARNINGS) == 1 and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
     policy.num_pushed = 1
     save(3, "b")

@@ -1,4 +1,4 @@
-"""Experts that no router chose, and transformers' models that send their tokens to them: the oracle of routing replay."""
+"""Random experts that no router selected, and transformers models forced to use them: the oracle of routing replay."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -19,7 +19,7 @@ def routes_of(model: Any, lengths: Iterable[int]) -> list[Routes]:
 
 
 def random_routes(routers: RouterSizes, num_tokens: int, seed: int) -> Routes:
-    """Experts that no router chose, for all but the last token; those of a fifth of the tokens are not known."""
+    """Return random experts for all but the last token; the experts of a fifth of the tokens are unknown."""
     random = np.random.default_rng(seed)
     experts = routers.not_known(num_tokens - 1)
     for token in np.flatnonzero(random.random(len(experts)) < 0.8):
@@ -28,8 +28,8 @@ def random_routes(routers: RouterSizes, num_tokens: int, seed: int) -> Routes:
 
 
 def force_routes(model: Any, routes: list[Routes]) -> None:
-    """Have transformers' routers send the tokens to these experts, where they are known, one sequence after the other, again
-    and again. The weights are made of the routers' scores, in the precision of the model."""
+    """Make transformers' routers use these experts for tokens whose experts are known. Each forward pass takes the next
+    sequence, cyclically. The expert weights come from the routers' scores, in the precision of the model."""
     state = {"sequence": -1}
 
     def next_sequence(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cases that the layout tests hand to their ranks, besides grpo_mega.commands.check's cases."""
+"""Cases of the layout tests for their ranks, in addition to the cases of grpo_mega.commands.check."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,12 +54,12 @@ MIXTURES = {
     "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
     "glm4_moe-normed": ("glm4_moe", {"num_hidden_layers": 5, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
     "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
-    # Every token of these goes to experts that are given.
+    # Each token of these models goes to given experts.
     "qwen3_moe-routed": ("qwen3_moe", {"num_hidden_layers": 8, "norm_topk_prob": True}),
     "deepseek_v3-routed": ("deepseek_v3", {"num_hidden_layers": 5}),
 }
 
-# Methods, on a short qwen2, by their changes to the config: between them every loss, advantage and kind of correction.
+# Methods on a short qwen2, as config changes. Together they cover every loss, advantage and kind of correction.
 METHODS = {
     "dual_clip": (
         "algorithm.loss_type=dual_clip",
@@ -131,12 +131,12 @@ class LogitsCase:
     name: str
     config: Config
     sequences: list[list[int]]
-    expected: list[torch.Tensor]  # of each sequence, [length, vocab] fp32
-    probes: list[torch.Tensor] = field(default_factory=list)  # [length, hidden]: the loss is hidden times probe; none: no pass
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of that loss, by the checkpoint's names, fp64
-    routes: list[Routes] = field(default_factory=list)  # of each sequence; none: routed as the model itself does
-    loads: list[list[int]] = field(default_factory=list)  # tokens of each expert, by layer
-    balance: dict[str, float] = field(default_factory=dict)  # the metrics of the routers' losses
+    expected: list[torch.Tensor]  # per sequence: [length, vocab] fp32
+    probes: list[torch.Tensor] = field(default_factory=list)  # per sequence; loss = hidden * probe; empty: no backward
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the probe loss, fp64, keyed by checkpoint names
+    routes: list[Routes] = field(default_factory=list)  # per sequence; empty: the model's routers choose
+    loads: list[list[int]] = field(default_factory=list)  # tokens per expert, by layer
+    balance: dict[str, float] = field(default_factory=dict)  # metrics of the router losses
 
     @property
     def world_size(self) -> int:
@@ -144,12 +144,12 @@ class LogitsCase:
 
 
 def label(case: LogitsCase | Case) -> str:
-    """Return the name of a case among those of both kinds."""
+    """Return a name that is unique among cases of both kinds."""
     return f"{'logits' if isinstance(case, LogitsCase) else 'update'} {case.name}"
 
 
 def as_samples(sequences: list[list[int]]) -> list[Sample]:
-    """All but the first token of each as a response."""
+    """Return samples whose response is all but the first token of a sequence."""
     samples = [
         Sample(Prompt(i, "", (tokens[0],), ""), 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
         for i, tokens in enumerate(sequences)
@@ -160,7 +160,7 @@ def as_samples(sequences: list[list[int]]) -> list[Sample]:
 
 
 class Routed:
-    """Hold what the routers of a transformers model did, by layer: each sequence's logits, and its chosen experts."""
+    """Records the router logits and the selected experts of a transformers model, per layer and sequence."""
 
     def __init__(self, num_layers: int) -> None:
         self.logits: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]  # [tokens, experts]
@@ -173,7 +173,7 @@ class Routed:
 
 @contextmanager
 def routed(model: Any) -> Iterator[Routed]:
-    """See all that the model computes inside, one sequence after the other."""
+    """Record the routers of the model inside the context, one sequence after another."""
     found, handles = Routed(len(model.model.layers)), []
     for i, layer in enumerate(model.model.layers):
         if hasattr(layer.mlp, "experts"):
@@ -190,7 +190,7 @@ def routed(model: Any) -> Iterator[Routed]:
 def router_losses(
     found: Routed, config: RouterConfig, micro_batches: Sequence[Sequence[int]], topk: int, is_sigmoid: bool
 ) -> Any:
-    """The balancing loss and the z loss of each layer with experts: tensors [layers]."""
+    """Return the balancing loss and the z loss of each layer with experts: tensors [layers]."""
     balancing, z_losses = [], []
     for logits in filter(None, found.logits):
         num_tokens = sum(map(len, logits))
@@ -211,13 +211,13 @@ def router_losses(
 def probe(
     model: Any, sequences: list[list[int]], folder: Path, config: RouterConfig, micro_batches: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Probes, and the gradients of hidden states times probes; transformers itself saves these under a checkpoint's names.
+    """Return random probes and the gradients of sum(hidden * probe); transformers saves the gradients under checkpoint names.
 
-    The routers' losses are part of it; aux_loss is right for a layout with these micro-batches only.
+    The loss includes the router losses. aux_loss is valid only for a layout with these micro-batches.
     """
     generator = torch.Generator().manual_seed(6)
     probes = [0.05 * torch.randn(len(tokens), model.config.hidden_size, generator=generator) for tokens in sequences]
-    model.config._experts_implementation = "eager"  # others know no fp64
+    model.config._experts_implementation = "eager"  # other implementations do not support fp64
     model = model.double().requires_grad_(True)
     with routed(model) as found:
         hidden = [model.model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
@@ -246,7 +246,7 @@ def make_config(model: Path, layout: str, *overrides: str) -> configs.Config:
         "rollout": {"max_response_length": 24, "temperature": 0.8},
         "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
         "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
-        # eps is above the rounding of gradients: Adam would make a whole step of one that is nothing but rounding.
+        # eps is above the rounding of gradients. Otherwise Adam would turn a gradient of pure rounding into a full step.
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
     }
     for part in layout.split(","):
@@ -262,7 +262,7 @@ def make_sequences() -> list[list[int]]:
 
 
 def random_groups(seed: int) -> list[Group]:
-    """Six groups of four ragged samples; one without spread, one sample without a reward."""
+    """Return six groups of four samples of different lengths. In one group all rewards are equal; one sample has no reward."""
     generator = torch.Generator().manual_seed(seed)
 
     def ints(n: int) -> list[int]:
@@ -274,7 +274,7 @@ def random_groups(seed: int) -> list[Group]:
         samples = []
         for i in range(4):
             length = int(torch.randint(1, 24, (1,), generator=generator))
-            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near those of a random model
+            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near the log-probs of a random model
             reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
             sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
             if not g == i == 1:

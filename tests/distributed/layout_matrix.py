@@ -1,4 +1,4 @@
-"""Which models, layouts and methods the layout tests compare, and which of these wait for --all."""
+"""Models, layouts and methods that the layout tests compare, and the cases that need --all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.layout_cases import LOGITS_LAYOUTS, METHODS, MIXTURES, MIXTURES_LAYOUTS, MODELS, ROUTED_LAYOUTS
 
-# Their routers, and what else is changed.
+# Router settings and other overrides per model.
 ROUTERS = {
     "qwen3_moe": ("model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, z_loss_coeff: 0.002}",),
     "qwen3_moe-unnormalised": ("model.router={balancing: aux_loss, aux_loss_coeff: 0.05}",),
@@ -18,10 +18,10 @@ ROUTERS = {
     "deepseek_v3-routed": ("rollout.routing_replay=true",),
     "deepseek_v3-plain": (
         "model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, bias_update_rate: 0.02}",
-        "optimizer.lr=1e-12",  # biases alone move
+        "optimizer.lr=1e-12",  # only the biases move
     ),
 }
-# Model, layout, and what else is changed.
+# Layouts and other overrides per model.
 UPDATES = {
     "qwen2": (
         "tp=1",
@@ -74,9 +74,9 @@ UPDATES = {
     "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
 }
 
-# Updates that are compared with no other.
+# Updates without a comparison to another layout.
 ALONE = {
-    "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # which drops every mini-batch
+    "deepseek_v3-plain": ("tp=1 algorithm.early_stop_imp_ratio=0.5",),  # drops every mini-batch
     "qwen3_moe": ("tp=1 model.router.capacity_factor=0.5",),
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
@@ -112,7 +112,7 @@ LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2
 GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
-# Those that every model keeps without --all; qwen2 keeps two more.
+# Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
 KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
 KEPT_GRADIENTS = (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
@@ -143,15 +143,16 @@ FULL_UPDATES = {
         "tp=2,ep=2,sequence_parallel=true",
     ),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true"),
-    # Kept where rows are cut: sums and maxima over responses, what comes from the mini-batch, a teacher's hidden states.
+    # The case with split rows also runs without --all for methods that use sums or maxima over responses, values of the
+    # mini-batch, or a teacher's hidden states.
     **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
-    # What they have of their own is in one token's loss, which an oracle and a replay of whole steps hold.
+    # These methods differ only in the loss of one token; an oracle and a replay of whole steps cover it.
     **{f"short+{m}": METHODS_LAYOUTS for m in IN_ONE_TOKEN},
 }
 
 
 def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
-    """Return "MODEL:LAYOUT" as parameters of a test. Every third case that is not kept is `full`, the others are `sweep`."""
+    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every third is marked `full` and the others `sweep`."""
     parameters, num_full = [], 0
     for name in names:
         mark = None

@@ -1,8 +1,8 @@
-"""One rank of the layout tests: all cases of one world size, one after the other in the same processes.
+"""One rank of the layout tests: all cases of one world size run one after another in the same processes.
 
 `python layouts_worker.py RANK WORLD_SIZE FOLDER` reads cases.pt. A logits case compares the policy's logits with transformers'
-logits, which the parent computed, and leaves the largest difference. An update case is a case of commands.check_rank, and
-leaves the gradient norms by layer too, whose total is compared with Megatron's own.
+logits, computed by the parent, and writes the largest difference. An update case is a case of commands.check_rank. It also
+writes the gradient norms by layer and compares their total with Megatron's norm.
 """
 
 import gc
@@ -61,7 +61,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     runtimes.stop()
     alive = sum(isinstance(found, GPTModel) for found in gc.get_objects())
-    assert alive <= 2, f"{alive} chunks outlive their policies, with all groups"  # Megatron keeps those of the last
+    assert alive <= 2, f"{alive} chunks outlive their policies, with all groups"  # Megatron keeps the last policy's chunks
 
 
 def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, folder: Path) -> None:
@@ -80,8 +80,8 @@ def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, fold
 
 
 def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
-    """The largest difference of any logit, "logits", and of each tensor's gradient, by its name; relative to the largest
-    expected value, and over all ranks."""
+    """Return the largest difference of any logit ("logits") and of each tensor's gradient (by name), over all ranks, relative
+    to the largest expected value."""
     model = model_files.read_model(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
     samples = as_samples(case.sequences)
@@ -111,13 +111,13 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
 
 
 def _probed(case: LogitsCase, tp: int, hidden_TH: torch.Tensor, batch: PackedBatch) -> LossOutputs:
-    """A tensor-parallel rank's part of the loss: gradients of hidden states are summed over these ranks."""
+    """Return a tensor-parallel rank's part of the loss. These ranks add up their gradients of the hidden states."""
     probes = [(rows, case.probes[index][positions]) for index, rows, positions in _places(case, batch)]
     return LossOutputs(sum((hidden_TH[rows] * p).sum() for rows, p in probes) / tp, {}, {})
 
 
 def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """By sequence, the rows of this rank that hold its tokens, without padding, and their places in it."""
+    """Return per sequence: its index, the rows of this rank with its tokens (without padding), and their positions."""
     cuts, places = batch.cu_seqlens.tolist(), []
     for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):
         positions = batch.position_ids[begin:end]
@@ -127,7 +127,7 @@ def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tenso
 
 
 def _gradient_differences(case: LogitsCase, runtime: Runtime, policy: Policy) -> dict[str, float]:
-    """By Megatron's name. The distributed optimizer leaves each rank a run of every tensor's reduced gradient."""
+    """Return differences keyed by Megatron's names. The distributed optimizer reduces a slice of each gradient to each rank."""
     shards, names = policy.shard_layout().rank_shards(runtime.rank), {p: name for name, p in policy.parameters.items()}
     worst: dict[str, float] = {}
     for part in optimizers.parts(policy._optimizer):

@@ -1,4 +1,4 @@
-"""One of the four ranks of test_moving_between_ranks.py: buckets, execute, publish, export, gather, case after case."""
+"""One of the four ranks of test_moving_between_ranks.py: buckets, execute, publish, export and gather, one after another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILY = family_of("qwen2")
 SHAPE = ModelShape("qwen2", num_layers=4, hidden=6, ffn=8, num_heads=4, num_kv_heads=2, head_dim=3, vocab=11, tied=True)
 TENSORS = numbered(FAMILY, SHAPE)
 TRAINER = megatron_side(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2))
-LONGEST_ROW = 12  # elements; of o_proj
+LONGEST_ROW = 12  # elements of a row of o_proj
 MIXTURE = family_of("mixtral")
 MIXTURE_SHAPE = ModelShape(
     "mixtral", 2, hidden=6, ffn=8, num_heads=4, num_kv_heads=2, head_dim=2, vocab=70, tied=True, num_experts=4, moe_ffn=8
@@ -54,7 +54,7 @@ MIXTURE_SHAPE = ModelShape(
 
 @dataclass(frozen=True)
 class Moving:
-    """From a trainer to engines, in a dtype."""
+    """A transfer from a trainer to engines, in a dtype."""
 
     family: Family
     shape: ModelShape
@@ -65,7 +65,7 @@ class Moving:
 
 @contextmanager
 def recorded_sends() -> Iterator[list[tuple[int, int]]]:
-    """(outgoing, incoming) bytes of each exchange of this rank's weights, without those of their checksums."""
+    """Record (outgoing, incoming) bytes of each exchange of this rank's weights, without the exchanges of checksums."""
     sizes: list[tuple[int, int]] = []
     original = dist.all_to_all_single
 
@@ -112,9 +112,9 @@ def fills_engines(rank: int, folder: Path) -> None:
 
 
 class Ring:
-    """Two buffers, taken in turn; a buffer's bucket is read when the next but one is to be filled, and not before.
+    """Two buffers in turn. A bucket is read only when its buffer is about to be filled again, two buckets later.
 
-    What was in it is then compared with a copy made when it was given: nothing may have touched it.
+    The bucket is then compared with a copy made on arrival, because nothing may change it in between.
     """
 
     def __init__(self, targets: Tensors) -> None:
@@ -156,7 +156,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
-    """Moves float32 weights in `case.dtype` through a ring and compares bytes and checksums with a direct fill."""
+    """Move float32 weights in `case.dtype` through a ring, and compare bytes and checksums with a direct fill."""
     values = {name: (t % 251 / 7).float() for name, t in numbered(case.family, case.shape).items()}
     trainer = megatron_side(case.family, case.shape, case.layout)
     sources = {name: torch.zeros(local.shape) for name, local in trainer[rank].items()} if rank < len(trainer) else {}
@@ -182,7 +182,7 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
     assert all(size <= limit for size in ring.sizes)
     received = sum(bucket.num_bytes_received for bucket in taken)
     assert received == sum(incoming for _, incoming in sizes) == made.traffic(case.dtype.itemsize).received[rank]
-    if entries:  # a changed element is seen
+    if entries:  # verify that a changed element is found
         last = subtensor(found, entries[-1].target)[region(entries[-1].offset, entries[-1].shape)]
         last.view(torch.uint8)[..., 0].bitwise_xor_(1)
         assert mismatched_tensors(entries, found) == [entries[-1].target]
@@ -190,7 +190,7 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
 
 
 def fills_servers(rank: int, folder: Path) -> None:
-    """Tensor-parallel servers on some of the ranks, all of them or one, dense and mixture, in several dtypes."""
+    """Fill tensor-parallel servers on one, some or all of the ranks, dense and mixture models, in several dtypes."""
     trainers = (MegatronLayout(tp=2, pp=2), MegatronLayout(tp=1, pp=2, dp=2), MegatronLayout(dp=4, ep=2))
     for number, (layout, engines) in enumerate(product(trainers, (EngineLayout(2, 2), EngineLayout(4, 1), EngineLayout(1, 1)))):
         family, shape = (FAMILY, SHAPE) if layout.ep == 1 else (MIXTURE, MIXTURE_SHAPE)
@@ -210,7 +210,7 @@ def fills_whole_replicas(rank: int, folder: Path) -> None:
 
 
 def fills_experts_in_one_parameter(rank: int, folder: Path) -> None:
-    """The engine's tensor has all experts; names with an index mean its parts."""
+    """One engine tensor contains all experts; an indexed name means a part of it."""
     targets = engine_shards(MIXTURE, MIXTURE_SHAPE, EngineLayout(2, 2), WORLD_SIZE)
     trainer = MegatronLayout(dp=4, ep=4)
     made = plan_transfers(megatron_shards(MIXTURE, MIXTURE_SHAPE, trainer), targets, ranks_per_node=4)
@@ -227,7 +227,7 @@ def fills_experts_in_one_parameter(rank: int, folder: Path) -> None:
 
 
 def works_in_a_group(rank: int, folder: Path) -> None:
-    """Ranks 1 and 3 alone; the plan counts the group's ranks."""
+    """Only ranks 1 and 3 run; the plan uses ranks within the group."""
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         return
@@ -239,7 +239,7 @@ def works_in_a_group(rank: int, folder: Path) -> None:
 
 
 class Engine:
-    """The part of an engine that a sync sees: `plain` tensors, filled as buckets come."""
+    """The part of an engine that a sync uses: `plain` tensors, filled by buckets."""
 
     def __init__(self, side: ShardLayout, rank: int) -> None:
         self.version, self.damage = -1, False
@@ -314,7 +314,7 @@ def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
 
 
 def exports(rank: int, folder: Path) -> None:
-    """Loads FOLDER/source in a layout and writes it again; the test compares. Small shards, then one."""
+    """Load FOLDER/source in a layout and export it again, in small shards and in one. The test compares the files."""
     source = folder / "source"
     config = read_config(source)
     shape = ModelShape.from_hf_config(config)
@@ -334,11 +334,11 @@ def exports(rank: int, folder: Path) -> None:
             folder=folder / name,
             max_shard_bytes=limit,
         )
-        assert (folder / name / "config.json").exists()  # on every rank, as soon as export returns
+        assert (folder / name / "config.json").exists()  # on every rank when export returns
 
 
 def make_groups(num_prompts: int) -> list[Group]:
-    """Samples with every kind of score: numbers, None for one reward, None for all."""
+    """Return samples with every kind of score: numbers, None for one reward, None for all."""
     groups = []
     for p in range(num_prompts):
         prompt = Prompt(id=100 - p, text=f"p{p}", token_ids=(p,), answer=str(p), extras={"row": p})
@@ -363,12 +363,12 @@ def make_groups(num_prompts: int) -> list[Group]:
 
 
 def gathers(rank: int, folder: Path) -> None:
-    for num_prompts in (6, 4, 2, 1):  # from uneven shares to ranks with none
+    for num_prompts in (6, 4, 2, 1):  # from uneven shares to ranks without a share
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
         groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
         found = exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first")
-        for sample in (s for g in expected for s in g.samples):  # what every rank holds of a sample
+        for sample in (s for g in expected for s in g.samples):  # every rank stores samples in this form
             sample.response_ids = array("i", sample.response_ids)
             sample.rollout_logprobs = array("f", sample.rollout_logprobs)
         assert found == expected

@@ -1,4 +1,4 @@
-"""Saves by three ranks of one node: all cases in one launch, checkpoints_worker.py, which holds the assertions."""
+"""Saves by three ranks of one node. All cases run in one launch; checkpoints_worker.py has the assertions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error that one rank alone can see ends all ranks at once: one line, exit code 2, no folder of a run that never began."""
+"""An error on one rank ends all ranks at once: one line, exit code 2, and no folder of a run that never started."""
 
 import json
 import os
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 ROOT = Path(__file__).resolve().parents[2]
 UP = "model.layers.1.mlp.up_proj.weight"
 RAISES = "import os\n\ndef f(prompt, response, answer, extras):\n    return 1 / (os.environ['RANK'] == '0')\n"
-NUM_PROMPTS = 2 * MIN_PROMPTS  # half of them for each of two ranks
+NUM_PROMPTS = 2 * MIN_PROMPTS  # each of two ranks gets half of them
 
 
 def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
-    """Exit code, lines of standard error but warnings, and seconds of a run on two ranks."""
+    """Run training on two ranks. Return the exit code, the lines of standard error without warnings, and the seconds."""
     raw = {
         "run_dir": "run",
         "steps": 1,
@@ -48,10 +48,10 @@ def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
 
 
 @pytest.mark.distributed
-def test_nan_in_the_slice_of_one_rank_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_nan_in_the_slice_of_one_rank_is_reported_once_and_leaves_nothing(tmp_path: Path) -> None:
     path = save_checkpoint(make_model("qwen2"), tmp_path / "model") / "model.safetensors"
     tensors = load_file(path)
-    tensors[UP][-1, -1] = torch.nan  # of the rows of tensor-parallel rank 1
+    tensors[UP][-1, -1] = torch.nan  # in the rows of tensor-parallel rank 1
     save_file(tensors, path)
     code, lines, _ = train(tmp_path, layout={"tp": 2})
     assert (code, len(lines)) == (2, 1), lines

@@ -1,4 +1,4 @@
-"""The local launcher: environment, logs, exit codes, signals, and no process left behind."""
+"""The local launcher: environment, logs, exit codes, signals, and no leftover processes."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def wait_until_dead(pids: list[int]) -> bool:
 
 
 def write_pid(folder: Path, name: str = "rank") -> str:
-    """The beginning of a program that tells its process id, and that it has come this far."""
+    """Return the start of a program that writes its process id, so a test can wait for it."""
     path = f"'{folder}/{name}_' + os.environ['RANK'] + '.pid'"
     return f"import os, sys, time, signal; open({path}, 'w').write(str(os.getpid())); "
 
@@ -74,7 +74,7 @@ def test_ranks_get_torchruns_variables_and_a_share_of_the_cores(monkeypatch: pyt
 
 
 def test_no_threads_of_ranks_and_examples_spin_while_they_wait() -> None:
-    """As the OpenMP library says that torch brings along."""
+    """Check the settings that torch's OpenMP library prints."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     kept |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     examples = Path(__file__).resolve().parents[2] / "examples"
@@ -105,7 +105,7 @@ def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(tmp_path: Path
     )
     began = time.monotonic()
     assert run_ranks(python(program), 3, tmp_path) == 7
-    assert time.monotonic() - began < 30  # the others sleep for 60 s
+    assert time.monotonic() - began < 30  # the other ranks sleep for 60 s
     assert capfd.readouterr().err == (
         f"grpo-mega: rank 1 exited with code 7; {tmp_path}/rank_1.log ends: loading | out of memory\n"
     )
@@ -128,12 +128,12 @@ def test_a_rank_that_ignores_sigterm_is_killed(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine, rank 0 comes to its own error."""
+    """Wait long enough that rank 0 reports its error on a busy machine."""
     monkeypatch.setattr("grpo_mega.distributed.launch.SECONDS_FOR_RANK_0_TO_FAIL", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_error_that_every_rank_meets_is_told_by_rank_0_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_on_every_rank_is_reported_only_by_rank_0(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         "import os, sys, time; time.sleep(0.4 if os.environ['RANK'] == '0' else 0); "
         "print('grpo-mega: error: bad', file=sys.stderr); sys.exit(2)"
@@ -160,7 +160,7 @@ def test_a_signal_is_passed_on_once_and_the_launcher_waits(tmp_path: Path, numbe
         "caught = []\n"
         f"signal.signal({int(number)}, lambda *_: caught.append(1))\n" + write_pid(tmp_path) + "\n"
         "while not caught: time.sleep(0.02)\n"
-        "time.sleep(0.5)\n"  # saves what must be saved
+        "time.sleep(0.5)\n"  # time to save
         f"open('{tmp_path}/caught_' + os.environ['RANK'], 'w').write(str(len(caught)))"
     )
     launcher = start_launcher(program, 2, tmp_path)
@@ -194,5 +194,5 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_launch_local_runs_the_command_line_in_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch_local(["train", str(tmp_path / "none.yaml")], 2, tmp_path) == 2
     assert "No such file" in capfd.readouterr().err
-    assert (tmp_path / "rank_1.log").exists()  # empty if rank 0 was the faster to fail
+    assert (tmp_path / "rank_1.log").exists()  # empty if rank 0 failed first
     assert os.environ.get("RANK") is None

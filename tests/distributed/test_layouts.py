@@ -1,7 +1,7 @@
 """Every layout gives the same numbers: logits against transformers, and whole updates against a single rank.
 
-All cases of one world size share a launch of ranks; everything runs on real Megatron-core over gloo. Only cases of tests that
-were selected run. Those in FULL repeat an axis that others cover, and wait for --all.
+All cases of one world size share a launch of ranks with real Megatron-core over gloo. Only cases of the selected tests run.
+Cases in FULL_UPDATES repeat an axis that other cases cover, and need --all.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _cases_of(item: Any) -> list[tuple[str, str]]:
-    """Return what a test needs, as ("logits" or "update", "MODEL:LAYOUT")."""
+    """Return the cases that a test needs, as ("logits" or "update", "MODEL:LAYOUT")."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if "logits" in parameters:
         return [("logits", parameters["logits"])]
@@ -120,14 +120,14 @@ def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
-    """Logits do not show a gradient that a rank loses. transformers in fp32 is itself up to 6e-6 off these, which are fp64."""
+    """Logits do not show a lost gradient. These gradients are fp64; transformers in fp32 differs from them by up to 6e-6."""
     gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
     assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
 
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
-def test_loads_of_experts_and_losses_of_routers_are_those_of_transformers(matrix: Matrix, logits: str) -> None:
-    """Padding is not counted, nor any token twice."""
+def test_expert_loads_and_router_losses_equal_transformers(matrix: Matrix, logits: str) -> None:
+    """Padding is not counted, and no token is counted twice."""
     found = matrix.logits[logits]
     assert found["loads"] == 0 and all(value < 1e-5 for name, value in found.items() if name.startswith("moe/")), found
 
@@ -173,14 +173,14 @@ def test_biases_follow_the_loads_of_optimizer_steps_that_are_taken(matrix: Matri
 
 @pytest.mark.parametrize("name", [f"qwen3_moe:{text}" for text in ALONE["qwen3_moe"]])
 def test_experts_above_their_capacity_drop_tokens(matrix: Matrix, name: str) -> None:
-    """At a factor of 0.5 and with even loads it would be half of the tokens."""
+    """With even loads a factor of 0.5 would drop half of the tokens."""
     dropped = [metrics["moe/dropped_tokens"] for metrics in matrix.updates[name].updates]
     assert all(0.45 < share < 0.8 for share in dropped), dropped
     assert "moe/dropped_tokens" not in matrix.updates["qwen3_moe:tp=1"].updates[0]
 
 
 def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
-    """Ratios leave 1, tokens are clipped, and the KL grows: equality would else prove little."""
+    """Ratios leave 1, tokens are clipped, and the KL grows. Otherwise equality would show little."""
     outcome = matrix.updates["qwen2:tp=1"]
     first, *_, last = outcome.updates
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-6) and first["clip/fraction"] == 0
@@ -189,7 +189,7 @@ def test_the_updates_compared_are_real_ones(matrix: Matrix) -> None:
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
-def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) -> None:
+def test_the_compared_methods_have_an_effect(matrix: Matrix, method: str) -> None:
     metrics = matrix.updates[f"short+{method}:tp=1"].updates[-1]
     assert metrics["grad_norm"] > 0 and metrics["loss/policy"] != 0
     names = [f"correction/{name}" for name in ("masked", "vetoed", "rejected", "off_policy")] + ["clip/chosen"]
@@ -200,8 +200,8 @@ def test_the_methods_compared_do_what_they_are_for(matrix: Matrix, method: str) 
 
 
 @pytest.mark.parametrize("name", ["short+opd:tp=1", *(f"short+opd:{text}" for text in ALL_UPDATES["short+opd"][1:])])
-def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: Matrix, name: str) -> None:
-    """Its family, size and tied weights are not the policy's."""
+def test_a_teachers_log_probs_equal_transformers_in_every_layout(matrix: Matrix, name: str) -> None:
+    """The teacher's family, size and tied weights differ from the policy's."""
     model = _make_model("uneven").double()
     found = matrix.updates[name].logprobs["teacher_logprobs"]
     for group in random_groups(seed=7):
@@ -214,7 +214,7 @@ def test_a_teachers_log_probs_are_those_of_transformers_in_every_layout(matrix: 
 
 @pytest.mark.parametrize("name", ["qwen3_moe-routed:tp=1", "qwen3_moe-routed:tp=2,ep=2,sequence_parallel=true"])
 def test_the_policy_replays_experts_and_its_reference_chooses_for_itself(matrix: Matrix, name: str) -> None:
-    """Both have the same weights before the first step."""
+    """Policy and reference have the same weights before the first step."""
     samples = [sample for group in random_groups(seed=7) for sample in group.samples]
     forced = _make_model("qwen3_moe-routed")
     force_routes(forced, routes_of(forced, (s.total_len for s in samples)))
@@ -225,16 +225,16 @@ def test_the_policy_replays_experts_and_its_reference_chooses_for_itself(matrix:
         for kind, model in models.items():
             table = torch.log_softmax(model(tokens[None]).logits[0, -length - 1 : -1] / 0.8, -1)
             expected[kind] = table.gather(1, tokens[-length:, None])[:, 0]
-        if sample.reward is not None:  # others are not in the loss, and have no log-probs
+        if sample.reward is not None:  # a sample without a reward is not in the loss and has no log-probs
             for kind, values in expected.items():
                 found = matrix.updates[name].logprobs[kind][sample.prompt.id, sample.index]
                 assert ((found - values) / values).abs().max() < 1e-5, kind
             num_compared += bool((expected["old_logprobs"] - expected["ref_logprobs"]).abs().max() > 0.1)
-    assert num_compared > 10, "the case has become too easy"
+    assert num_compared > 10, "the test has become too easy"
 
 
 def _is_rounding(d: Difference) -> bool:
-    """Weights get more room: where a gradient is nothing but rounding, Adam makes a whole step of it."""
+    """Weights get a larger tolerance, because Adam turns a gradient of pure rounding into a full step."""
     terms, derived = (d.loss, d.logprobs, d.ref_logprobs), (d.grad_norm, d.metrics, d.weights)
     return all(t < 2e-6 for t in terms) and all(x < 1e-5 for x in derived) and d.clipped_tokens < 1.5
 
@@ -259,7 +259,8 @@ def _make(name: str, folder: Path) -> torch.nn.Module:
 def _make_model(name: str) -> torch.nn.Module:
     family, changes = (MODELS | MIXTURES)[name]
     model = make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
-    if name == "deepseek_v2":  # for which transformers forgets a factor of attention's scale, as it does not for its successor
+    # transformers omits a factor of attention's scale for deepseek_v2, but not for deepseek_v3.
+    if name == "deepseek_v2":
         scale = make_model("deepseek_v3", **changes).model.layers[0].self_attn.scaling
         for layer in model.model.layers:
             layer.self_attn.scaling = scale

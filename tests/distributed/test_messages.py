@@ -1,4 +1,4 @@
-"""Messages of others in the job's store, or in its exchanges, are refused with the name of the key, and never run."""
+"""Forged messages in the job's store or in its exchanges are refused with the name of the key, and never executed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOATS = [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, math.inf, -math.in
 
 
 class Bomb:
-    """Something that says so when it is unpickled."""
+    """An object that raises an alarm when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, ("touch unpickled",)
@@ -85,8 +85,8 @@ def test_each_launch_has_a_key_that_its_ranks_share_and_keep() -> None:
     assert f"{KEY_VARIABLE}: must have at least 16 characters" in short.stderr
 
 
-def test_ranks_of_torchrun_share_a_key_by_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In processes of their own, as each has one key."""
+def test_ranks_of_torchrun_share_a_key_through_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has one key, so use several processes."""
     program = (
         "import sys; from pathlib import Path; from datetime import timedelta; from torch.distributed import FileStore\n"
         "from grpo_mega.distributed.messages import run_key, shared_key\n"
@@ -121,7 +121,7 @@ def store() -> TCPStore:
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
 @pytest.mark.parametrize("kind", ["get", "try_get", "gather"])
-def test_garbage_in_a_key_is_one_line_that_names_it(
+def test_garbage_in_a_key_gives_a_one_line_error_that_names_it(
     garbage: bytes, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,11 +129,11 @@ def test_garbage_in_a_key_is_one_line_that_names_it(
     party = Rendezvous(job, 0, 1)
     key = "gather/1/values" if kind == "gather" else "port"
     if kind == "gather":
-        garbage = garbage or b"\n"  # an append of nothing changes nothing
+        garbage = garbage or b"\n"  # appending nothing changes nothing
         job.append(key, garbage if garbage.endswith(b"\n") else garbage + b"\n")  # type: ignore[attr-defined]
     else:
         job.set(key, garbage)
-    job.get(key)  # a request that is answered: the one before has been done
+    job.get(key)  # an answered request means that the request before it is done
     acts: dict[str, Callable[[], object]] = {
         "get": lambda: party.get(key, 5.0),
         "try_get": lambda: party.try_get(key),
@@ -214,10 +214,10 @@ def test_the_address_to_listen_on_is_the_loopback_or_the_masters(capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
-def test_an_address_that_others_cannot_reach_is_told(
+def test_an_address_that_other_nodes_cannot_reach_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Debian has a machine's own name as 127.0.1.1; a service's address is of no interface."""
+    """Debian maps a machine's name to 127.0.1.1. A service's address belongs to no interface."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
     assert address_to_bind(NODES | {"MASTER_ADDR": "node-7"}) == ""
     assert "MASTER_ADDR=node-7 is 127.0.1.1 on this machine, so the job's store listens on all" in capsys.readouterr().err
@@ -226,7 +226,7 @@ def test_an_address_that_others_cannot_reach_is_told(
     assert "203.0.113.9 is not an address of this machine" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_one_line() -> None:
+def test_a_used_port_gives_a_one_line_error() -> None:
     with bound_socket(LOOPBACK, 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^MASTER_PORT={port}: must be free on 127.0.0.1; choose another port$"):

@@ -1,4 +1,4 @@
-"""Weights and samples between four gloo ranks: all cases in one launch, moving_worker.py, which holds the assertions."""
+"""Weights and samples between four gloo ranks. All cases run in one launch; moving_worker.py has the assertions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(launched: Launched, case: str) -> None:
     assert not launched[0][case], "\n".join(launched[0][case])
 
 
-def test_execute_gives_every_rank_of_another_layout_its_weights_in_rounds_of_any_size(launched: Launched) -> None:
+def test_execute_moves_weights_to_another_layout_in_rounds_of_any_size(launched: Launched) -> None:
     check(launched, "reshards")
 
 
@@ -35,7 +35,7 @@ def test_execute_fills_engines_on_all_ranks_on_some_and_on_none(launched: Launch
     check(launched, "fills_engines")
 
 
-def test_servers_are_filled_through_two_buffers_in_turn_with_checksums_that_hold(launched: Launched) -> None:
+def test_servers_are_filled_through_two_buffers_with_valid_checksums(launched: Launched) -> None:
     check(launched, "fills_servers")
 
 
@@ -43,7 +43,7 @@ def test_whole_replicas_are_filled_through_two_buffers_in_turn(launched: Launche
     check(launched, "fills_whole_replicas")
 
 
-def test_all_experts_of_a_layer_may_lie_in_one_parameter(launched: Launched) -> None:
+def test_all_experts_of_a_layer_may_be_in_one_parameter(launched: Launched) -> None:
     check(launched, "fills_experts_in_one_parameter")
 
 
@@ -51,7 +51,7 @@ def test_execute_works_in_a_group_of_some_of_the_ranks(launched: Launched) -> No
     check(launched, "works_in_a_group")
 
 
-def test_publish_brings_each_version_and_tells_all_ranks_which_tensor_of_which_engine_is_not_right(launched: Launched) -> None:
+def test_publish_sends_each_version_and_names_wrong_tensors_on_all_ranks(launched: Launched) -> None:
     check(launched, "publishes")
 
 
@@ -68,5 +68,5 @@ def test_an_untrained_model_is_exported_as_it_was_loaded(launched: Launched, nam
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_gather_gives_every_rank_all_groups_in_the_prompts_order_with_missing_scores_kept(launched: Launched) -> None:
+def test_gather_gives_every_rank_all_groups_in_order_with_missing_scores(launched: Launched) -> None:
     check(launched, "gathers")

@@ -1,4 +1,4 @@
-"""The ranks of one engine meet in a store of their own, whatever process groups each of them is in."""
+"""The ranks of one engine meet in a separate store, in any combination of process groups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TEXT = "\u2028 a line\nof \ud800 its own"
 
 
 def as_ranks(ranks: range, act: Callable[[Peers, int], Any], *, leader: int, size: int, deadline_s: float = 60.0) -> Any:
-    """Return what `act` returns for each of the ranks, and the number of keys that are left in the job's store."""
+    """Return the result of `act` on each rank, and the number of keys left in the job's store."""
     job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
     num_keys = job.num_keys()
 
-    deadlines = {rank: deadline_s + 3 * (rank == leader) for rank in ranks}  # the leader's store is there for the others
+    deadlines = {rank: deadline_s + 3 * (rank == leader) for rank in ranks}  # the leader's store must outlive the other ranks
     peers = {rank: Peers(Rendezvous(job, rank, 9), rank - leader, size, deadlines[rank]) for rank in ranks}
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(act, peers.values(), peers)), job.num_keys() - num_keys
@@ -64,7 +64,7 @@ def test_a_leader_that_has_gone_is_named() -> None:
 
 @pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "the store of rank 4;")])
 def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
-    """By its number in the job."""
+    """The error names the rank by its number in the job."""
 
     def act(peers: Peers, rank: int) -> str:
         with pytest.raises(EngineError) as error:

@@ -1,4 +1,4 @@
-"""A run that is stuck ends, and reports which ranks wait in which collective. Each rank here is a process on gloo."""
+"""A stuck run ends, and reports the collectives in which its ranks wait. Each rank here is a process on gloo."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ slow = SlowPolicy(rank, num_parts=8 if behaviour == "well" else 1000, pause_s=0.
 dist.barrier()
 with HangWatch(config, store, rank, 4, timers, lambda: "the last good one is step-7"):
     with timers("sample"):
-        time.sleep(5)  # longer than any other phase may take
-    for _ in range(40):  # longer than the deadline too, but there is progress
+        time.sleep(5)  # longer than the deadline of other phases
+    for _ in range(40):  # also longer than the deadline, but there is progress
         dist.all_reduce(torch.zeros(8))
         time.sleep(0.1)
-    checkpoints.save(slow, manifest(3))  # rank 2's part takes longer than the deadline, which a rank may wait for
+    checkpoints.save(slow, manifest(3))  # rank 2 writes for longer than the deadline; waiting for it is allowed
     if behaviour == "well":
         with timers("checkpoint"):
             checkpoints.finish()
-    with timers("update"):  # but not hide behind
+    with timers("update"):  # a slow write must not hide a hang
         if rank == 2 and behaviour == "lost":
             lost_in_thought()
         if rank == 2 and behaviour == "stopped":
@@ -74,7 +74,7 @@ def run(folder: Path, behaviour: str) -> tuple[int, str]:
 
 @pytest.mark.distributed
 @pytest.mark.waiting
-def test_a_rank_that_does_not_come_is_named_with_its_place_and_all_stacks_are_kept(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_with_its_location_and_stacks_are_saved(tmp_path: Path) -> None:
     code, said = run(tmp_path, "lost")
     assert code == EXIT_HANG, said
     assert (tmp_path / "hang" / "report.txt").stat().st_mtime - (tmp_path / "lost").stat().st_mtime < 30
@@ -149,7 +149,7 @@ def test_a_stuck_run_ends_though_its_folder_is_gone_or_never_answers(tmp_path: P
     assert "stacks cannot be written to" in said.read_text() and "Not a directory" in said.read_text()
     (tmp_path / "run" / "hang").mkdir(parents=True)
     for name in ("rank_0.txt", "report.txt"):
-        os.mkfifo(tmp_path / "run" / "hang" / name)  # without a reader, so that opening it never returns
+        os.mkfifo(tmp_path / "run" / "hang" / name)  # no reader, so opening it blocks forever
     assert stuck(tmp_path / "run", said) == EXIT_HANG
     assert "stacks cannot be written to" in said.read_text() and "no answer in 5 s" in said.read_text()
 
@@ -159,7 +159,7 @@ def test_ranks_are_named_by_runs(numbers: list[int], text: str) -> None:
     assert _ranks(numbers) == text
 
 
-def test_nodes_are_named_where_there_are_several() -> None:
+def test_nodes_are_named_if_there_are_several() -> None:
     assert _on_nodes([2, 3], ["n0", "n0", "n1", "n1"]) == " on n1"
     assert _on_nodes([1, 2], ["n0", "n0", "n1", "n1"]) == " on n0, n1"
     assert _on_nodes([1, 2], ["n0", "n0", "n0"]) == ""
