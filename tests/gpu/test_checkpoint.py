@@ -57,7 +57,7 @@ def test_a_policy_that_was_never_trained_is_saved_and_restored(form: str, device
 @pytest.mark.emulated
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("form", FORMS)
-def test_a_restored_policy_goes_on_as_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
+def test_a_restored_policy_continues_like_the_saved_one(form: str, device: Device, tmp_path: Path) -> None:
     need(form, device)
     sections = {"optimizer": {"lr": 1e-3}} | FORMS[form]
     policy = make_policy(device, **sections)

@@ -47,7 +47,7 @@ def check_row_lengths(text: str, multiples: Sequence[int], rank: int, folder: Pa
 
 
 def check_choices(rank: int, folder: Path) -> None:
-    """Compare what is kept with loops over tokens and experts."""
+    """Compare the kept tokens with loops over tokens and experts."""
     num_dropped = 0
 
     def checked(self: Routers, probs_tE: torch.Tensor, map_tE: torch.Tensor, tokens: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Iterated steps, with a reference that follows the policy, against a replay in float64: transformers and torch's AdamW alone.
+"""Iterated steps, with a reference that follows the policy, against a float64 replay with only transformers and torch's AdamW.
 
-restore_worker.py runs them: two ranks take all steps and save in the middle of an iteration, one and three go on from there.
+restore_worker.py runs the cases: two ranks take all steps and save during an iteration; one and three ranks continue from
+there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ KL_BETA, LR, EPS, WEIGHT_DECAY = 0.5, 4e-3, 1e-4, 0.01
 STEPS, SYNC_STEPS, SAVED_STEP = 5, 2, 3
 LAYOUTS = ("tp=2", "pp=2", "dp=2,overlap_grad_reduce=true,overlap_param_gather=true")
 ALPHAS = (1.0, 0.3)
-GOING_ON = {1: {"tp=1": LAYOUTS[2]}, 3: {"dp=3": LAYOUTS[1], "pp=3": LAYOUTS[0]}}  # by world size, from which layout
+# by world size: layout, layout of the checkpoint
+GOING_ON = {1: {"tp=1": LAYOUTS[2]}, 3: {"dp=3": LAYOUTS[1], "pp=3": LAYOUTS[0]}}
 SIZES = {
     "num_hidden_layers": 5,
     "hidden_size": 44,
@@ -67,7 +69,7 @@ class Replay:
                         ref.copy_(alpha * p + (1 - alpha) * ref)
 
     def step(self, groups: list[Group]) -> None:
-        """A mini-batch is a group."""
+        """Take one optimizer step per group."""
         with torch.no_grad():
             old = [[logprobs(self.model, s) for s in g.samples] for g in groups]
             references = [[logprobs(self.reference, s) for s in g.samples] for g in groups]
@@ -125,7 +127,7 @@ def check_all_steps(layout: str, rank: int, folder: Path) -> None:
 
 
 def check_plan(trainee: Trainee, state: Path) -> None:
-    """Compare the planned bytes of a checkpoint and of the average with those that are there."""
+    """Compare the planned bytes of a checkpoint and of the average with the actual bytes."""
     policy, config = trainee.policy, trainee.config
     setup = Setup(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
     is_saved = {name: t for name, t in read_metadata(state).items() if not name.endswith((".step", "_extra_state"))}
@@ -149,14 +151,14 @@ def check_going_on(layout: str, saved: str, rank: int, folder: Path) -> None:
 
 
 def take_steps(trainee: Trainee, first: int, end: int) -> list[dict[str, float]]:
-    """As train_step does; after each the policy is on the host."""
+    """Take steps like train_step, and move the policy to the host after each step."""
     metrics = []
     for step in range(first, end):
         metrics += trainee.update(step)
         if trainee.config.algorithm.ends_iteration(step + 1):
             before = trainee.checksum()
             trainee.policy.refresh_reference()
-            assert trainee.checksum() == before, "the policy is not its own any more"
+            assert trainee.checksum() == before, "refresh_reference changed the policy"
         trainee.away()
     return metrics
 
@@ -177,7 +179,7 @@ def compare(trainee: Trainee, found: list[dict[str, float]], metrics: list[dict[
 
 
 def check_average_is_kept_in_fp32(rank: int, folder: Path) -> None:
-    """In bf16 an average of small shares would not move; the weights that are used are it, rounded once."""
+    """In bf16 a slow average would not move, so it is fp32. The reference weights are the average, rounded once."""
     share = 2.0**-7
     trainee = trainee_of(LAYOUTS[-1], share, "bfloat16")
     expected = {name: p.detach().double() for name, p in trainee.policy.parameters.items()}

@@ -1,4 +1,4 @@
-"""One rank of the offload tests: policies that move to the host and back between all steps, against ones that stay."""
+"""One rank of the offload tests: policies that move to the host and back between all steps, against policies that stay."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ RESUMED = {1: ("tp=1 float32", "tp=1 bfloat16"), 4: (f"pp=2,dp=2{OVERLAP} bfloat
 WITH_REFERENCE = {1: ("tp=1 float32",), 4: (f"pp=2,dp=2{OVERLAP} bfloat16",)}
 MANY_STEPS = 200
 
-# What a step leaves: its metrics, a checksum of this rank's weights, and the fingerprint of the master weights.
+# The result of a step: metrics, a checksum of this rank's weights, and the fingerprint of the master weights.
 Record = tuple[list[dict[str, float]], int, str]
 
 
 class Trainee:
-    """A policy and the steps it took; a fresh start in the same processes."""
+    """A policy and its steps. Several of them run one after another in the same processes."""
 
     def __init__(self, config: Config, model_type: str = "qwen2", **changes: Any) -> None:
-        """`changes`: of the model's config."""
+        """`changes` apply to the model's config."""
         runtime = runtimes.arrange(config, devices.select("cpu", 0))
         hf_config = make_config(model_type, **changes)
         shape = ModelShape.from_hf_config(hf_config.to_dict())
@@ -70,14 +70,14 @@ class Trainee:
         return metrics, self.checksum(), self.policy.fingerprint()
 
     def checksum(self) -> int:
-        copies = [t.detach().clone() for t in self.policy.tensors().values()]  # numpy() of the tensor itself would pin it
+        copies = [t.detach().clone() for t in self.policy.tensors().values()]  # numpy() on the tensor itself would pin it
         return zlib.crc32(b"".join(t.view(torch.uint8).numpy().tobytes() for t in copies))
 
     def away(self) -> None:
         self.policy.memory.offload_optimizer()
         self.policy.memory.offload_weights()
 
-    # What Megatron holds, by its own structures.
+    # Bytes that Megatron's structures should hold.
 
     @property
     def buffers(self) -> list[Any]:
@@ -97,14 +97,14 @@ class Trainee:
 
     @property
     def optimizer_bytes(self) -> int:
-        """fp32 shards are views of fp32 weights; the moments are there from the first step on."""
+        """fp32 shards are views of fp32 weights. Moments exist after the first step."""
         sizes = [p.numel() for o in self.inner_optimizers for group in o.param_groups for p in group["params"]]
         has_moments = all(o.state for o in self.inner_optimizers)
         is_fp32 = self.config.model.dtype == "float32"
         return sum(sizes) * ((0 if is_fp32 else 4) + (8 if has_moments else 0))
 
     def held(self) -> dict[str, int]:
-        """Bytes that the storages really have now."""
+        """Return the bytes that the storages hold now."""
         states = [s for o in self.inner_optimizers for s in o.state.values()]
         return {
             "weights": _storage_bytes([b.param_data for b in self.buffers]),
@@ -125,15 +125,15 @@ def check_moving_changes_nothing(text: str, rank: int, folder: Path) -> None:
     moving = Trainee(config)
     for inner in moving.inner_optimizers:
         inner.register_step_pre_hook(lambda *_: check_all_has_arrived(moving))
-    check_moves(moving)  # as before the first step, when Adam has no moments
+    check_moves(moving)  # before the first step Adam has no moments
     for step, record in enumerate(expected):
-        if step != 1:  # the update itself brings back what it needs
+        if step != 1:  # update loads missing parts
             moving.policy.memory.onload()
             moving.policy.memory.onload()
         found = moving.update(step)
         assert found == record[0], (step, found, record[0])
         check_moves(moving)
-        if step % 2:  # a fingerprint brings back what it needs
+        if step % 2:  # fingerprint loads missing parts
             assert moving.policy.fingerprint() == record[2]
         moving.policy.memory.onload_weights()
         assert moving.checksum() == record[1]
@@ -141,14 +141,15 @@ def check_moving_changes_nothing(text: str, rank: int, folder: Path) -> None:
 
 
 def check_reference(text: str, rank: int, folder: Path) -> None:
-    """At first it says what the policy says, later what it said at first; the policy's weights are back each time."""
+    """Before the first update the reference's log-probs equal the policy's; they stay the same after it. Policy weights
+    return."""
     trainee = Trainee(make_config_of(text))
 
     def logprobs() -> tuple[list[Any], list[Any]]:
         before = trainee.checksum()
         batches = trainee.policy.attach_logprobs(make_batches(trainee.policy, trainee.config, 5))
         assert trainee.checksum() == before
-        flat = [b for mini_batch in batches for b in mini_batch if b.ref_logprobs is not None]  # those of the last stage
+        flat = [b for mini_batch in batches for b in mini_batch if b.ref_logprobs is not None]  # last stage only
         return [b.old_logprobs.tolist() for b in flat], [b.ref_logprobs.tolist() for b in flat]
 
     old, first = logprobs()
@@ -161,14 +162,14 @@ def check_reference(text: str, rank: int, folder: Path) -> None:
 
 
 def check_all_has_arrived(trainee: Trainee) -> None:
-    """On a GPU the optimizer's state may still be on its way while log-probs are computed, but not when it is used."""
+    """On a GPU the optimizer state may still be in transfer while log-probs are computed, but not when it is used."""
     memory = trainee.policy.memory
     for moved in (memory._moved_weights, memory._moved_optimizer):
         assert not moved.is_away and moved._arrival is None
 
 
 def check_moves(trainee: Trainee) -> None:
-    """There and back: what is freed is free, to the byte, and what is there already stays."""
+    """Move to the host and back. Freed memory is free to the byte, and parts that are already there do not move."""
     policy = trainee.policy
     everything = trainee.weight_bytes + trainee.grad_bytes + trainee.optimizer_bytes
     assert policy.memory.device_bytes == everything, (policy.memory.device_bytes, everything)
@@ -178,7 +179,7 @@ def check_moves(trainee: Trainee) -> None:
         assert policy.memory.device_bytes == trainee.weight_bytes
     held = trainee.held()
     assert held["gradients"] == held["gradients' views"] == held["moments"] == 0, held
-    assert trainee.checksum() == before, "a sync reads the weights while the rest is away"
+    assert trainee.checksum() == before, "a sync must be able to read the weights while the rest is on the host"
     for _ in range(2):
         policy.memory.offload_weights()
         assert policy.memory.device_bytes == 0
@@ -191,17 +192,17 @@ def check_moves(trainee: Trainee) -> None:
     except AssertionError as error:
         assert "onload_weights" in str(error)
     else:
-        raise AssertionError("tensors() gave weights that are on the host")
+        raise AssertionError("tensors() returned weights that are on the host")
     policy.memory.onload()
     assert policy.memory.device_bytes == everything
-    assert all(not b.grad_data.any() for b in trainee.buffers), "gradients come back as zeros"
+    assert all(not b.grad_data.any() for b in trainee.buffers), "gradients must be zero after onload"
     assert trainee.checksum() == before
     trainee.away()
-    assert sum(copy.nbytes for copy in copies) == host_bytes, "host memory is used again"
+    assert sum(copy.nbytes for copy in copies) == host_bytes, "host memory must be reused"
 
 
 def check_replicas_are_equal(trainee: Trainee) -> None:
-    """With an overlapped gather too, each data-parallel rank has every weight of the last update."""
+    """Each data-parallel rank has every weight of the last update, also with an overlapped gather."""
     mine = (trainee.policy._runtime.layout.place(dist.get_rank())[:2], trainee.checksum())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -209,7 +210,7 @@ def check_replicas_are_equal(trainee: Trainee) -> None:
 
 
 def check_resume(text: str, rank: int, folder: Path) -> None:
-    """Saved while all is on the host, restored into a policy that is on the host, and the run goes on as if never stopped."""
+    """Save and restore while the policy is on the host. The resumed run continues as if it had never stopped."""
     config = make_config_of(text)
     staying = Trainee(config)
     expected = [staying.record(staying.update(step)) for step in range(3)]
@@ -222,8 +223,8 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
         state.mkdir()
     dist.barrier()
     saved = torch.tensor([num_beats(lambda: moving.policy.save(state))])
-    dist.all_reduce(saved)  # data-parallel replicas write nothing, and the watch counts any rank's progress
-    assert saved > 0, "a slow disk would count as a hang"
+    dist.all_reduce(saved)  # data-parallel replicas write nothing, but progress on any rank counts
+    assert saved > 0, "save reports no progress, so a slow disk would count as a hang"
     moving.away()
     resumed = Trainee(config)
     resumed.update(9)
@@ -239,7 +240,7 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
 
 
 def num_beats(act: Callable[[], None]) -> int:
-    """How often the hang watch hears of progress while `act()` lasts, besides collectives."""
+    """Return how often the hang watch hears of progress during `act()`, besides collectives."""
     beats: list[int] = []
     with recorder().heard(lambda: beats.append(1)):
         act()
@@ -247,7 +248,7 @@ def num_beats(act: Callable[[], None]) -> int:
 
 
 def check_many_steps(rank: int, folder: Path) -> None:
-    """One optimizer step each, on a model of 2 layers. The penalty towards the reference makes the loss one of the weights."""
+    """Take one optimizer step each, on a model of 2 layers. The KL penalty makes each loss depend on the weights."""
     overrides = ("batch.mini_batches=1", "batch.tokens_per_micro_batch=512")
     config = make_config_of("tp=1 bfloat16", *overrides)
     start = time.perf_counter()
@@ -263,8 +264,8 @@ def check_many_steps(rank: int, folder: Path) -> None:
         assert moving.policy.memory.device_bytes == 0
     losses = [torch.tensor([m["loss/total"] for m in run], dtype=torch.float64).view(torch.int64) for run in (expected, found)]
     assert torch.equal(*losses), (losses[0] != losses[1]).nonzero()[0]
-    assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, "a loss that says nothing of the weights"
-    assert found == expected  # gradient norms and all else
+    assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, "the losses do not depend on the weights"
+    assert found == expected  # also gradient norms and other metrics
     moving.policy.memory.onload()
     for name, weight in moving.policy.tensors().items():
         assert torch.equal(weight.view(torch.int16), weights[name].view(torch.int16)), name
@@ -273,7 +274,7 @@ def check_many_steps(rank: int, folder: Path) -> None:
 
 
 def check_fp8_weights_go(rank: int, folder: Path) -> None:
-    """Transformer Engine keeps fp8 copies of weights in its modules' `_fp8_workspaces`."""
+    """Transformer Engine stores FP8 copies of weights in its modules' `_fp8_workspaces`; they are dropped."""
     trainee = Trainee(make_config_of("tp=1 bfloat16"))
     module: Any = next(m for chunk in trainee.policy.chunks for m in chunk.modules() if not list(m.children()))
     module._fp8_workspaces = {"weight": torch.zeros(2)}
@@ -282,7 +283,7 @@ def check_fp8_weights_go(rank: int, folder: Path) -> None:
 
 
 def make_config_of(text: str, *overrides: str) -> Config:
-    """From "layout dtype". Two mini-batches and a reference, so that log-probs are computed before the update too."""
+    """Parse "layout dtype". Two mini-batches and a reference, so log-probs are computed before the update too."""
     layout, dtype = text.split(" ")
     raw = {
         "run_dir": "unused",
@@ -302,7 +303,7 @@ def make_config_of(text: str, *overrides: str) -> Config:
 
 
 def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedBatch]]:
-    """The groups of a step, in the config's mini-batches."""
+    """Return the groups of a step, split into the config's mini-batches."""
     groups = make_groups(step)
     assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
     size = len(groups) // config.batch.mini_batches
@@ -316,7 +317,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
 
 
 def make_groups(step: int) -> list[Group]:
-    """Two prompts with four ragged responses each."""
+    """Return two prompts with four responses of different lengths each."""
     generator = torch.Generator().manual_seed(step)
 
     def ints(n: int) -> list[int]:

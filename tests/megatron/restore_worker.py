@@ -1,6 +1,6 @@
-"""One rank of the restore tests: policies saved in one layout and restored in others, against the ones that went on.
+"""One rank of the restore tests: policies saved in one layout and restored in others, against policies that continued.
 
-Two ranks save; one and three ranks restore what these left in the folder. Four ranks share the work of both.
+Two ranks save. One and three ranks restore the same checkpoints. Four ranks test how ranks share saving and restoring.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ SIZES = {
     "vocab_size": 304,
 }
 TIED, SEPARATE = SIZES | {"tie_word_embeddings": True}, SIZES | {"tie_word_embeddings": False}
-# Dense layers first; biases that move, and routers that do not train.
+# Dense layers first; routers with moving biases, and frozen routers.
 BIASED = {"model_type": "deepseek_v3", "q_lora_rank": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 FROZEN = {"model_type": "qwen3_moe"}
 ROUTERS = {"deepseek_v3": "model.router.bias_update_rate=0.05", "qwen3_moe": "model.router.freeze=true"}
-SMALL_BUCKET = 1500  # elements, so that a tiny model has as many buckets as one of 40 million parameters
+# elements; small, so a tiny model has as many buckets as a model of 40 million parameters
+SMALL_BUCKET = 1500
 OVERLAP = "overlap_grad_reduce=true,overlap_param_gather=true"
 
-# By name: the model, its dtype and the layout that saves; the layouts that restore, by world size.
+# By name: model, dtype, layout of the save; layouts of the restores by world size.
 SAVED = {
     "tied": (TIED, "float32", "pp=2", {1: ("tp=1",), 2: ("dp=2", "cp=2"), 3: ("pp=3",)}),
     "context parallel": (TIED, "float32", "cp=2", {1: ("tp=1",), 3: ("cp=3",)}),
@@ -59,9 +60,10 @@ SAVED = {
     "biased": (BIASED, "float32", "dp=2,ep=2", {1: ("tp=1",), 3: ("pp=3",)}),
     "frozen": (FROZEN, "bfloat16", "pp=2", {2: ("dp=2,ep=2",)}),
 }
-SHIFTED = ("tied", "buckets")  # by Megatron, without the patch; the last of SAVED is in order without it too
-OVERHEAD = 60_000  # bytes of torch's format around a rank's tensors, about 1 kB each
-TOLERANCE = 1e-5  # of metrics in another layout, in float32
+# Names whose optimizer state Megatron shifts without the patch. "one bucket" is saved correctly without the patch too.
+SHIFTED = ("tied", "buckets")
+OVERHEAD = 60_000  # bytes of torch's format per rank, about 1 kB per tensor
+TOLERANCE = 1e-5  # for float32 metrics in another layout
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def trainee_of(name: str, layout: str) -> Trainee:
 
 @contextmanager
 def without_patch() -> Iterator[None]:
-    """Save as Megatron does, and without this package's patch."""
+    """Save as Megatron does, without this package's patch."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     compat.save_optimizer_state_in_place()
@@ -96,7 +98,7 @@ def without_patch() -> Iterator[None]:
 
 
 def check_saving(name: str, rank: int, folder: Path) -> None:
-    """Restored in the layout that saved, a run goes on bit for bit, moments included."""
+    """A policy restored in the layout of the save continues bit for bit, including moments."""
     layout = SAVED[name][2]
     trainee = trainee_of(name, layout)
     trainee.update(0)
@@ -126,9 +128,9 @@ def check_restoring(name: str, layout: str, rank: int, folder: Path) -> None:
 
 
 def check_restored_state(name: str, layout: str, rank: int, folder: Path) -> None:
-    """A policy that is restored in another layout saves the same weights, master weights and moments, bit for bit.
+    """A policy restored in another layout saves the same weights, master weights and moments, bit for bit.
 
-    Its next updates are not compared: in bf16 they depend on the layout and on the CPU's kernels.
+    The next updates are not compared: in bf16 they depend on the layout and on the CPU's kernels.
     """
     trainee = trainee_of(name, layout)
     trainee.policy.restore(folder / name)
@@ -142,7 +144,7 @@ def check_restored_state(name: str, layout: str, rank: int, folder: Path) -> Non
 
 
 def tensors_of(state: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of a checkpoint with torch's own reader."""
+    """Read all tensors of a checkpoint with torch's reader."""
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
     _load_state_dict(found, storage_reader=FileSystemReader(state), planner=planner, no_dist=True)
@@ -150,9 +152,9 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 def check_shifted(name: str, rank: int, folder: Path) -> None:
-    """Without compat's patch the state is saved as Megatron saves it: every rank refuses it, and the weights can be read.
+    """Save without compat's patch, as Megatron does: every rank refuses the optimizer state, but the weights can be read.
 
-    This fails once Megatron saves it in its place: then the patch can go.
+    If this test fails, Megatron saves the state correctly and the patch can go.
     """
     trainee = trainee_of(name, SAVED[name][2])
     trainee.update(0)
@@ -178,8 +180,8 @@ def check_shifted(name: str, rank: int, folder: Path) -> None:
 
 
 def check_shares(layout: str, rank: int, folder: Path) -> None:
-    """Check that data-parallel ranks share the work: none writes or reads more than its share and one tensor. Together they
-    write what a save is said to need."""
+    """Verify that data-parallel ranks share the work: no rank writes or reads more than its share plus one tensor. Together
+    they write `state_bytes`, the announced size of a save."""
     trainee = Trainee(make_config_of(f"{layout} bfloat16", "batch.tokens_per_micro_batch=256"), **TIED)
     trainee.update(0)
     state = new_folder(folder, layout)

@@ -1,4 +1,4 @@
-"""With a capacity factor experts drop tokens, and padding neither takes their places nor changes how many there are."""
+"""With a capacity factor experts drop tokens. Padding takes no place in an expert and does not change the capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.ranks import Results, launch
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("capacity_worker.py")
-MULTIPLES = (2, 48, 130)  # of rows' lengths
+MULTIPLES = (2, 48, 130)  # row lengths are multiples of these
 LAYOUTS = {  # by number of ranks
     1: ("tp=1", "tp=1 model.recompute=full", "tp=1 model.recompute=selective"),
     2: ("dp=2,ep=2", "dp=2,ep=2 model.recompute=full", "tp=2,sequence_parallel=true", "cp=2", "pp=2"),
@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, dict[str
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_the_length_of_a_row_does_not_change_what_experts_drop(results: tuple[Results, dict], text: str) -> None:
+def test_row_length_does_not_change_the_tokens_that_experts_drop(results: tuple[Results, dict], text: str) -> None:
     problems, found = results
     assert problems[text] == []
     short, *longer = (found[text][str(multiple)] for multiple in MULTIPLES)
@@ -46,7 +46,7 @@ def test_the_length_of_a_row_does_not_change_what_experts_drop(results: tuple[Re
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_passes_for_log_probs_drop_what_the_update_drops(results: tuple[Results, dict], text: str) -> None:
+def test_passes_for_log_probs_drop_the_same_tokens_as_the_update(results: tuple[Results, dict], text: str) -> None:
     for metrics in results[1][text].values():
         assert metrics[0]["ratio/mean"] == pytest.approx(1, abs=1e-6) and metrics[0]["ratio/max"] == pytest.approx(1, abs=1e-5)
 
@@ -54,5 +54,5 @@ def test_passes_for_log_probs_drop_what_the_update_drops(results: tuple[Results,
 def test_an_expert_keeps_its_best_tokens_up_to_its_capacity(results: tuple[Results, dict]) -> None:
     assert results[0]["choices"] == []
     layouts = [results[1][text]["48"] for text in ("tp=1", "tp=2,sequence_parallel=true", "cp=2", "pp=2")]
-    for metrics in layouts[1:]:  # ranks that share a row have one capacity
+    for metrics in layouts[1:]:  # ranks that share a row share one capacity
         assert [m["moe/dropped_tokens"] for m in metrics] == [m["moe/dropped_tokens"] for m in layouts[0]]

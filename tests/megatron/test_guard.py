@@ -33,7 +33,7 @@ def test_a_calm_run_is_left_alone() -> None:
     assert run(guard(), wobbling) == [(Level.AS_CONFIGURED, ())] * 40
 
 
-def test_a_spike_is_told_with_its_layers_and_without_a_fall_back_changes_nothing() -> None:
+def test_a_spike_is_reported_with_its_layers_and_alone_changes_nothing() -> None:
     *_, last = run(guard(), [(0.0, CALM)] * 8 + [(0.0, spiked(2, 3, 6))])
     assert last == (
         Level.AS_CONFIGURED,
@@ -41,7 +41,7 @@ def test_a_spike_is_told_with_its_layers_and_without_a_fall_back_changes_nothing
     )
 
 
-def test_a_mismatch_past_its_limit_is_told() -> None:
+def test_a_mismatch_above_its_limit_is_reported() -> None:
     ((level, messages),) = run(guard(), [(0.5, CALM)])
     assert messages == ("step 1: engine and trainer disagree by a KL (k3) of 0.5 nats per token",)
     assert level == Level.AS_CONFIGURED
@@ -83,7 +83,7 @@ def test_spikes_can_be_left_unwatched() -> None:
     assert not any(m for _, m in run(guard(grad_spike=None), [(0.0, CALM)] * 8 + [(0.0, spiked(1, by=1e6))]))
 
 
-def test_a_guard_goes_on_from_its_state_as_if_nothing_had_been() -> None:
+def test_a_guard_resumes_from_its_state() -> None:
     steps = [(0.0, CALM)] * 8 + [(0.0, spiked(1)), (0.0, CALM), (0.9, spiked(2)), *[(0.0, CALM)] * 6]
     whole = run(guard(fall_back=True), steps)
     for cut in range(len(steps)):

@@ -1,6 +1,6 @@
-"""Cases that Megatron would get wrong without a word, and the patches that a CPU needs: each guarded, each still needed.
+"""Cases that Megatron silently gets wrong, and patches that a CPU needs: each is guarded, and each patch is still needed.
 
-The guards that show in numbers are tested there: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
+Guards with numeric effects are tested elsewhere: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
 tests/distributed/test_layouts.py, Adam's step counts in tests/run/test_resume.py.
 """
 
@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import preloaded
-
-Run = Callable[[str], "subprocess.CompletedProcess[str]"]
-
-# Each runs in a process of its own: the patches are for good.
+# Each test runs in a separate process, because the patches cannot be undone.
 PRELUDE = """
 from grpo_mega import config as configs
 from grpo_mega.hardware import device
@@ -62,9 +58,10 @@ def megatron_source(path: str) -> str:
     return (Path(next(iter(spec.submodule_search_locations))) / "core" / path).read_text()
 
 
-def test_interleaved_stages_never_use_batched_sends_and_outputs_are_never_freed_on_a_cpu(run: Run) -> None:
-    result = run(
-        "c = config(MegatronLayout(pp=2, vpp=2))\n"
+def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept() -> None:
+    result = python(
+        PRELUDE
+        + "c = config(MegatronLayout(pp=2, vpp=2))\n"
         + "assert c.overlap_p2p_comm and not c.batch_p2p_comm, c\n"
         + "assert not c.deallocate_pipeline_outputs\n"
         + "assert c.calculate_per_token_loss\n"
@@ -85,10 +82,11 @@ def test_fp8_without_transformer_engine_is_refused_and_not_ignored(run: Run) -> 
     assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr
 
 
-def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone(run: Run) -> None:
-    """By Megatron's own answer, of a config as on a GPU."""
-    result = run(
-        "from grpo_mega.megatron.precision import megatron_settings, in_bf16\n"
+def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None:
+    """Ask Megatron's function, with the config of a GPU run."""
+    result = python(
+        PRELUDE
+        + "from grpo_mega.megatron.precision import megatron_settings, in_bf16\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
         + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1)\n"
@@ -101,9 +99,10 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone(run: Run)
     assert result.returncode == 0, result.stderr
 
 
-def test_what_the_guard_says_is_what_megatron_computes_in_bf16(run: Run) -> None:
-    result = run(
-        "from grpo_mega.megatron.guard import Level\n"
+def test_the_guards_levels_are_the_layers_that_megatron_computes_in_bf16() -> None:
+    result = python(
+        PRELUDE
+        + "from grpo_mega.megatron.guard import Level\n"
         + "from grpo_mega.megatron.precision import megatron_settings, set_level\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"
@@ -154,22 +153,23 @@ def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> 
     assert "if config.gradient_accumulation_fusion and not _grad_accum_fusion_available:\n            raise" in constructor
 
 
-def test_a_tensor_parallel_weight_is_still_left_unmarked_without_initialisation() -> None:
-    """The reason for model._mark_partitions: Megatron marks what it initialises, and the gradient norm believes the marks."""
+def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked() -> None:
+    """The reason for model._mark_partitions: Megatron marks weights when it initializes them, and the gradient norm uses the
+    marks."""
     source = megatron_source("tensor_parallel/layers.py")
     constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]
     before_bias = constructor.split("if bias:")[0]
     assert "set_tensor_model_parallel_attributes" not in before_bias
 
 
-def test_latent_attention_still_believes_in_transformer_engine_wherever_its_wrapper_is_imported() -> None:
-    """The reason for compat.patch_latent_attention: it then asks isinstance of a name that stands for no class."""
+def test_latent_attention_still_assumes_te_if_its_wrapper_is_importable() -> None:
+    """The reason for compat.patch_latent_attention: Megatron then calls isinstance with a name that is no class."""
     head, body = megatron_source("transformer/multi_latent_attention.py").split("HAVE_TE = True")
     assert "import transformer_engine" not in head and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
 
 
-def test_megatron_still_cuts_a_table_of_angles_that_nothing_reads_over_ranks() -> None:
-    """The other reason for compat.patch_latent_attention."""
+def test_megatron_still_splits_an_unused_table_of_angles_over_ranks() -> None:
+    """A second reason for compat.patch_latent_attention."""
     source = megatron_source("models/common/embeddings/yarn_rotary_pos_embedding.py")
     constructor = source.partition("def __init__(")[2].partition("def get_emb")[0]
     assert "self._set_cos_sin_cache(" in constructor and "get_pos_emb_on_this_cp_rank(" in source
@@ -177,8 +177,8 @@ def test_megatron_still_cuts_a_table_of_angles_that_nothing_reads_over_ranks() -
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", ["import grpo_mega.megatron", "import transformers.models.llama.modeling_llama"])
-def test_transformers_loads_the_same_model_whether_the_stand_in_came_before_it_or_after(first: str, tmp_path: Path) -> None:
-    """It builds the model without memory by `with torch.device("meta")`, which has to know the wrapped factories."""
+def test_transformers_loads_the_same_model_before_and_after_the_stand_in(first: str, tmp_path: Path) -> None:
+    """transformers builds the model on `torch.device("meta")`, so meta must work with the wrapped factories."""
     code = f"""
 {first}
 import grpo_mega.megatron, torch
@@ -199,7 +199,7 @@ torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0
 
 
 @pytest.mark.full
-def test_importing_megatron_imports_no_compiler_and_its_own_decorator_still_would() -> None:
+def test_importing_megatron_imports_no_compiler_thanks_to_the_patch() -> None:
     code = (
         "import importlib.util, sys, torch; import grpo_mega.megatron.policy; "
         "assert 'torch._inductor.compile_fx' not in sys.modules; ours = vars(sys.modules.pop('megatron.core.jit')); "

@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, beside transformers' own."""
+"""The learning-rate schedule against transformers' schedule."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ TOTAL, WARMUP = 20, 4
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_rates_after_the_warm_up_are_those_of_transformers(schedule: str) -> None:
+def test_rates_after_the_warm_up_equal_transformers(schedule: str) -> None:
     config = OptimizerConfig(lr=1e-3, schedule=schedule, warmup_steps=WARMUP)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
     scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=WARMUP, num_training_steps=TOTAL)
@@ -24,7 +24,7 @@ def test_rates_after_the_warm_up_are_those_of_transformers(schedule: str) -> Non
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("total", [1, 2, 5])
-def test_no_step_has_a_rate_of_nothing(schedule: str, total: int) -> None:
+def test_no_step_has_a_learning_rate_of_zero(schedule: str, total: int) -> None:
     config = OptimizerConfig(lr=1e-3, schedule=schedule, warmup_steps=1)
     rates = [learning_rate(config, step, total) for step in range(total)]
     assert all(0 < rate <= 1e-3 for rate in rates) and rates[0] == 1e-3

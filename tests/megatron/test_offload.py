@@ -1,6 +1,6 @@
-"""The policy's memory goes to the host and back between all steps, and nothing changes but where it is.
+"""The policy's memory moves to the host and back between all steps, and only its location changes.
 
-What needs Megatron runs in ranks of their own, many cases to a launch (offload_worker.py).
+Tests that need Megatron run in separate ranks, many cases per launch (offload_worker.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, Movable, storages_of
 from tests.helpers.ranks import Results, launch
 
-MANY_STEPS = "many steps"  # the worker's case
+MANY_STEPS = "many steps"  # name of a case of the worker
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
@@ -24,7 +24,7 @@ DEVICES = [
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By case, what went wrong in ranks of their own."""
+    """Return the errors of each case, run in separate ranks."""
     world_size: int = request.param
     folder = tmp_path_factory.mktemp(f"offload_{world_size}")
     return launch(Path(__file__).with_name("offload_worker.py"), world_size, folder)
@@ -33,7 +33,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.distributed
 @pytest.mark.parametrize("found", [1, pytest.param(4, marks=pytest.mark.full)], indirect=True)
 def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Results) -> None:
-    """Losses, gradient norms, weights and fingerprints; device bytes; save and restore while all is on the host."""
+    """Compare losses, gradient norms, weights, fingerprints and device bytes; save and restore while the policy is on the
+    host."""
     wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS]
     assert found and not wrong, "\n".join(wrong)
 
@@ -41,8 +42,8 @@ def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Res
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("found", [1], indirect=True)
-def test_a_200_step_run_with_offload_on_gives_bit_identical_losses_to_one_without(found: Results) -> None:
-    """And bit-identical weights in the end; both take turns in one process."""
+def test_a_200_step_run_with_offload_has_bit_identical_losses(found: Results) -> None:
+    """The final weights are bit-identical too. Both runs use the same process."""
     assert found[MANY_STEPS] == [], "\n".join(found[MANY_STEPS])
 
 
@@ -51,14 +52,14 @@ def movable(device: str, chunk_bytes: int = 4 * ALIGNMENT) -> Movable:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_views_stay_valid_and_what_shares_a_storage_moves_once(device: str) -> None:
-    """Sizes around that of a chunk, odd ones among them; a chunk that the next storage begins in."""
+def test_views_stay_valid_and_a_shared_storage_moves_once(device: str) -> None:
+    """Sizes near the chunk size, some odd; one chunk also holds the start of the next storage."""
     sizes = (1, 511, 512, 4 * ALIGNMENT - 1, 9 * ALIGNMENT + 3, 4 * ALIGNMENT, 0)
     wholes = [torch.randint(256, (n,), dtype=torch.uint8, device=device) for n in sizes]
     views = [w[len(w) // 2 :] for w in wholes]
     expected = [w.cpu().clone() for w in wholes]
     storages = storages_of([*wholes, *views])
-    assert len(storages) == len(sizes) - 1  # the empty tensor holds nothing
+    assert len(storages) == len(sizes) - 1  # the empty tensor has no storage
     moved = movable(device)
     for _ in range(3):
         moved.offload(storages)
@@ -66,12 +67,12 @@ def test_views_stay_valid_and_what_shares_a_storage_moves_once(device: str) -> N
         moved.onload()
         for whole, view, content in zip(wholes, views, expected, strict=True):
             assert torch.equal(whole.cpu(), content) and torch.equal(view.cpu(), content[len(content) // 2 :])
-        wholes[4][7] += 1  # what changes on the device goes along the next time
+        wholes[4][7] += 1  # a change on the device moves with the next offload
         expected[4][7] += 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_host_memory_grows_with_the_need_and_is_used_again(device: str) -> None:
+def test_host_memory_grows_when_needed_and_is_reused(device: str) -> None:
     few, many = torch.ones(5 * ALIGNMENT, device=device), torch.ones(40 * ALIGNMENT, device=device)
     moved = movable(device)
     held = []
@@ -105,7 +106,7 @@ def counted(calls: list[str], name: str, function: Callable[..., Any]) -> Callab
 
 
 class Recorder:
-    """A stream, as far as a CPU can have one, that notes what is asked of it."""
+    """A fake stream that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -126,7 +127,7 @@ def test_copies_wait_for_the_current_stream_and_are_waited_for(monkeypatch: pyte
     tensor = torch.ones(10)
     moved = Movable(own, is_pinned=False)
     moved.offload(storages_of([tensor]))
-    assert own.asked == ["wait_stream", "synchronize"], "freed only after the copy has ended"
+    assert own.asked == ["wait_stream", "synchronize"], "memory may be freed only after the copy has ended"
     moved.begin_onload()
     assert own.asked[2:] == ["wait_stream", "record_event"] and waited == []
     moved.onload()
@@ -134,7 +135,7 @@ def test_copies_wait_for_the_current_stream_and_are_waited_for(monkeypatch: pyte
     assert waited == ["event 4"]
 
 
-def test_storages_are_left_out_with_whatever_shares_them() -> None:
+def test_excluded_storages_exclude_all_tensors_that_share_them() -> None:
     weights, moments = torch.zeros(8), torch.zeros(8)
     assert [s.data_ptr() for s in storages_of([weights[:4], moments, moments[2:]], but_of=[weights])] == [moments.data_ptr()]
 
@@ -147,8 +148,8 @@ def test_a_storage_that_numpy_has_seen_is_refused_and_not_lost() -> None:
     assert torch.equal(tensor, torch.ones(4))
 
 
-def test_the_process_gives_memory_back() -> None:
-    """On a CPU the first move allocates the host's share, so that only the second makes the process smaller."""
+def test_offload_shrinks_the_process() -> None:
+    """On a CPU the first move allocates the host copy, so only the second move shrinks the process."""
     size = 128 << 20
     tensor = torch.ones(size, dtype=torch.uint8)
     moved = movable("cpu", chunk_bytes=64 << 20)

@@ -1,7 +1,7 @@
-"""Several optimizer steps on one rank against a replay in float64: transformers' model, the loss written out, torch's AdamW.
+"""Several optimizer steps on one rank against a float64 replay: transformers' model, the loss written out, torch's AdamW.
 
-GRPO's loss stands here; those of the other recipes are the oracles of tools/conformance. Nothing of the trainer has a part in a
-replay.
+This file writes out GRPO's loss; the oracles of tools/conformance have the losses of the other recipes. A replay uses no code
+of the trainer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {
     "num_key_value_heads": 1,
     "vocab_size": 111,
 }
-# By recipe, what reaches both sides of its limits on these few tokens; clip_cov must draw no lots.
+# Settings that reach both sides of each recipe's limits with few tokens. clip_cov must not sample tokens.
 RECIPES: dict[str, dict[str, Any]] = {
     "dr_grpo": {},
     "dapo": {"overlong_buffer": 0.4},
@@ -77,17 +77,17 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 class Replay:
-    """The steps by transformers and torch alone, all in float64. `weights` are those after them."""
+    """The steps in float64 with only transformers and torch. `model` has the weights after the steps."""
 
     def __init__(self, model: Any, groups: list[Group]) -> None:
         self.model = copy.deepcopy(model).double().requires_grad_(True)
         self.grad_norms: list[float] = []
-        self.clipped: list[float] = []  # share of each step's ratios outside of 1 -+ CLIP_EPS
+        self.clipped: list[float] = []  # per step: fraction of ratios outside 1 -+ CLIP_EPS
         with torch.no_grad():
             self.old = {id(s): self.logprobs(s)[0] for g in groups for s in g.samples}
         kept = {n: p for n, p in self.model.named_parameters() if n.endswith(("norm.weight", ".bias"))}
         rest = [p for n, p in self.model.named_parameters() if n not in kept]
-        assert len(kept) == 5 * 5 + 1 and len(rest) == 5 * 7 + 1  # a tied embedding is one parameter
+        assert len(kept) == 5 * 5 + 1 and len(rest) == 5 * 7 + 1  # tied embeddings are one parameter
         decay = [{"params": rest, "weight_decay": WEIGHT_DECAY}, {"params": [*kept.values()], "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW(decay, lr=LR, betas=BETAS, eps=EPS)
         size = len(groups) // MINI_BATCHES
@@ -106,7 +106,7 @@ class Replay:
                     continue
                 advantage = (sample.reward - rewards.mean()) / (rewards.std() + 1e-6)
                 logprobs, entropy = self.logprobs(sample)
-                old = reference = self.old[id(sample)]  # no step lies between the start and the rollout
+                old = reference = self.old[id(sample)]  # there is no step between start and rollout
                 ratio = torch.exp(logprobs - old)
                 policy = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS) * advantage)
                 kl = torch.exp(reference - logprobs) - 1 - (reference - logprobs)
@@ -125,7 +125,7 @@ class Replay:
         self.adam.step()
 
     def logprobs(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of the response's tokens, and the entropies there."""
+        """Return the log-probs of the response tokens, and the entropies at their positions."""
         table = self.table(sample)
         return table.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
@@ -137,7 +137,7 @@ class Replay:
 
 
 class RecipeReplay(Replay):
-    """The steps with the advantages and the loss of any recipe, by the oracles."""
+    """The steps with any recipe's advantages and loss, computed by the oracles."""
 
     def __init__(self, model: Any, groups: list[Group], config: configs.Config) -> None:
         flat = config.algorithm.model_dump()
@@ -152,7 +152,7 @@ class RecipeReplay(Replay):
         scored = [
             [make(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in g.samples] for g in groups
         ]
-        for one in (s for g in scored for s in g):  # at the start the policy is the reference
+        for one in (s for g in scored for s in g):  # at the start the policy equals the reference
             one.logprobs = one.ref_logprobs = [0.0] * one.length
         rows = oracle_advantages.advantages(scored, oracle_advantages.AdvantageSettings(**b))
         self.advantages = {
@@ -193,11 +193,11 @@ class RecipeReplay(Replay):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tuple[Outcome, Replay]]]:
-    """The start model; by case the trainer's outcome and its replay."""
+    """Return the start model, and the trainer's outcome and its replay per case."""
     folder = tmp_path_factory.mktemp("replay")
     model = make_model("qwen2", seed=3, tied=True, **SIZES)
     save_checkpoint(model, folder / "model")
-    # Teachers of other families and sizes; one has more rows than the policy has tokens.
+    # Teachers of other families and sizes. One has a larger vocabulary than the policy.
     save_checkpoint(make_model("qwen3", seed=5, **SIZES | {"vocab_size": 123, "num_hidden_layers": 3}), folder / "big")
     save_checkpoint(make_model("llama", seed=6, vocab_size=SIZES["vocab_size"]), folder / "small")
     groups = make_groups(model)
@@ -209,7 +209,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
     return model, dict(zip(all_configs, zip(outcomes, replays, strict=True), strict=True))
 
 
-def test_metrics_of_every_step_are_those_of_the_replay(played: Any) -> None:
+def test_metrics_of_every_step_equal_the_replay(played: Any) -> None:
     _, cases = played
     outcome, replay = cases["written out"]
     assert all(norm > 1.2 * CLIP_GRAD for norm in replay.grad_norms), replay.grad_norms
@@ -219,8 +219,8 @@ def test_metrics_of_every_step_are_those_of_the_replay(played: Any) -> None:
         assert [m["grad_norm"] for m in outcome.updates] == pytest.approx(replay.grad_norms, rel=2e-5), name
 
 
-def test_weights_after_several_steps_are_those_of_the_replay(played: Any) -> None:
-    """How far each tensor moved; norms and biases move too, but do not decay."""
+def test_weights_after_several_steps_equal_the_replay(played: Any) -> None:
+    """Compare the movement of each tensor. Norms and biases move too, but do not decay."""
     model, cases = played
     outcome, replay = cases["written out"]
     found, end = weights_of(outcome), replay.model.state_dict()
@@ -312,7 +312,7 @@ def make_config(model: Path, **algorithm: Any) -> configs.Config:
 
 
 def make_groups(model: Any) -> list[Group]:
-    """Ragged random responses, which an engine near the model sampled; one sample has no reward."""
+    """Return random responses of different lengths with log-probs near the model's; one sample has no reward."""
     generator = torch.Generator().manual_seed(11)
 
     def ints(n: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A restored policy goes on as the one that was saved, in any layout; one whose masters are not its weights' is refused."""
+"""A restored policy continues like the saved one in any layout. A state whose masters do not match the weights is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By case, what went wrong: two ranks save and restore, one and three restore the same checkpoints, four share theirs."""
+    """Return errors by case. Two ranks save and restore, one and three restore the same checkpoints, four share a save."""
     folder = tmp_path_factory.mktemp("restore")
     results: Results = {}
     for world_size in (2, 1, 3, 4):
@@ -21,23 +21,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
-def test_a_restored_policy_goes_on_as_the_saved_one_in_any_layout(found: Results) -> None:
+def test_a_restored_policy_continues_like_the_saved_one_in_any_layout(found: Results) -> None:
     apart = ("iterated", "shifted", "shares")
     wrong = [line for case, lines in found.items() for line in lines if not any(word in case for word in apart)]
     assert found and not wrong, "\n".join(wrong)
 
 
-def test_iterated_steps_are_those_of_their_replay_in_any_layout_and_after_a_restore(found: Results) -> None:
+def test_iterated_steps_equal_their_replay_in_any_layout_and_after_restore(found: Results) -> None:
     cases = {case: lines for case, lines in found.items() if case.startswith("iterated")}
     assert len(cases) == 7 and not any(cases.values()), "\n".join(line for lines in cases.values() for line in lines)
 
 
-def test_optimizer_state_that_is_not_that_of_the_weights_is_refused_by_all_ranks(found: Results) -> None:
-    """As Megatron saves it without compat.save_optimizer_state_in_place, which can go once this fails."""
+def test_optimizer_state_of_other_weights_is_refused_by_all_ranks(found: Results) -> None:
+    """Megatron saves such a state without compat.save_optimizer_state_in_place. The patch can go when this test fails."""
     shifted = {case: lines for case, lines in found.items() if "shifted" in case}
     assert shifted and not any(shifted.values()), shifted
 
 
-def test_data_parallel_ranks_share_what_is_written_and_read(found: Results) -> None:
+def test_data_parallel_ranks_share_saving_and_restoring(found: Results) -> None:
     shared = {case: lines for case, lines in found.items() if "shares" in case}
     assert len(shared) == 2 and not any(shared.values()), shared
