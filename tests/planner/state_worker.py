@@ -1,4 +1,4 @@
-"""One rank of the planner's comparison with Megatron: every case's real buffers, one layout after the other."""
+"""One rank of the planner's comparison with Megatron: the real buffers of every case, one layout after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import grpo_mega.megatron  # isort: skip  # noqa: F401  # its patches come first
+import grpo_mega.megatron  # isort: skip  # noqa: F401  # import its patches first
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -31,7 +31,7 @@ from tests.helpers.models import make_config
 from tests.helpers.planner_cases import ACTIVATIONS, CASES, StateCase
 from tests.helpers.ranks import run_cases
 
-SMALL_BUCKET = 1500  # elements, so that tiny models make several
+SMALL_BUCKET = 1500  # elements; small, so tiny models have several buckets
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 def compare(
     cases: Sequence[StateCase], check: Callable[[StateCase, Runtime], None], device: devices.Device, rank: int, folder: Path
 ) -> None:
-    """All cases, whatever one of them says, so that the ranks stay in step. Neighbours share the groups of a layout."""
+    """Run all cases even if one fails, so the ranks stay in step. Neighbouring cases share the process groups of a layout."""
     problems = []
     for _, alike in groupby(cases, key=lambda case: case.config.layout):
         members = list(alike)
@@ -72,7 +72,7 @@ def build(case: StateCase, runtime: Runtime) -> tuple[Policy, ModelShape]:
 def check_state(case: StateCase, runtime: Runtime) -> None:
     policy, shape = build(case, runtime)
     layout, family = runtime.layout, family_of(shape.model_type)
-    policy._optimizer.step()  # Adam makes its moments
+    policy._optimizer.step()  # Adam allocates its moments
     planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape), False)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -91,7 +91,7 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
 
 
 def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, num_replicas: int) -> None:
-    """Cut into several buckets, as only models of 40 million parameters would be."""
+    """Compare with a small bucket size. With the real one only models of 40 million parameters have several buckets."""
     chunk = policy.chunks[0]
     groups = ProcessGroupCollection()
     groups.tp, groups.dp_cp = chunk.tp_group, chunk.dp_cp_group
@@ -115,7 +115,7 @@ def check_buckets(mine: list[Any], theirs: list[Any], policy: Policy, num_replic
 
 
 def check_activations(case: StateCase, runtime: Runtime) -> None:
-    """Count what autograd saves in the forward pass of one full micro-batch, by storages."""
+    """Count the bytes that autograd saves in the forward pass of one full micro-batch, by storage."""
     policy, shape = build(case, runtime)
     config = case.config
     setup = Setup(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)
@@ -126,7 +126,7 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            held[storage.data_ptr()] = storage  # which keeps it, so that no other can take its place
+            held[storage.data_ptr()] = storage  # keep the storage, so its address is not reused
         return tensor
 
     def on_hidden(hidden_TH: Tensor, batch: PackedBatch) -> LossOutputs:
@@ -136,14 +136,14 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy.pipeline.forward_backward([one_batch(setup.micro_batch_tokens, runtime)], on_hidden)
     planned = activations(setup, 0, padding=1.0).saved.value  # segments of equal length need no padding
-    # What does not grow with the model's width, such as positions, is not planned.
+    # The plan omits tensors that do not grow with the model's width, such as positions.
     assert abs(planned - at_the_end[0]) < 0.05 * at_the_end[0] + 2**15, (
         f"planned {planned:,.0f} bytes, autograd saved {at_the_end[0]:,}"
     )
 
 
 def one_batch(num_tokens: int, runtime: Runtime) -> PackedBatch:
-    """Eight segments of equal length."""
+    """Return a batch of eight segments of equal length."""
     length = num_tokens // 8
     tokens = torch.arange(num_tokens) % 90
     return PackedBatch(

@@ -1,4 +1,4 @@
-"""Plans with context parallelism: what a rank keeps at 32k tokens beside real Megatron, places, times, and when to use it."""
+"""Plans with context parallelism: saved activations at 32k tokens against real Megatron, rank order, times, and advice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[tuple[str, int], float]:
-    """Return the most bytes that autograd keeps for a sample of 32,768 tokens, by recompute and ranks: 4 layers of 8B."""
+    """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of an
+    8B."""
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +60,7 @@ def test_each_of_two_ranks_keeps_half_of_the_activations_of_32k_tokens(
 
 
 @pytest.mark.parametrize("config", [LONG_70B, LONG_8B])
-def test_context_parallelism_is_advised_first_where_a_long_samples_activations_do_not_fit(config: str) -> None:
+def test_context_parallelism_is_advised_first_for_long_samples(config: str) -> None:
     plan = plan_of(config, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768")
     assert not plan.fits and "most of it activations saved" in plan.shortfalls[0]
     advised = first_changes(plan)[0]
@@ -71,14 +72,14 @@ def test_context_parallelism_is_advised_first_where_a_long_samples_activations_d
     assert any(option.plan.setup.layout.cp > 1 for option in suggest(plan.setup))
 
 
-def test_it_is_not_advised_where_fewer_samples_in_a_micro_batch_do() -> None:
+def test_context_parallelism_is_not_advised_if_fewer_samples_suffice() -> None:
     plan = plan_of("slurm/llama3_70b_bf16.yaml", "batch.tokens_per_micro_batch=32768", "model.recompute=selective")
     assert not plan.fits and "most of it activations saved" in plan.shortfalls[0]
     assert first_changes(plan)
     assert all(option.plan.setup.layout.cp == 1 for option in [*first_changes(plan), *suggest(plan.setup)])
 
 
-def test_context_parallel_ranks_come_next_to_tensor_parallel_ones_and_cross_nodes_where_these_fill_them() -> None:
+def test_context_parallel_ranks_follow_tensor_parallel_ranks() -> None:
     layout = plan_of(LONG_70B).setup.layout
     assert groups(layout, "tp")[0] == (0, 1, 2, 3) and groups(layout, "cp")[1] == (1, 5, 9, 13)
     assert groups(layout, "pp")[0] == (0, 16, 32, 48) and groups(layout, "dp") == groups(layout, "cp")
@@ -92,8 +93,8 @@ def test_context_parallel_ranks_come_next_to_tensor_parallel_ones_and_cross_node
     assert crossing == {(2, 4, 2): (0, 16), (4, 4, 1): (16, 16), (1, 8, 2): (0, 8)}
 
 
-def test_ranks_that_share_samples_take_the_batches_and_optimizer_shares_of_data_parallel_ones() -> None:
-    """Work and state are the same, but for what they exchange."""
+def test_context_parallel_ranks_share_work_and_state_like_data_parallel() -> None:
+    """Work and state are the same, except for the exchanged keys and values."""
     apart, shared = plan_of(LONG_8B, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768"), plan_of(LONG_8B)
     assert apart.batch.tokens.value == shared.batch.tokens.value
     assert shared.batch.micro_batches.value == pytest.approx(2 * apart.batch.micro_batches.value, abs=1)  # each half as long
@@ -103,7 +104,7 @@ def test_ranks_that_share_samples_take_the_batches_and_optimizer_shares_of_data_
     assert seconds[0]["update"] < seconds[1]["update"] < 1.1 * seconds[0]["update"]
     sent = {link.kind: link.sent.value for link in shared.links}
     assert "context parallel" not in {link.kind for link in apart.links}
-    # Keys and values of a step's tokens, 36 layers: forward, recomputed, and twice backward with their gradients.
+    # Keys and values of a step's tokens, 36 layers: forward, recomputed, and twice in backward with their gradients.
     tokens, keys_and_values = shared.batch.tokens.value / 4, 2 * 4 * 128 * 2
     assert sent["context parallel"] == pytest.approx(tokens * keys_and_values * 36 * (4 + 1))
 
@@ -118,8 +119,8 @@ def test_every_formula_of_a_plan_with_context_parallelism_gives_its_figure(uses_
     assert plan.worst.phases["update"][-3].label == "exchanged keys and values"
 
 
-def test_a_rank_holds_what_it_exchanges_whatever_the_number_of_its_own_tokens() -> None:
-    """Attention of cp ranks holds keys and values of cp times a rank's tokens: of as many samples, always the same."""
+def test_exchanged_keys_and_values_do_not_depend_on_a_ranks_tokens() -> None:
+    """Attention over cp ranks holds keys and values of cp times a rank's tokens, so their size depends only on the samples."""
     setup = plan_of(LONG_70B).setup
     sizes = []
     for cp, tokens in ((2, 16384), (4, 8192)):

@@ -1,4 +1,4 @@
-"""The plan's decoding steps, beside published figures of servers on H100s."""
+"""The plan's decoding steps against published figures of servers on H100s."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ LLAMA_8B = {
     "rms_norm_eps": 1e-5,
 }
 LLAMA_405B = dict(KNOWN_MODELS["llama-3.1-405b"].fields)
-CLOSE = 0.15  # of the published figure
+CLOSE = 0.15  # relative to the published figure
 
 
-LATENT = {  # DeepSeek-V3's
+# sizes of DeepSeek-V3
+LATENT = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -69,8 +70,8 @@ def step(setup: Setup, concurrent: float, context: float) -> float:
 @pytest.mark.parametrize(("tp", "batch", "published"), [(1, 1, 7.37e-3), (1, 128, 11.84e-3), (8, 1, 3.35e-3)])
 def test_a_step_of_llama_3_8b_takes_as_long_as_sglang_published(tp: int, batch: int, published: float) -> None:
     """github.com/sgl-project/sglang/issues/1008, 9 August 2024: Llama-3-8B in bf16 with CUDA graphs, 128 tokens in, 8 out;
-    median latency of decoding by bench_latency, which calls the model without the scheduler. What was read of it does not
-    name the card: an A100 would need all of its memory's rate to read 15 GB in 7.37 ms."""
+    median latency of decoding by bench_latency, which calls the model without the scheduler. The excerpt does not name the
+    card, but an A100 would need its full memory bandwidth to read 15 GB in 7.37 ms."""
     setup = setup_of(LLAMA_8B, tp)
     assert step(setup, batch, 132) - setup.assumed.decode_step_s == pytest.approx(published, rel=CLOSE)
 
@@ -85,8 +86,8 @@ def test_a_request_to_a_server_at_tp8_takes_as_long_as_sglang_published(
 ) -> None:
     """lmsys.org/blog/2024-07-25-sglang-llama3 (SGLang v0.2): Llama-3-70B and Llama-3.1-405B in FP8 on 8 H100s 80GB SXM at TP8,
     prompts of 512 to 4,096 tokens and responses of 128 to 1,024, `rate` requests per second; median end-to-end latency in
-    seconds, read off the curves of the figures. So many requests are under way as arrive in that time, and each waits while
-    others' prompts are processed."""
+    seconds, read from the plots. The number of running requests is the rate times the latency, and each request also waits
+    while the server processes other prompts."""
     prompt, response, setup = 2304, 576, setup_of(fields, 8, "fp8")
     prefill = prompt * token_seconds(setup)
     decoding = response * step(setup, rate * published, prompt + response / 2)
@@ -95,12 +96,12 @@ def test_a_request_to_a_server_at_tp8_takes_as_long_as_sglang_published(
 
 @pytest.mark.parametrize(("context", "published"), [(5250, 18.58e-3), (1500, 18.91e-3)])
 def test_a_step_of_llama_3_3_70b_at_tp2_takes_as_long_as_nvidia_published(context: float, published: float) -> None:
-    """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 by NIM 1.8.0 on 2
-    H100s 80G at TP2, one request at a time of 5,000 tokens in and 500 out, or 500 in and 2,000 out; time between tokens."""
+    """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 with NIM 1.8.0 on 2
+    H100s 80G at TP2, one request at a time with 5,000 tokens in and 500 out, or 500 in and 2,000 out; time between tokens."""
     assert step(setup_of(LLAMA_70B, 2, "fp8"), 1, context) == pytest.approx(published, rel=CLOSE)
 
 
-def test_experts_take_the_same_memory_however_they_are_spread_over_an_engine() -> None:
+def test_experts_take_the_same_memory_for_any_ep_of_an_engine() -> None:
     fields = dict(KNOWN_MODELS["qwen3-235b-a22b"].fields)
     weights = {engine_memory(setup_of(fields, 8, ep=ep)).weights.value for ep in (1, 2, 8)}
     assert len(weights) == 1
@@ -108,17 +109,18 @@ def test_experts_take_the_same_memory_however_they_are_spread_over_an_engine() -
     assert engine_memory(spread).weights.value == engine_memory(cut).weights.value
 
 
-def test_of_multi_latent_attention_every_rank_keeps_the_latents_of_a_token() -> None:
+def test_every_rank_keeps_all_latents_of_multi_latent_attention() -> None:
     in_bf16 = setup_of(LATENT, 8)
     assert cache_bytes_per_token(in_bf16) == 61 * (512 + 64) * 2
     raw = in_bf16.config.model_dump()
-    raw["model"]["dtype"], raw["rollout"]["dtype"] = "float32", "bfloat16"  # the trainer's weights alone are wider
+    raw["model"]["dtype"], raw["rollout"]["dtype"] = "float32", "bfloat16"  # only the trainer's weights are wider
     wider = replace(in_bf16, config=configs.validate(raw))
     assert cache_bytes_per_token(wider) == cache_bytes_per_token(in_bf16)
 
 
 def test_recorded_experts_take_the_host_memory_of_layers_that_have_experts() -> None:
-    """DeepSeek-V3 has 58 of them, each with 8 of 256 experts for a token, which one byte cannot number and tell "not known"."""
+    """DeepSeek-V3 has 58 such layers with 8 of 256 experts per token. One byte has no value left for "unknown", so an id takes
+    2."""
     setup = setup_of(LATENT, 8)
     config = setup.config.model_copy(update={"rollout": setup.config.rollout.model_copy(update={"routing_replay": True})})
     host = host_memory(replace(setup, config=config, experts_per_token=8))

@@ -1,4 +1,4 @@
-"""Generation as the plan simulates it: beside a simulation token by token, and by hand; and the lengths it is given."""
+"""Generation as the plan simulates it, against a token-by-token simulation and arithmetic by hand; and response lengths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def groups_of(lengths: list[list[int]], decoded: list[list[int]]) -> list[Group]
 
 @dataclass
 class Machine:
-    """An engine of the slow simulation: what it has, and when its next token of each is there."""
+    """An engine of the slow simulation: its responses, and the current time."""
 
     now: float = 0.0
     live: list[tuple[int, int]] = field(default_factory=list)  # (group, response)
@@ -44,7 +44,7 @@ class Machine:
 def token_by_token(
     engines: Engines, lengths: list[list[int]], decoded: list[list[int]], wanted: float, needed: set[int], until: float
 ) -> tuple[float, list[list[int]]]:
-    """Return when the phase ends, and how long each response is then: one token of each live response after the other."""
+    """Simulate one token of each live response at a time. Return the end of the phase, and the length of each response."""
     done = [row[:] for row in decoded]
 
     def is_whole(g: int) -> bool:
@@ -91,7 +91,7 @@ def token_by_token(
         machine.live = [(g, i) for g, i in machine.live if done[g][i] < lengths[g][i]]
         machine.groups = {g for g in machine.groups if not is_whole(g)}
         if is_over():
-            for other in machines:  # tokens that come at the same moment
+            for other in machines:  # tokens at the same moment count too
                 while other is not machine and next_token(other) <= time:
                     other.now = next_token(other)
                     for g, i in other.live:
@@ -102,8 +102,8 @@ def token_by_token(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_phase_is_that_of_a_simulation_token_by_token(seed: int) -> None:
-    """All times are whole numbers, so that neither simulation rounds."""
+def test_a_phase_equals_a_token_by_token_simulation(seed: int) -> None:
+    """All times are whole numbers, so both simulations are exact."""
     draw = random.Random(seed)
     count, group = draw.randint(1, 17), draw.choice([1, 3, 5])
     lengths = [[draw.choice([draw.randint(1, 9), draw.randint(1, 60)]) for _ in range(group)] for _ in range(count)]
@@ -128,17 +128,17 @@ def test_a_phase_is_that_of_a_simulation_token_by_token(seed: int) -> None:
 
 
 def wait(lengths: Lengths, schedule: Schedule, training: float = 0.0, count: int = 1, concurrent: int = 4) -> float:
-    """A token of any number of responses takes a second."""
+    """Simulate engines that take a second per token for any number of responses."""
     engines = Engines(count, concurrent, in_batches=False, steps=(1.0,) * 100, per_context=0.0, per_prefill=0.0)
     return mean_wait(engines, lengths, 5.0, schedule, training)
 
 
 ALL_EQUAL = Lengths((0.0, 1.0), (30.0, 30.0))
-ONE_LONG = Lengths((0.0, 0.875, 0.875, 1.0), (10.0, 10.0, 90.0, 90.0))  # of eight one is nine times as long
+ONE_LONG = Lengths((0.0, 0.875, 0.875, 1.0), (10.0, 10.0, 90.0, 90.0))  # one of eight is nine times as long
 
 
-def test_ahead_of_the_trainer_only_what_training_does_not_hide_is_waited_for() -> None:
-    """Eight responses of 30 tokens over four slots take 60 seconds per step, whenever they are generated."""
+def test_a_trainer_waits_only_for_generation_that_training_does_not_hide() -> None:
+    """Eight responses of 30 tokens in four slots take 60 seconds per step, at any time."""
     in_turns = Schedule(8, 1, begun=8, ahead=0, carries=False, max_staleness=0)
     ahead = Schedule(8, 1, begun=16, ahead=8, carries=True, max_staleness=1)
     assert wait(ALL_EQUAL, in_turns) == 60
@@ -146,20 +146,20 @@ def test_ahead_of_the_trainer_only_what_training_does_not_hide_is_waited_for() -
 
 
 def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
-    """Over eight slots a step that waits for all takes 90 seconds, and tokens for 20 seconds of full batches."""
+    """With eight slots a step that waits for all responses takes 90 seconds; its tokens fill 20 seconds of full batches."""
     whole = Schedule(8, 1, begun=8, ahead=0, carries=False, max_staleness=0)
     assert wait(ONE_LONG, whole, concurrent=8) == 90
     waits = {
         staleness: wait(ONE_LONG, Schedule(8, 1, 16, 0, carries=True, max_staleness=staleness), concurrent=16)
         for staleness in (1, 2, 30)
     }
-    # Never more than one long response at once: it ends in the step by which it is too old for the next.
+    # There is at most one long response at once. It ends in the step before it would be too old.
     assert waits[1] > waits[2] > waits[30]
-    assert waits[30] == pytest.approx(10, abs=1)  # seven short responses end in 10 seconds, with one of the old ones
-    assert waits[1] == pytest.approx(45, abs=6)  # two steps for its 90 seconds
+    assert waits[30] == pytest.approx(10, abs=1)  # seven short responses, and one of the old ones, end in 10 seconds
+    assert waits[1] == pytest.approx(45, abs=6)  # two steps share its 90 seconds
 
 
-def test_equal_arguments_give_equal_times_whatever_else_is_drawn() -> None:
+def test_equal_arguments_give_equal_times_despite_other_random_draws() -> None:
     schedule = Schedule(16, 3, begun=20, ahead=0, carries=True, max_staleness=2)
     lengths = assumed_lengths(40, 400)
     first = wait(lengths, schedule)
@@ -168,14 +168,14 @@ def test_equal_arguments_give_equal_times_whatever_else_is_drawn() -> None:
     assert wait(lengths, schedule) == first
 
 
-def test_given_percentiles_are_those_of_the_lengths_up_to_the_longest() -> None:
+def test_lengths_have_the_given_percentiles_up_to_the_longest() -> None:
     lengths = read_lengths("p50=700,p90=3000,p99.5=12000", 8000)
     drawn = lengths.of(2000)
     assert [drawn[999], drawn[1799], drawn[1989], drawn[1999]] == [700, 2999, pytest.approx(8000, abs=90), 8000]
     assert drawn[0] == 1 and drawn == sorted(drawn)
 
 
-def test_lengths_of_an_earlier_run_are_those_of_its_samples(tmp_path: Path) -> None:
+def test_lengths_of_an_earlier_run_equal_its_samples(tmp_path: Path) -> None:
     rows = [{"rollout_logprobs": [0.0] * n} for n in (3, 50, 7, 1200, 9)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half')
     for path in (tmp_path, tmp_path / "samples.jsonl"):
@@ -199,13 +199,13 @@ def test_assumed_lengths_have_the_mean_that_is_given(mean: int, longest: int) ->
         ("/none", "cannot read /none/samples.jsonl|cannot read /none"),
     ],
 )
-def test_lengths_that_are_none_are_refused_with_the_remedy(text: str, problem: str) -> None:
+def test_invalid_lengths_are_refused_with_the_remedy(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read_lengths(text, 1000)
 
 
 def after(group: types.Group, lengths: list[int], done: list[int], step: int) -> types.Group:
-    """Return the group of a run that has `done` tokens of each sample, those new ones of policy `step`."""
+    """Return the group of a run that has `done` tokens of each sample. Policy `step` made the new tokens."""
     before = {sample.index: sample for sample in group.samples}
     samples = []
     for index, (length, tokens) in enumerate(zip(lengths, done, strict=True)):
@@ -221,8 +221,8 @@ def after(group: types.Group, lengths: list[int], done: list[int], step: int) ->
 @pytest.mark.parametrize(
     ("begun", "ahead", "staleness"), [(7, 0, 1), (9, 0, 3), (16, 0, 1), (10, 5, 1), (15, 10, 2), (20, 3, 2)]
 )
-def test_steps_continue_what_the_backlog_of_a_run_would(begun: int, ahead: int, staleness: int) -> None:
-    """The backlog is the trainer's own; its phases are simulated token by token."""
+def test_steps_continue_the_groups_of_a_runs_backlog(begun: int, ahead: int, staleness: int) -> None:
+    """The backlog is the trainer's. Its phases are simulated token by token."""
     wanted, size, training = 5, 3, 9000.0
     distribution = Lengths((0.0, 0.9, 1.0), (1.0, 12.0, 150.0))
     schedule = Schedule(wanted, size, begun, ahead, carries=True, max_staleness=staleness)

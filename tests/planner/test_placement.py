@@ -1,4 +1,4 @@
-"""Plans of jobs with ranks that only generate, and which placement they say is faster."""
+"""Plans of jobs with generation-only ranks, and the placement that they call faster."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ def test_a_sync_between_two_sides_moves_each_engine_ranks_whole_share(path: Path
     plan = plan_of(path, *SEPARATE)
     traffic = plan.sync_traffic
     parameters, norms = 70_553_706_496, (2 * 80 + 1) * 8192
-    share = 2 * ((parameters - norms) // 8 + norms)  # bf16; every rank of an engine has all norms
+    share = 2 * ((parameters - norms) // 8 + norms)  # bf16; every engine rank has all norms
     assert traffic.received == (0,) * 48 + (share,) * 16
     assert traffic.sent[48:] == (0,) * 16 and sum(traffic.sent) == 16 * share
     assert traffic.same_rank == 0 and traffic.same_node == 0  # the engines' nodes have no trainers
     link = next(link for link in plan.links if link.kind == "sync to the engines")
     assert (link.sent.value, link.crosses) == (share, True)
     more = plan_of(path, "rollout.placement=separate", "layout.engine_ranks=96", "layout.dp=3")
-    assert more.links[-1].sent.value == 2 * share  # two devices receive what one sends
+    assert more.links[-1].sent.value == 2 * share  # two devices receive each sent share
 
 
-def test_a_trainers_device_has_nothing_of_an_engine_and_the_engines_has_it_all(path: Path) -> None:
+def test_a_trainers_device_has_nothing_of_an_engine(path: Path) -> None:
     together = plan_of(path, "rollout.sleep=never", "rollout.memory_fraction=0.4")
     apart = plan_of(path, *SEPARATE, "layout.dp=4", "rollout.memory_fraction=0.4")
     assert {"world", "trainers"} <= set(communicators(apart.setup))
     engine = together.engine
     for before, after in zip(together.stages, apart.stages, strict=True):
         for phase in ("log-probs", "update", "checkpoint"):
-            # Its context, graphs and two buckets; its communicator is replaced by that of the trainers without the engines.
+            # Context, graphs and two buckets leave with the engine. The trainers' communicator replaces its communicator.
             left = (0.55 + 2.0 + 2 * 0.25) * GIB + engine.weights.value + engine.cache.value
             assert before.totals[phase].value - after.totals[phase].value == pytest.approx(left)
         assert "engine weights" not in {figure.label for figure in after.phases["sync"]}
@@ -85,13 +85,13 @@ def test_a_trainers_device_has_nothing_of_an_engine_and_the_engines_has_it_all(p
     assert together.engine_device == [] and together.engine_total.value == 0
 
 
-def test_an_engine_that_does_not_fit_on_its_own_device_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_does_not_fit_on_its_device_is_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_of(path, *SEPARATE, "rollout.memory_fraction=0.9").fits
     assert command(path, *SEPARATE, "rollout.memory_fraction=0.99") == 1
     assert "DOES NOT FIT: an engine's own device takes 8" in capsys.readouterr().out
 
 
-def test_nothing_is_offloaded_and_only_nodes_with_engines_have_reward_workers(path: Path) -> None:
+def test_separate_plans_offload_nothing_and_engine_nodes_score_rewards(path: Path) -> None:
     plan = plan_of(path, *SEPARATE, "rollout.sleep=always", "algorithm.kl_beta=0")
     assert plan.host.pinned_total.value == 0 and not plan.both_fit
     assert {figure.label: figure.value for figure in plan.host.other} == {
@@ -99,7 +99,7 @@ def test_nothing_is_offloaded_and_only_nodes_with_engines_have_reward_workers(pa
         "engines": 0,
         "reward workers": 0,
     }
-    crowded = plan_of(path, *SEPARATE, "rewards.num_workers=3000", "rollout.tp=4").host  # two engines on a node
+    crowded = plan_of(path, *SEPARATE, "rewards.num_workers=3000", "rollout.tp=4").host  # two engines per node
     assert {figure.label: figure.value for figure in crowded.other} == {
         "ranks": 8 * 4 * GIB,
         "engines": 8 * 5 * GIB,
@@ -117,14 +117,14 @@ def test_every_formula_of_a_plan_with_engine_ranks_gives_its_figure(path: Path) 
     assert "memory, engine's own device" in labels
 
 
-def test_what_a_step_ahead_hides_is_not_waited_for(path: Path) -> None:
+def test_a_step_ahead_hides_waiting(path: Path) -> None:
     def waits(staleness: int, *overrides: str) -> tuple[float, float]:
         timing = plan_of(path, *SEPARATE, f"rollout.max_staleness={staleness}", *overrides, lengths=LONG_TAIL).timing
         by_label = {figure.label: figure.value for figure in timing.phases}
         return by_label["sampling"], by_label["log-probs"] + by_label["update"]
 
     (in_turns, training), (ahead, _) = waits(0), waits(1)
-    # Two engines: continuing and not waiting for the longest saves more than what a step ahead has to process again.
+    # With two engines, continuing and not waiting for the longest response saves more than the repeated prefill costs.
     assert training > 30 and 0 < ahead < in_turns - 0.9 * training
     many = ("layout.engine_ranks=96",)
     assert waits(1, *many)[0] < 0.2 * waits(0, *many)[0]
@@ -135,7 +135,7 @@ def test_the_tail_of_the_lengths_decides_how_long_a_step_samples(path: Path) -> 
         return float(plan_of(path, *overrides, **request).timing.phases[0].value)
 
     equal = sampling(lengths="p0=420,p100=420")
-    tail = sampling(lengths=LONG_TAIL)  # with a mean of 438
+    tail = sampling(lengths=LONG_TAIL)  # the mean is 438
     room = ("rollout.oversample=2", "rollout.max_concurrent=512")
     partial = sampling("rollout.partial=true", *room, lengths=LONG_TAIL)
     assert 2 * equal < partial < 0.6 * tail
@@ -144,8 +144,8 @@ def test_the_tail_of_the_lengths_decides_how_long_a_step_samples(path: Path) -> 
     )
 
 
-def test_one_group_alone_takes_a_prefill_and_the_decoding_steps_of_its_growing_context(path: Path) -> None:
-    """An engine has two responses of 40 tokens to a prompt of 100."""
+def test_one_group_takes_a_prefill_and_steps_with_growing_context(path: Path) -> None:
+    """An engine has two responses of 40 tokens to a prompt of 100 tokens."""
     lengths, one = "p0=40,p100=40", ("algorithm.group_size=2", "batch.prompts_per_step=8", "rollout.max_concurrent=2")
     plan = plan_of(path, *one, lengths=lengths, mean_prompt=100.0)
     setup, weights = plan.setup, plan.engine.weights.value
@@ -154,7 +154,7 @@ def test_one_group_alone_takes_a_prefill_and_the_decoding_steps_of_its_growing_c
 
 
 @pytest.mark.parametrize("overrides", [(), SEPARATE], ids=["colocated", "separate"])
-def test_the_faster_placement_is_named_with_both_times_as_their_own_plans_have_them(
+def test_the_faster_placement_is_named_with_the_times_of_both_plans(
     path: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]
 ) -> None:
     assert command(path, *overrides, options=("--json", "--lengths", LONG_TAIL)) == 0
@@ -185,15 +185,15 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     assert "An engine's own device: " in text and "(assumed; give --lengths)" in text
 
 
-def test_without_lengths_a_colocated_plan_says_nothing_of_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_lengths_a_colocated_plan_does_not_compare_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(path) == 0
     assert "Expected faster" not in capsys.readouterr().out
     assert command(path, options=("--json",)) == 0
     assert json.loads(capsys.readouterr().out)["placement"] is None
 
 
-def test_where_one_placement_alone_fits_that_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With one data-parallel rank less, the optimizer's state does not fit."""
+def test_a_plan_says_if_only_one_placement_fits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one data-parallel rank less, the optimizer state does not fit."""
     command(path, "layout.dp=2", options=("--lengths", LONG_TAIL))
     out = " ".join(capsys.readouterr().out.split())
     assert "Only one placement to choose from: nothing with rollout.placement=separate fits these GPUs" in out

@@ -1,4 +1,4 @@
-"""The plan as a whole: what it says of known jobs, its formulas, its forms of output and its exit codes."""
+"""The whole plan: results for known jobs, formulas, output formats and exit codes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MakeConfig = Callable[..., Path]
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
-    """Writes a model's config.json and a YAML that names it, with `changes` by dotted key."""
+    """Write a model's config.json and a YAML for it, with `changes` by dotted key."""
 
     def make(fields: dict[str, Any] = LLAMA_70B, **changes: Any) -> Path:
         folder = tmp_path / "model"
@@ -91,27 +91,27 @@ def plan_of(path: Path, **request: Any) -> Plan:
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.recompute": "full"}, BLOCKWISE, {"layout.vpp": 4}], ids=str)
-def test_llama_70b_fits_64_h100_with_room_for_what_is_estimated(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+def test_llama_70b_fits_64_h100_with_the_margin_for_estimates(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     plan = plan_of(make_config(**changes))
     assert plan.fits and plan.spare >= MARGIN
     assert set(plan.worst.totals) == set(PHASES)
 
 
-def test_llama_70b_has_the_host_memory_and_the_checkpoint_that_arithmetic_by_hand_gives(make_config: MakeConfig) -> None:
+def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_config: MakeConfig) -> None:
     plan = plan_of(make_config())
-    parameters = 70_553_706_496  # as Meta states them, 70.6B
+    parameters = 70_553_706_496  # Meta states 70.6B
     assert plan.checkpoint.value == 14 * parameters
-    # Of 16 shares: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel ranks; 8 ranks.
+    # Each of 8 ranks has 1/16: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel ranks.
     by_hand = 8 * parameters / 16 * (2 + 2 + 12 / 4) / 2**30
     assert by_hand == pytest.approx(230, abs=1)
-    assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage holds the embedding besides
+    assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage also has the embedding
     iterated = plan_of(make_config(**{"algorithm.ref_model_sync_steps": 9, "algorithm.ref_model_mixup_alpha": 0.5}))
-    assert iterated.checkpoint.value == 18 * parameters  # with the average, which a node holds half of and stages an eighth of
+    assert iterated.checkpoint.value == 18 * parameters  # plus the average; a node holds half of it and stages an eighth
     assert iterated.host.peak.value - plan.host.peak.value == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
 
 
-def test_it_does_not_fit_where_it_cannot(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without tensor parallelism an H100 has no room for the gradients of a quarter of 70B parameters."""
+def test_gradients_without_tensor_parallelism_do_not_fit(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without tensor parallelism an H100 has no space for the gradients of a quarter of 70B parameters."""
     path = make_config(**{"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16})
     assert cli.main(["plan", str(path)]) == 1
     assert "DOES NOT FIT: " in capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_every_formula_gives_its_figure(make_config: MakeConfig, fields: dict[st
     assert count > 50
 
 
-def test_parameters_are_those_that_the_mapping_of_weights_holds(make_config: MakeConfig) -> None:
+def test_parameter_counts_equal_the_weight_mapping(make_config: MakeConfig) -> None:
     for fields in (LLAMA_70B, QWEN3_30B_A3B, QWEN2_HALF_B):
         changes = {"layout.tp": 2, "layout.pp": 4, "layout.dp": 8, "rollout.tp": 2}
         plan = plan_of(make_config(fields, **changes))
@@ -168,17 +168,17 @@ def _size(shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("ep", [1, 2, 8])
 def test_the_shares_of_data_parallel_ranks_add_up_to_the_parameters(make_config: MakeConfig, ep: int) -> None:
-    """Every element is in one optimizer; experts over ep ranks are other elements on each of them."""
+    """Every element is in one optimizer. Each of ep ranks has different experts."""
     changes = {"layout.ep": ep, "layout.pp": 2, "layout.dp": 8, "rollout.tp": 4, "layout.overlap_grad_reduce": True}
     plan = plan_of(make_config(QWEN3_30B_A3B, **changes))
     shape = plan.setup.shape
-    experts_a_stage = 24 * shape.num_experts * 3 * shape.hidden * shape.moe_ffn // 4  # by tensor-parallel rank
+    experts_a_stage = 24 * shape.num_experts * 3 * shape.hidden * shape.moe_ffn // 4  # per tensor-parallel rank
     for stage in plan.stages:
         dense = stage.state.num_parameters - experts_a_stage // ep
         assert sum(stage.state.optimizer_elements) == dense + experts_a_stage
 
 
-def test_json_has_what_scripts_ask(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_fields_that_scripts_use(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(make_config()), "--json", "--suggest"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True and found["violations"] == []
@@ -206,7 +206,7 @@ def test_json_of_an_illegal_config_has_the_same_fields_and_every_violation(
     assert all("; use " in violation for violation in found["violations"])
 
 
-def test_an_illegal_config_is_told_in_text_with_exit_code_2(
+def test_an_illegal_config_is_reported_as_text_with_exit_code_2(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", str(make_config()), "--world-size", "48", "--set", "rollout.tp=16"]) == 2
@@ -215,7 +215,7 @@ def test_an_illegal_config_is_told_in_text_with_exit_code_2(
     assert "rollout.tp=16 does not divide each node's 8 ranks" in out
 
 
-def test_what_no_plan_can_be_made_of_is_one_line_on_stderr(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_plan_is_one_line_on_stderr(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_config()
     for arguments in (["--set", "layout.vpp=2", "--set", "layout.pp=1"], ["--mean-response", "1e9"], ["--gpus-per-node", "0"]):
         assert cli.main(["plan", str(path), *arguments]) == 2
@@ -224,9 +224,7 @@ def test_what_no_plan_can_be_made_of_is_one_line_on_stderr(make_config: MakeConf
         assert len(json.loads(capsys.readouterr().out)["violations"]) == 1
 
 
-def test_a_model_that_is_not_known_is_a_violation_beside_the_others(
-    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_model_is_one_of_several_violations(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_config(LLAMA_70B | {"model_type": "gpt2"}, **BLOCKWISE)
     assert cli.main(["plan", str(path), "--gpu", "a100", "--json"]) == 2
     problems = [problem.partition(";")[0] for problem in json.loads(capsys.readouterr().out)["violations"]]
@@ -267,7 +265,7 @@ def test_the_text_reads_well_at_100_columns(
     assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
 
 
-def test_what_is_not_on_this_machine_is_a_note(make_config: MakeConfig) -> None:
+def test_files_missing_on_this_machine_are_notes(make_config: MakeConfig) -> None:
     _, findings = prepare(PlanOptions(make_config()))
     assert findings.violations == []
     notes = " | ".join(findings.notes)
@@ -310,7 +308,7 @@ def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> Non
 
 
 def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
-    """With 2-way tensor parallelism a node of 8 holds 4 data-parallel neighbours, or 4 pipeline stages."""
+    """With tp=2 a node of 8 ranks contains 4 data-parallel neighbours or 4 pipeline stages."""
     crossing = {}
     for order in ("tp-dp-pp", "tp-pp-dp"):
         plan = plan_of(make_config(**{"layout.tp": 2, "layout.pp": 4, "layout.dp": 4, "rollout.tp": 8, "layout.order": order}))
@@ -333,8 +331,8 @@ def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_conf
     assert never.host.pinned[1].value == 0
 
 
-def test_what_the_trainer_keeps_on_the_device_is_counted_in_every_phase(make_config: MakeConfig) -> None:
-    """Its context, workspaces and the two buckets that the engine has opened; in a sync there is a third bucket."""
+def test_memory_that_the_trainer_keeps_is_counted_in_every_phase(make_config: MakeConfig) -> None:
+    """Count the context, the workspaces, and the two buckets that the engine has opened; a sync has a third bucket."""
     plan = plan_of(make_config(**{"sync.bucket_mib": 384}))
     for phase in PHASES:
         found = {figure.label: figure.value for figure in plan.worst.phases[phase]}
@@ -342,11 +340,11 @@ def test_what_the_trainer_keeps_on_the_device_is_counted_in_every_phase(make_con
         assert found.get("sync buckets in flight") == (384 * 2**20 if phase == "sync" else None)
 
 
-def test_a_reference_in_bf16_costs_what_it_costs_without_fp8(make_config: MakeConfig) -> None:
+def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: MakeConfig) -> None:
     def logprobs(**changes: Any) -> float:
         return next(p.value for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
 
-    layout = {"layout.pp": 8, "layout.dp": 2, "batch.mini_batches": 1}  # one optimizer step: only the reference has a pass
+    layout = {"layout.pp": 8, "layout.dp": 2, "batch.mini_batches": 1}  # with one optimizer step only the reference has a pass
     in_fp8 = layout | {"precision.fp8": "hybrid", "precision.fp8_recipe": "tensorwise"}
     assert logprobs(**in_fp8) == logprobs(**layout) > logprobs(**in_fp8, **{"precision.fp8_reference": True})
     two, both = {"batch.mini_batches": 2}, {"precision.fp8_reference": True}

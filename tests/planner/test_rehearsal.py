@@ -1,4 +1,4 @@
-"""The plan's formulas for Megatron's local layers, beside real Megatron on ranks of many layouts."""
+"""The plan's formulas for Megatron's local layers, against real Megatron on ranks of many layouts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
 ALL_LAYOUTS = {text: (text, FIELDS) for text in LAYOUTS}
 ALL_LAYOUTS |= {f"moe {text}": (text, MOE_FIELDS) for text in MOE_LAYOUTS}
 ALL_LAYOUTS |= {f"latent {text}": (text, LATENT_FIELDS) for text in LATENT_LAYOUTS}
-SWEEP = (  # repeat what the other cases have
+SWEEP = (  # they repeat parts of other cases
     "tp=2,dp=2",
     "tp=4,dp=8,sequence_parallel=true",
     "pp=2,dp=2",
@@ -163,7 +163,7 @@ SWEEP = (  # repeat what the other cases have
 
 @pytest.fixture(scope="module")
 def rehearsed(request: pytest.FixtureRequest) -> dict[str, list[Comparison]]:
-    """Rehearse the layouts of the tests that were selected."""
+    """Rehearse the layouts of the selected tests."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["text"] for item in items if "text" in getattr(item, "fixturenames", ())]
     models = [ALL_LAYOUTS[name] for name in names]
@@ -180,8 +180,8 @@ def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison
     assert all(c.rehearsed > 0 for c in rehearsed[text])
 
 
-def test_layers_in_bf16_keep_what_the_plan_says_within_two_percent(rehearsed: dict[str, list[Comparison]]) -> None:
-    """With float32, which keeps views of other tensors, and full recompute of layers this small it is within ten."""
+def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dict[str, list[Comparison]]) -> None:
+    """With float32 (it saves views of other tensors) or full recompute of such small layers the bound is ten percent."""
     chosen = [text for text in rehearsed if "float32" not in text and "recompute=full" not in text]
     kept = [c for text in chosen for c in rehearsed[text] if c.label == "activations kept"]
     assert {text for text in chosen if text.startswith("moe")} and len(kept) > 12
@@ -216,8 +216,8 @@ for line in sys.stdin:
 
 
 @pytest.mark.full
-def test_training_starts_at_the_tensor_parallel_sizes_that_are_called_legal_and_at_no_others() -> None:
-    """Ask Megatron, as the last rank. With fewer key-value heads than ranks head_dim has a say."""
+def test_training_starts_at_the_legal_tensor_parallel_sizes_only() -> None:
+    """Ask Megatron, as the last rank. If there are fewer key-value heads than ranks, head_dim matters."""
     cases = [(heads, kv, dim, tp) for heads, kv, dim in ((6, 2, 8), (6, 2, 12), (12, 4, 10)) for tp in range(1, heads + 1)]
     lines, legal = [], []
     for heads, kv, dim, tp in cases:
@@ -234,14 +234,14 @@ def test_training_starts_at_the_tensor_parallel_sizes_that_are_called_legal_and_
     assert dict(zip(cases, legal, strict=True))[6, 2, 12, 6] and not dict(zip(cases, legal, strict=True))[6, 2, 8, 6]
 
 
-def test_what_cannot_be_rehearsed_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_impossible_rehearsal_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--ranks=9 is none of the 4 ranks; name some from 0 to 3"):
         rehearse([(setup_of("tp=2,dp=2"), [9], FIELDS)])
     with pytest.raises(PlanError, match=r"the rehearsal ended with code 1: .*; plan without --rehearse"):
         rehearse([(setup_of("tp=2,dp=2"), [0], FIELDS | {"num_attention_heads": 7})])
 
 
-def test_the_command_prints_it_beside_the_plan(tmp_path: Path) -> None:
+def test_the_command_prints_the_rehearsal_with_the_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     lines = [
         f"run_dir: {tmp_path}/run",

@@ -1,6 +1,7 @@
-"""The plan's activations with Transformer Engine, beside what its own Python keeps: on fake tensors, over emulated kernels.
+"""The plan's activations with Transformer Engine against the tensors that its real Python saves, on fake tensors.
 
-One process measures all cases: a layer is what three layers keep beyond two; then whole ranks of the layouts in slurm/.
+One process measures all cases. One layer is the difference between three layers and two. Then come whole ranks of layouts in
+slurm/.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Layer:
         return link.sent.at(layers=num_layers, tokens=self.tokens, updates=1, forwards=0)
 
     def planned(self) -> float:
-        """By the plan's formula, without what is recomputed."""
+        """Return the bytes of one layer by the plan's formula, without recomputed tensors."""
         more, fewer = (float(activations(self.setup(n), 0).saved.value) for n in (3, 2))
         return more - fewer
 
@@ -129,7 +130,7 @@ SHARED = [
         (2, "tensorwise", "full"),
     )
 ]
-# The first stage of the FP8 layout, which holds most.
+# The first stage of the FP8 layout has the most activations.
 RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 
@@ -155,9 +156,9 @@ def measure(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    layers: list[float]  # bytes, of TABLE, OTHERS and SHARED
-    sent: list[float]  # bytes that three layers of each send between pairs of ranks
-    ranks: dict[tuple[str, int], tuple[float, float]]  # by config and rank: planned and measured bytes
+    layers: list[float]  # bytes; TABLE, OTHERS, SHARED
+    sent: list[float]  # bytes that three layers send between pairs of ranks
+    ranks: dict[tuple[str, int], tuple[float, float]]  # (config, rank): (planned, measured) bytes
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 @pytest.mark.full
-def test_the_dated_table_is_what_is_measured_again(measured: Measured) -> None:
+def test_the_dated_table_equals_a_new_measurement(measured: Measured) -> None:
     found = {(layer.recipe, layer.recompute): size / MIB for layer, size in zip(TABLE, measured.layers, strict=False)}
     assert found == pytest.approx(te_layers.MEASURED, abs=0.02)
 
@@ -195,13 +196,13 @@ def test_the_formulas_give_the_table() -> None:
 
 @pytest.mark.full
 def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> None:
-    """With norms of queries and keys, heads of an odd width, the sequence cut and not."""
+    """Include norms of queries and keys, heads of an odd width, and sequences that are split or whole."""
     for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=False):
         assert layer.planned() == pytest.approx(size, rel=1e-3), layer
 
 
 @pytest.mark.full
-def test_context_parallel_ranks_keep_their_own_tokens_and_send_what_the_plan_says(measured: Measured) -> None:
+def test_context_parallel_ranks_keep_their_tokens_and_send_as_planned(measured: Measured) -> None:
     first = len(TABLE) + len(OTHERS)
     for layer, size, sent in zip(SHARED, measured.layers[first:], measured.sent[first:], strict=True):
         assert layer.planned() == pytest.approx(size, rel=1e-3), layer
@@ -209,19 +210,19 @@ def test_context_parallel_ranks_keep_their_own_tokens_and_send_what_the_plan_say
 
 
 @pytest.mark.full
-def test_a_whole_rank_of_the_70b_layout_keeps_what_the_plan_says(measured: Measured) -> None:
-    """With a layer in bf16 at its end, interleaved stages, and reductions that overlap."""
+def test_a_whole_rank_of_the_70b_layout_keeps_the_planned_bytes(measured: Measured) -> None:
+    """With a last layer in bf16, interleaved stages, and overlapped reductions."""
     assert measured.ranks
     for case, (planned, kept) in measured.ranks.items():
         assert planned == pytest.approx(kept, rel=0.02), case
 
 
-def test_mxfp8_alone_is_unproven() -> None:
+def test_only_mxfp8_is_unproven() -> None:
     tensorwise = next(layer for layer in TABLE if layer.recipe == "tensorwise").setup(2)
     assert activations(tensorwise, 0).saved.trust == "estimate"
     mxfp8 = tensorwise.config.precision.model_copy(update={"fp8": "e4m3", "fp8_recipe": "mxfp8"})
     changed = replace(tensorwise, config=tensorwise.config.model_copy(update={"precision": mxfp8}))
     saved = activations(changed, 0).saved
     assert saved.trust == "unproven"
-    assert saved.value > activations(tensorwise, 0).saved.value  # by the scales of its blocks
+    assert saved.value > activations(tensorwise, 0).saved.value  # blocks have more scales
     assert activations(replace(tensorwise, experts_per_token=2, shape=replace(tensorwise.shape, num_experts=8)), 0)

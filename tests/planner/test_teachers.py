@@ -1,4 +1,4 @@
-"""Check what a plan counts for a teacher: memory by hand, and a pass more."""
+"""A plan with a teacher: its memory by hand, and one more pass."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.helpers.shapes import LLAMA_70B
 EXACT = {"recipe": "opd", "distill_kl": "reverse"}
 
 
-def test_a_teachers_memory_is_what_arithmetic_by_hand_gives() -> None:
-    """Eight layers of Llama 70B in bf16, over tp=4 and pp=4, are on the device for log-probs alone."""
+def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
+    """Eight layers of Llama 70B in bf16, over tp=4 and pp=4, are on the device only for log-probs."""
     raw = {
         "run_dir": "runs/70b",
         "steps": 1,
