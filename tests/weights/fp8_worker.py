@@ -1,4 +1,4 @@
-"""One of the four ranks of test_fp8_sync.py: syncs in FP8 blocks, compared with the whole tensors quantised naively and cut."""
+"""One of the four ranks of test_fp8_sync.py: FP8 block syncs, compared with slices of naively quantized whole tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORLD_SIZE = 4
 E4M3 = torch.float8_e4m3fn
 DENSE = ModelShape("qwen2", 2, hidden=256, ffn=512, num_heads=4, num_kv_heads=2, head_dim=128, vocab=70, tied=True)
 MIXTURE = replace(DENSE, model_type="qwen3_moe", hidden=128, tied=False, num_experts=4, moe_ffn=256)
-# Blocks that are not whole, bytes that no other dtype divides, so that what comes behind lies on odd addresses.
+# Partial blocks, and byte counts that no other dtype divides, so later entries start at odd addresses.
 ODD = ModelShape("qwen2", 2, hidden=131, ffn=77, num_heads=2, num_kv_heads=1, head_dim=128, vocab=33, tied=False)
 BUCKETS = (1 << 16, 1 << 22)
 
@@ -45,8 +45,8 @@ BUCKETS = (1 << 16, 1 << 22)
 class Case:
     shape: ModelShape
     trainer: MegatronLayout
-    targets: Callable[[bool], ShardLayout]  # quantised or not
-    dtype: torch.dtype  # of what is not quantised, and of an engine that keeps no blocks
+    targets: Callable[[bool], ShardLayout]  # argument: if tensors are quantized
+    dtype: torch.dtype  # of unquantized tensors, and of an engine that does not keep blocks
 
     @property
     def weights(self) -> Tensors:
@@ -55,7 +55,7 @@ class Case:
 
 @cache
 def weights_of(shape: ModelShape) -> Tensors:
-    """Weights of the checkpoint, in float32; the magnitudes of blocks differ."""
+    """Return float32 checkpoint weights whose blocks differ in magnitude."""
     random = torch.Generator().manual_seed(7)
     shapes = family_of(shape.model_type).hf_tensors(shape)
     made = {name: torch.randn(size, generator=random) for name, size in shapes.items()}
@@ -88,7 +88,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
 
 
 class Quantised:
-    """Whole tensors, quantised by the oracle: all matrices but embedding, output layer and router."""
+    """Whole tensors, quantized by the oracle: all matrices except embedding, output layer and router."""
 
     def __init__(self, weights: Tensors) -> None:
         others = ("model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight")
@@ -111,7 +111,7 @@ def quantised_of(shape: ModelShape) -> Quantised:
 
 
 class Engine:
-    """Plain tensors that receive; `keeps_blocks` as a server on a GPU does. One byte may change before it is loaded."""
+    """Tensors that receive weights. `keeps_blocks`: like a server on a GPU. `flip` may change one byte before a load."""
 
     def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
         self.holding, self.version, self.flipped = side.rank_shards(rank), -1, ""
@@ -122,7 +122,7 @@ class Engine:
         }
         for name, tensor in self.quantised.items() if keeps_blocks else ():
             self.tensors[scales_name(name)] = torch.full([-(-n // 128) for n in tensor.shape], torch.nan)
-        self.flip: Callable[[Bucket, Entry], int] | None = None  # which byte of the bucket, of the first piece with blocks
+        self.flip: Callable[[Bucket, Entry], int] | None = None  # selects the byte to flip, in the first quantized entry
         self._entries, self._problems = list[Entry](), list[str]()
 
     def begin_update(self) -> list[str]:
@@ -163,7 +163,7 @@ def meet(phase: str, mine: list[str]) -> list[list[str]]:
 
 
 def parts_of(case: Case, rank: int) -> tuple[ShardLayout, ShardLayout, ShardLayout, Policy]:
-    """The trainer, the quantised and the plain targets, and this rank's policy."""
+    """Return the trainer's layout, the quantized and the plain targets, and this rank's policy."""
     trainer = megatron_shards(family_of(case.shape.model_type), case.shape, case.trainer)
     holding = trainer.rank_shards(rank) if rank < trainer.world_size else {}
     return trainer, case.targets(True), case.targets(False), Policy(holding, case.weights)
@@ -184,7 +184,7 @@ def arrives(case: Case, rank: int, folder: Path) -> None:
 
 
 def check_tensors(case: Case, engine: Engine, quantised: Quantised, *, keeps_blocks: bool) -> None:
-    """Bit for bit. Padding stays 0."""
+    """Compare bit for bit. Padding stays 0."""
     for name, local in engine.holding.items():
         found = engine.tensors[name]
         expected = torch.zeros(local.shape, dtype=found.dtype)
@@ -201,11 +201,11 @@ def check_tensors(case: Case, engine: Engine, quantised: Quantised, *, keeps_blo
                 place.copy_(quantised.meant(piece.box, case.dtype))
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
         assert name not in engine.quantised or found.view(torch.uint8).any()
-    assert not any(t.isnan().any() for t in engine.tensors.values() if t.dtype != E4M3), "scales that were not sent"
+    assert not any(t.isnan().any() for t in engine.tensors.values() if t.dtype != E4M3), "a scale was not sent"
 
 
 def names_a_flipped_byte(rank: int, folder: Path) -> None:
-    """Change a byte of a value and of a scale, where blocks are kept and where they are not; nothing is the worse for it."""
+    """Change a byte of a value and of a scale, in engines with and without blocks. The next sync repairs it."""
     case = dict(all_cases())["dense tp2 pp2 to tp2"]
     trainer, targets, _, policy = parts_of(case, rank)
     sync = WeightSync(plan_transfers(trainer, targets, ranks_per_node=2), case.dtype, BUCKETS[0], meet)
@@ -226,8 +226,8 @@ def names_a_flipped_byte(rank: int, folder: Path) -> None:
 
 
 def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
-    """Do what a server's process does with the requests, in a model with SGLang's names, and with experts in one parameter."""
-    tempfile.tempdir = str(folder)  # where the loader reports
+    """Handle requests like a server's process: a model with SGLang's names, and experts in one parameter."""
+    tempfile.tempdir = str(folder)  # folder of the loader's reports
     for name in ("dense tp4 to tp2", "experts dp4 ep2 to tp2"):
         case = dict(all_cases())[name]
         trainer, targets, _, policy = parts_of(case, rank)
@@ -243,7 +243,7 @@ def goes_through_the_servers_loader(rank: int, folder: Path) -> None:
 
 
 class ServedEngine(Engine):
-    """A module with the parameters of a server on a GPU, filled by the server's own loader."""
+    """A module with the parameters of a server on a GPU, filled by the server's loader."""
 
     def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype) -> None:
         super().__init__(side, rank, dtype, keeps_blocks=True)

@@ -1,4 +1,4 @@
-"""FP8 blocks, bit for bit against the oracle; and which tensors and layouts they are for."""
+"""FP8 blocks have the oracle's bits; the tensors and layouts that support them."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_any_shape_and_magnitude_gives_the_bits_of_the_naive_twin(
     assert_equals_twin(weight_of(rows, cols, dtype, magnitude, seed))
 
 
-def test_a_tensor_of_more_than_one_step_gives_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_several_steps_gives_the_bits_of_the_naive_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise_fp8, "_ELEMENTS_AT_ONCE", {"cpu": 300 * 256})
     assert_equals_twin(weight_of(900, 300, torch.bfloat16, 0.02))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_of_zeros_stay_zero_and_those_that_are_not_finite_become_nan(dtype: torch.dtype) -> None:
+def test_blocks_of_zeros_stay_zero_and_nonfinite_blocks_become_nan(dtype: torch.dtype) -> None:
     weight = weight_of(384, 256, dtype, 0.02)
     weight[:128, :128] = 0
     weight[130, 7], weight[300, 200] = torch.nan, torch.inf
@@ -79,7 +79,7 @@ def test_blocks_of_zeros_stay_zero_and_those_that_are_not_finite_become_nan(dtyp
     assert found.isnan().view(3, 128, 2, 128).any(3).any(1).nonzero().tolist() == [[1, 0], [2, 1]]
 
 
-def test_values_that_are_neighbours_in_e4m3_and_halfway_between_two_round_as_the_twins() -> None:
+def test_all_e4m3_values_and_ties_round_like_the_twins() -> None:
     steps = torch.arange(128 * 128).reshape(128, 128) / 16384 * 448  # every range of e4m3, and its ties, with scale 1
     steps[0, 0] = 448.0
     assert_equals_twin(steps)
@@ -87,7 +87,7 @@ def test_values_that_are_neighbours_in_e4m3_and_halfway_between_two_round_as_the
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 0.02, 50.0])
-def test_what_blocks_stand_for_is_within_a_sixteenth_of_each_weight(magnitude: float) -> None:
+def test_dequantized_blocks_are_within_a_sixteenth_of_each_weight(magnitude: float) -> None:
     weight = weight_of(256, 384, torch.float32, magnitude)
     found = blockwise_fp8.dequantise(*blockwise_fp8.quantise(weight), torch.float32)
     amax = weight.abs().max()
@@ -107,8 +107,8 @@ def test_a_slice_that_is_cut_between_blocks_gives_the_slice_of_the_whole(i: int,
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_linear_layers_of_attention_and_mlp_are_quantised_and_nothing_else(model_type: str) -> None:
-    """By the last words of their names, which the table does not look at."""
+def test_only_linear_layers_of_attention_and_mlp_are_quantized(model_type: str) -> None:
+    """Check the last words of their names, which the table does not use."""
     found = family_of(model_type).linear_tensors()
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
     latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
@@ -175,7 +175,7 @@ def test_the_last_block_may_be_smaller_where_nothing_is_fused_behind_it() -> Non
 
 
 @pytest.mark.parametrize("shape", [QWEN_72B, QWEN_SMALL])
-def test_what_is_refused_cannot_be_planned_either(shape: ModelShape) -> None:
+def test_refused_layouts_cannot_be_planned_either(shape: ModelShape) -> None:
     family = family_of(shape.model_type)
     trainer, engines = megatron_shards(family, shape, MegatronLayout(tp=2)), EngineLayout(2, 1)
     plan_transfers(trainer, engine_shards(family, shape, engines, 2), ranks_per_node=2)

@@ -1,4 +1,4 @@
-"""The checksum against an oracle in Python's whole numbers, and what it must notice."""
+"""The checksum against an oracle in Python integers, and the changes that it must detect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mega.weights.checksum import checksum
 
 A = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-FEW_WORDS = 5  # a block for the twin's comparison, so that small tensors have several
+FEW_WORDS = 5  # block size for the comparison with the twin, so small tensors have several blocks
 
 contents = st.binary(max_size=150).map(lambda data: torch.tensor(list(data), dtype=torch.uint8))
 
@@ -26,7 +26,7 @@ def mix(x: int) -> int:
 
 
 def naive(data: bytes, block: int) -> int:
-    """The docstring's formula, word by word; as int64 holds it."""
+    """Compute the docstring's formula word by word, as int64."""
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     total = len(data)
     for start in range(0, len(words), block):
@@ -47,7 +47,7 @@ def test_it_is_the_formula(data: torch.Tensor) -> None:
 
 
 def test_it_is_the_formula_over_more_than_a_block() -> None:
-    """By vectors, since the twin would take minutes: a block of zeros and then the words 1, 2, 3."""
+    """Computed by a closed form, because the twin would take minutes: a block of zeros, then the words 1, 2, 3."""
     data = torch.zeros(module.BLOCK + 3, dtype=torch.int64)
     data[module.BLOCK :] = torch.tensor([1, 2, 3])
     last = sum((mix(A * (j + 1) & MASK) * A & MASK | 1) * mix(A * (j + 1) & MASK) for j in range(3))
@@ -72,8 +72,8 @@ def test_rows_in_another_order_are_noticed(seed: int, dtype: torch.dtype, draw: 
 
 
 @pytest.mark.parametrize("exponent", range(64))
-def test_words_that_differ_in_one_bit_and_change_places_are_noticed(exponent: int) -> None:
-    """Where a sum with odd multipliers alone fails: the top bits."""
+def test_swapped_words_that_differ_in_one_bit_are_noticed(exponent: int) -> None:
+    """A sum with odd multipliers alone fails in the top bits."""
     bit = 1 << exponent if exponent < 63 else -(1 << 63)
     words = torch.tensor([5, 5 ^ bit, 7, 5 ^ bit, 5])
     sums = {
@@ -107,7 +107,7 @@ def test_any_dtype_and_shape_has_one(dtype: torch.dtype, shape: tuple[int, ...])
     assert found.item() == naive(data, module.BLOCK)
 
 
-def test_another_process_that_has_torch_alone_finds_the_same(tmp_path: Path) -> None:
+def test_another_process_with_only_torch_finds_the_same(tmp_path: Path) -> None:
     values = torch.arange(1000).bfloat16()
     torch.save(values, tmp_path / "values.pt")
     (tmp_path / "alone.py").write_text(Path(module.__file__).read_text())

@@ -1,4 +1,4 @@
-"""SGLang's layout against an oracle written from its rules: torch.chunk and cat of whole tensors; and what cannot be cut."""
+"""SGLang's layout against an oracle that follows its rules with torch.chunk and cat; and sizes that cannot be split."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def merged(gate: torch.Tensor, up: torch.Tensor, tp: int) -> list[torch.Tensor]:
 
 
 def sglang_model(tensors: Tensors, shape: ModelShape, tp: int, ep: int = 1) -> list[Tensors]:
-    """By tensor-parallel rank: every parameter of SGLang's model, experts as [num_experts / ep, ...]."""
+    """Return every parameter of SGLang's model per tensor-parallel rank, experts as [num_experts / ep, ...]."""
     shards: dict[str, list[torch.Tensor]] = {}
     for name, whole in tensors.items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             shards[name] = vocab_parallel(whole, tp)
         elif shape.kv_lora and ".self_attn." in name and "o_proj" not in name:
-            if "_a_proj" in name and shape.q_lora:  # both are one tensor there
+            if "_a_proj" in name and shape.q_lora:  # SGLang merges both into one tensor
                 block = name[: name.index("self_attn.") + len("self_attn.")]
                 parts = [tensors[f"{block}{x}.weight"] for x in ("q_a_proj", "kv_a_proj_with_mqa")]
                 shards[f"{block}fused_qkv_a_proj_with_mqa.weight"] = [torch.cat(parts)] * tp
@@ -101,7 +101,7 @@ def sglang_model(tensors: Tensors, shape: ModelShape, tp: int, ep: int = 1) -> l
                 shards[block + parameter] = [whole_ones[r % (tp // ep)][r // (tp // ep)] for r in range(tp)]
         else:
             assert any(x in name for x in ("k_proj", "v_proj", "up_proj", ".experts.")), name
-    if shape.tied and shape.num_experts and not shape.kv_lora:  # those MoE models do not tie there
+    if shape.tied and shape.num_experts and not shape.kv_lora:  # SGLang does not tie these MoE models
         shards["lm_head.weight"] = shards["model.embed_tokens.weight"]
     return [{name: parts[rank] for name, parts in shards.items()} for rank in range(tp)]
 
@@ -124,7 +124,7 @@ def test_every_parameter_of_a_server_is_cut_as_sglang_cuts_it(family_name: str, 
 
 
 def together(tensors: Tensors) -> Tensors:
-    """With "name[0]", "name[1]", ... stacked into "name"."""
+    """Stack "name[0]", "name[1]", ... into "name"."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if "[" in name:
@@ -160,7 +160,7 @@ def test_experts_that_cannot_be_spread_are_refused_with_a_remedy() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 130, 192])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
-def test_the_vocabulary_is_padded_to_64_or_where_that_does_not_divide_to_64_for_each_rank(vocab: int, tp: int) -> None:
+def test_the_vocabulary_is_padded_to_64_or_if_needed_to_64_per_rank(vocab: int, tp: int) -> None:
     shape = replace(shape_of("llama", num_kv_heads=8, vocab=vocab), num_heads=24, num_kv_heads=24)
     family = family_of("llama")
     tensors = numbered(family, shape)
@@ -183,7 +183,7 @@ def test_the_vocabulary_is_padded_to_64_or_where_that_does_not_divide_to_64_for_
         ({"num_experts": 2, "moe_ffn": 6}, 4, "^tp=4 does not divide the model's 6 rows of an expert; use 1, 2$"),
     ],
 )
-def test_a_size_that_does_not_fit_is_refused_with_those_that_do(changes: dict[str, int], tp: int, message: str) -> None:
+def test_a_size_that_does_not_fit_is_refused_with_sizes_that_fit(changes: dict[str, int], tp: int, message: str) -> None:
     [problem] = engine_layout_problems(replace(shape_of("llama", num_kv_heads=2), **changes), tp)
     assert re.search(message, problem)
 
@@ -195,7 +195,7 @@ def test_sizes_that_fit_the_engine_alone_are_not_named_for_training() -> None:
     assert re.search(r"^tp=6 does not divide the 80 fused rows of .*; use 1, 2$", problem)
 
 
-def test_sizes_that_fit_are_let_pass() -> None:
+def test_sizes_that_fit_are_accepted() -> None:
     for tp, num_kv_heads in ((1, 8), (2, 1), (4, 2), (4, 8)):
         assert not list(engine_layout_problems(shape_of("llama", num_kv_heads=num_kv_heads), tp))
 
@@ -213,7 +213,7 @@ def test_sizes_that_fit_are_let_pass() -> None:
     ],
 )
 def test_the_ranks_of_every_axis_are_megatrons(layout: MegatronLayout) -> None:
-    importlib.import_module("grpo_mega.megatron")  # its patches come before any import of Megatron
+    importlib.import_module("grpo_mega.megatron")  # import its patches before Megatron
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     order = {"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order]
     sizes = {"tp": layout.tp, "ep": layout.ep, "dp": layout.dp * layout.cp // layout.ep, "pp": layout.pp, "cp": 1}
@@ -263,7 +263,7 @@ def moe_config(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (config | changes).items() if value is not None}
 
 
-def test_the_experts_of_a_config_are_read_under_both_names_and_dense_models_have_none() -> None:
+def test_experts_are_read_under_both_names_and_dense_models_have_none() -> None:
     shape = ModelShape.from_hf_config(moe_config())
     assert (shape.num_experts, shape.moe_ffn) == (16, 24)
     assert ModelShape.from_hf_config(moe_config(num_experts=None, num_local_experts=16)) == shape
@@ -285,6 +285,6 @@ def test_the_experts_of_a_config_are_read_under_both_names_and_dense_models_have
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]; only \[\] is supported"),
     ],
 )
-def test_a_mixture_of_which_the_table_does_not_know_the_layers_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_mixture_with_unknown_layers_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(WeightMappingError, match=message):
         ModelShape.from_hf_config(moe_config(**changes))

@@ -1,4 +1,4 @@
-"""From any side to any other: the targets get what they want, no byte too many, and the plan tells what it moves."""
+"""Plans between any two layouts: targets get their tensors without an extra byte, and the plan reports its traffic."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.helpers.mapping import assert_equal, blank, filled, lower_bound, numb
 from tests.helpers.random_layouts import Case, cases, shards_by_rank
 
 few = settings(max_examples=40, deadline=None)
-nodes = st.sampled_from([1, 2, 3, 8])  # ranks on each
+nodes = st.sampled_from([1, 2, 3, 8])  # ranks per node
 
 
 def traffic_of(transfers: list[Transfer], world_size: int, ranks_per_node: int) -> Traffic:
-    """Counted transfer by transfer, an element being 4 bytes."""
+    """Count transfer by transfer, with 4 bytes per element."""
     sent, received, moved = [0] * world_size, [0] * world_size, {"same_rank": 0, "same_node": 0, "between_nodes": 0}
     for t in transfers:
         is_near = t.source_rank // ranks_per_node == t.target_rank // ranks_per_node
@@ -63,7 +63,7 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
 
 
 def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool, ep: int = 1) -> Case:
-    """An engine of four ranks for one key-value head, and a vocabulary that SGLang pads in its last ranks."""
+    """Return a case with an engine of four ranks, one key-value head, and a vocabulary that SGLang pads in its last ranks."""
     num_experts = 4 if model_type in ("mixtral", "qwen3_moe") else 0
     shape = ModelShape(model_type, 5, 3, 8, 8, 1, 4, vocab=101, tied=tied, num_experts=num_experts, moe_ffn=2 * num_experts)
     return Case(shape, (layout,), fused_norms=False, engine=EngineLayout(4, 2, ep), num_idle=0)
@@ -77,13 +77,13 @@ def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool, ep: int = 
 @example(hard_case("qwen3_moe", MegatronLayout(tp=2, dp=4, ep=4), tied=True, ep=4), 8)
 @example(hard_case("qwen3_moe", MegatronLayout(tp=2, dp=4, ep=4), tied=False, ep=2), 4)
 @given(cases(), nodes)
-def test_servers_get_what_a_direct_fill_gives_them_and_what_they_have_is_not_moved(case: Case, ranks_per_node: int) -> None:
+def test_servers_equal_a_direct_fill_and_receive_only_missing_elements(case: Case, ranks_per_node: int) -> None:
     check(case, case.trainer(), case.servers(), ranks_per_node)
 
 
 @few
 @given(cases(), nodes)
-def test_embedded_engines_get_whole_tensors_and_what_they_have_is_not_moved(case: Case, ranks_per_node: int) -> None:
+def test_embedded_engines_get_whole_tensors_from_missing_elements_only(case: Case, ranks_per_node: int) -> None:
     check(case, case.trainer(), case.embedded(), ranks_per_node)
 
 
@@ -95,7 +95,7 @@ def test_another_layout_of_the_trainer_is_a_side_like_others(case: Case, ranks_p
 
 @few
 @given(cases())
-def test_the_ranks_of_an_engine_hold_every_element_exactly_once_replicas_aside(case: Case) -> None:
+def test_the_ranks_of_an_engine_hold_every_element_once_per_replica(case: Case) -> None:
     tensors, shape, tp = numbered(case.family, case.shape), case.shape, case.engine.tp
     counts = {name: torch.zeros_like(t) for name, t in tensors.items()}
     side = case.servers()
@@ -135,8 +135,8 @@ def plan_for(shape: ModelShape, layout: MegatronLayout, engines: EngineLayout, r
     )
 
 
-def test_the_nearest_holder_sends_itself_then_its_node_then_any() -> None:
-    """Every rank has a stage, all of them in each node of four; two engines of four."""
+def test_the_nearest_holder_sends() -> None:
+    """Each node of four has every stage; two engines of four ranks."""
     made = plan_for(LLAMA, MegatronLayout(pp=4, dp=2, order="tp-pp-dp"), EngineLayout(4, 2), ranks_per_node=4)
     traffic = made.traffic(itemsize=2)
     assert traffic.between_nodes == 0 < traffic.same_node
@@ -149,7 +149,7 @@ def test_the_nearest_holder_sends_itself_then_its_node_then_any() -> None:
 @pytest.mark.parametrize("num_engines", [1, 3, 8])
 @pytest.mark.parametrize("shape", [LLAMA, MIXTURE], ids=lambda s: s.model_type)
 def test_replicas_share_the_sending_however_few_the_engines(shape: ModelShape, num_engines: int) -> None:
-    """Eight replicas on nodes of their own; the engines hold nothing."""
+    """Eight replicas on separate nodes; the engines hold nothing."""
     layout = MegatronLayout(dp=8)
     family = family_of(shape.model_type)
     trainer = megatron_shards(family, shape, layout)
@@ -160,7 +160,7 @@ def test_replicas_share_the_sending_however_few_the_engines(shape: ModelShape, n
     assert max(sent) < 1.35 * sum(sent) / 8, sent
 
 
-def test_a_plan_is_the_same_wherever_it_is_made_and_its_size_does_not_grow_with_the_layers() -> None:
+def test_plans_are_deterministic_and_do_not_grow_with_the_layers() -> None:
     layout, engines = MegatronLayout(tp=2, pp=2, dp=2), EngineLayout(2, 4)
     made, again, deep = (plan_for(replace(LLAMA, num_layers=num_layers), layout, engines) for num_layers in (40, 40, 4000))
     assert made == again
@@ -186,7 +186,7 @@ def test_a_side_that_lacks_layers_is_refused() -> None:
 def test_holdings_of_a_side_are_those_of_its_layout() -> None:
     side: list[RankShards] = shards_by_rank(megatron_shards(family_of("llama"), LLAMA, MegatronLayout(pp=2)))
     assert "chunk0.decoder.layers.3.mlp.linear_fc2.weight" in side[0]
-    assert "chunk0.decoder.layers.3.mlp.linear_fc2.weight" not in side[1]  # three layers, counted from its first
+    assert "chunk0.decoder.layers.3.mlp.linear_fc2.weight" not in side[1]  # three layers, numbered from its first
     [piece] = side[1]["chunk0.decoder.layers.0.mlp.linear_fc2.weight"].pieces
     assert (piece.box.tensor, piece.local) == (
         "model.layers.4.mlp.down_proj.weight",

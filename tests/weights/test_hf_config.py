@@ -1,4 +1,4 @@
-"""A config.json is resolved as transformers resolves it: each family with fields left out, null or of another type."""
+"""A config.json is resolved as transformers resolves it: each family, with fields missing, null or of another type."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"):
     MODELS[_type] |= EXPERTS | {NAMES.get(_type, "n_routed_experts"): 5}
     MODELS[_type] |= {"n_group": 1, "topk_group": 1} if _type.startswith(("deepseek", "glm")) else {}
     MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") else {}
-# Fields without which a config.json is no model's: here transformers goes on with its defaults.
+# Fields that every model's config.json needs. transformers uses defaults if they are missing.
 NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 NEEDED |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
 ROPES: list[dict[str, Any]] = [
@@ -84,7 +84,7 @@ OF_EVERY_TYPE = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotar
 
 
 def theirs(fields: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return what transformers makes of a file with these fields; None if it refuses them."""
+    """Return transformers' reading of a file with these fields; None if transformers refuses it."""
     (folder / "config.json").write_text(json.dumps(fields))
     try:
         return AutoConfig.from_pretrained(folder).to_dict()  # type: ignore[no-any-return]
@@ -138,13 +138,13 @@ def test_a_config_of_a_family_is_resolved_as_transformers_resolves_it(model_type
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_fields_left_out_or_null_mean_what_transformers_makes_of_them(model_type: str, tmp_path: Path) -> None:
+def test_missing_and_null_fields_mean_the_same_as_in_transformers(model_type: str, tmp_path: Path) -> None:
     num_compared = 0
     for name in {*FIELDS[model_type], "head_dim", "rope_parameters", "rope_scaling", "rope_theta"} - NEEDED:
         left_out = {key: value for key, value in MODELS[model_type].items() if key != name}
         for fields in (left_out, MODELS[model_type] | {name: None}):
             expected, found = theirs(fields, tmp_path), ours(fields)
-            if expected is None or found is None:  # a theta of null is refused here alone: transformers fails later
+            if expected is None or found is None:  # only we refuse rope_theta=null: transformers fails later
                 assert found is None and (expected is None or fields.get("rope_theta", 1) is None), (
                     name,
                     fields.get(name, "left out"),
@@ -165,7 +165,7 @@ def test_values_of_a_type_that_transformers_refuses_are_refused(model_type: str,
             assert ours(fields) is None, name
 
 
-def test_the_heads_of_qwen3_are_128_wide_unless_its_config_says_otherwise() -> None:
+def test_the_heads_of_qwen3_are_128_wide_unless_its_config_sets_the_width() -> None:
     fields = {key: value for key, value in MODELS["qwen3"].items() if key != "head_dim"}
     assert ModelShape.from_hf_config(fields).head_dim == 128
     assert ModelShape.from_hf_config(fields | {"head_dim": 6}).head_dim == 6
@@ -176,7 +176,7 @@ IMPOSSIBLE = [0, -1, 10**9 * 10**9, 10**400, math.nan, math.inf, "4", True, [4],
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: repr(value)[:12])
-def test_sizes_that_no_model_can_have_are_refused_in_one_line(model_type: str, value: Any) -> None:
+def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -> None:
     sizes = [name for name, field in FIELDS[model_type].items() if field.kind in ("int", "int?")]
     skipped = {
         "pretraining_tp",
@@ -228,14 +228,14 @@ def test_sizes_that_no_model_can_have_are_refused_in_one_line(model_type: str, v
         ({"hidden_act": ["silu"] * 999}, "...: must be a text"),
     ],
 )
-def test_values_that_no_model_can_have_are_named_with_what_they_must_be(fields: dict[str, Any], says: str) -> None:
+def test_impossible_values_are_named_with_their_requirement(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(WeightMappingError) as caught:
         shape_of(MODELS["llama"] | fields)
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_a_negative_id_of_padding_and_layers_of_full_attention_are_accepted() -> None:
+def test_a_negative_padding_id_and_layers_of_full_attention_are_accepted() -> None:
     shape_of(MODELS["llama"] | {"pad_token_id": -1})
     shape_of(MODELS["qwen2"] | {"layer_types": ["full_attention"] * 3})
 
@@ -252,11 +252,11 @@ def test_hostile_json_is_one_line(text: str, tmp_path: Path) -> None:
 
 
 def same_as(expected: dict[str, Any], found: dict[str, Any], model_type: str) -> str | None:
-    """Return the first of transformers' own values that is another one in a resolved config."""
+    """Return the first of transformers' values that differs in a resolved config."""
     for name, value in expected.items():
         if name in found and found[name] != value and name not in ("layer_types", "transformers_version"):
             if (name, value) == ("head_dim", None) and found[name] == found["hidden_size"] // found["num_attention_heads"]:
-                continue  # its modules take that then
+                continue  # transformers' modules then use this width
             return f"{name}: {value!r} is {found[name]!r} here"
     return difference(model_type, found, resolve(expected))
 

@@ -1,4 +1,4 @@
-"""Who holds which layers, by hand; random initial weights; and what a config.json must say."""
+"""Layers per chunk, by hand; random initial weights; and required fields of a config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.models import make_config
 
 
 def layers(layout: MegatronLayout, num_layers: int) -> list[list[list[int]]]:
-    """By stage, by chunk."""
+    """Return layer numbers by stage and chunk."""
     return [[list(layout.layers_of(num_layers, p, v)) for v in range(layout.vpp)] for p in range(layout.pp)]
 
 
@@ -26,7 +26,7 @@ def test_chunks_go_round_the_stages() -> None:
     assert layers(MegatronLayout(pp=2, vpp=2), 8) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_left_over_layers_go_to_the_first_chunks_unless_the_layout_says_how_many_each_has() -> None:
+def test_remaining_layers_go_to_the_first_chunks_unless_given_per_chunk() -> None:
     assert layers(MegatronLayout(pp=4), 6) == [[[0, 1]], [[2, 3]], [[4]], [[5]]]
     assert layers(MegatronLayout(pp=2, vpp=2, layers_per_chunk=(1, 2, 1, 3)), 7) == [[[0], [3]], [[1, 2], [4, 5, 6]]]
 
@@ -40,7 +40,7 @@ def test_ranks_are_numbered_along_the_axes_in_their_order() -> None:
         assert len({layout.place(rank) for rank in range(8)}) == 8
 
 
-def test_random_weights_are_the_same_in_every_slice_and_differ_between_tensors_and_seeds() -> None:
+def test_random_weights_depend_on_tensor_and_seed_but_not_on_the_slice() -> None:
     tensors = {"a.weight": (40, 30), "b.weight": (40, 30), "q_norm.weight": (8,), "q_proj.bias": (8,)}
     read = random_reader(tensors, seed=1, std=0.05)
     whole = read(Box("a.weight", (0, 0), (40, 30)))
@@ -52,7 +52,7 @@ def test_random_weights_are_the_same_in_every_slice_and_differ_between_tensors_a
     assert read(Box("q_proj.bias", (2,), (5,))).tolist() == [0, 0, 0]
 
 
-def test_a_config_without_a_needed_field_and_an_unknown_family_are_refused_by_name() -> None:
+def test_a_missing_field_and_an_unknown_family_are_refused_by_name() -> None:
     config = make_config("qwen3").to_dict()
     shape = ModelShape.from_hf_config(config)
     assert (shape.q, shape.kv, shape.head_dim, shape.tied) == (64, 32, 16, False)

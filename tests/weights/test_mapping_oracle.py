@@ -1,6 +1,6 @@
-"""The table's fused and cut tensors equal mbridge's, an independent converter between Hugging Face and Megatron.
+"""Fused and split tensors of the table equal mbridge's, an independent converter between Hugging Face and Megatron.
 
-mbridge knows Transformer Engine's names of parameters, so the names with fused norms are compared too.
+mbridge uses Transformer Engine's parameter names, so names with fused norms are compared too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import filled, megatron_side, numbered
 from tests.helpers.models import make_config
 
-# kv heads fewer than heads, odd head widths and ffn, a head_dim of its own, as many kv heads as heads
+# fewer kv heads than heads, odd head and ffn widths, an explicit head_dim, as many kv heads as heads
 SHAPES = [
     {"num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 20},
     {"num_key_value_heads": 4, "num_attention_heads": 12, "hidden_size": 60, "head_dim": 5},
@@ -33,8 +33,8 @@ def mbridge_core() -> Any:
     if importlib.util.find_spec("mbridge") is None or importlib.util.find_spec("einops") is None:
         pytest.skip("needs mbridge==0.15.1 and einops")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron names each optional package that it misses
-        importlib.import_module("grpo_mega.megatron")  # its patches come before any import of Megatron
+        warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
+        importlib.import_module("grpo_mega.megatron")  # import its patches before Megatron
         models = importlib.import_module("mbridge.models")
         states = importlib.import_module("mbridge.core.parallel_states")
     return {"llama": models.LLaMABridge, "qwen2": models.Qwen2Bridge, "qwen3": models.Qwen3Bridge}, states.ParallelStates
@@ -43,7 +43,7 @@ def mbridge_core() -> Any:
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("changes", SHAPES)
-@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3"])  # those that mbridge has
+@pytest.mark.parametrize("family_name", ["llama", "qwen2", "qwen3"])  # families of mbridge
 def test_every_local_tensor_equals_mbridges_in_both_directions(
     mbridge_core: Any, family_name: str, changes: dict[str, int], tp: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Properties of every family and every layout: coverage, round trips bit for bit, and plans that move no byte too many."""
+"""Properties of every family and layout: coverage, bit-exact round trips, and plans without an extra byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ few = settings(max_examples=40, deadline=None)
 
 
 def counts_of(case: Case, side: list[RankShards]) -> Tensors:
-    """How often each element of each Hugging Face tensor stands on all ranks together."""
+    """Count how often each element of each Hugging Face tensor occurs on all ranks together."""
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in case.family.hf_tensors(case.shape).items()}
     for holding in side:
         for local in holding.values():
@@ -43,7 +43,7 @@ def test_the_ranks_of_a_replica_hold_every_element_exactly_once(case: Case) -> N
 
 @few
 @given(cases())
-def test_pieces_fill_a_local_tensor_without_overlap_up_to_the_vocabularys_padding(case: Case) -> None:
+def test_pieces_fill_a_local_tensor_once_except_vocabulary_padding(case: Case) -> None:
     [layout], shape = case.layouts, case.shape
     for rank, holding in enumerate(case.side(0)):
         for name, local in holding.items():
@@ -84,7 +84,7 @@ def test_from_one_layout_to_another_and_back_changes_no_bit(case: Case) -> None:
 
 @few
 @given(cases(), st.lists(st.booleans(), min_size=1, max_size=5))
-def test_engines_and_the_writer_get_whole_tensors_and_the_way_back_is_the_identity(case: Case, holds: list[bool]) -> None:
+def test_engines_and_writer_get_whole_tensors_and_the_way_back_is_exact(case: Case, holds: list[bool]) -> None:
     holds = [*holds, True]  # at least one engine, not always on the first rank
     trainer, engines = case.side(0), case.engines(holds)
     tensors = numbered(case.family, case.shape)
@@ -97,7 +97,7 @@ def test_engines_and_the_writer_get_whole_tensors_and_the_way_back_is_the_identi
 
 @few
 @given(cases(num_layouts=2), st.booleans(), st.lists(st.booleans(), min_size=1, max_size=5))
-def test_a_plan_moves_what_each_rank_lacks_and_nothing_else(case: Case, to_engines: bool, holds: list[bool]) -> None:
+def test_a_plan_moves_only_the_elements_that_each_rank_lacks(case: Case, to_engines: bool, holds: list[bool]) -> None:
     sources, targets = case.side(0), case.engines(holds) if to_engines else case.side(1)
     tensors = numbered(case.family, case.shape)
     received: dict[int, int] = defaultdict(int)
@@ -113,7 +113,7 @@ def whole(name: str, size: int) -> RankShards:
 
 
 def test_replicas_share_the_sending() -> None:
-    """Three ranks hold 12 tensors; three others, which hold none, want them all."""
+    """Three ranks hold 12 tensors. Three other ranks hold none and need all."""
     held: RankShards = {}
     for i in range(12):
         held |= whole(f"t{i}", 5)
@@ -123,14 +123,14 @@ def test_replicas_share_the_sending() -> None:
     assert sent == {0: 60, 1: 60, 2: 60}
 
 
-def test_a_target_takes_the_part_that_it_holds_from_itself_and_the_rest_from_others() -> None:
+def test_a_target_takes_its_part_from_itself_and_the_rest_from_others() -> None:
     middle = {"a": LocalTensor((4,), (Piece(Box("t", (3,), (7,)), "a", (0,)),))}
     wide = {"b": LocalTensor((10,), (Piece(Box("t", (0,), (10,)), "b", (0,)),))}
     moved = [(t.source_rank, t.box.start[0], t.box.stop[0]) for t in plan([wide, middle], [{}, wide]).transfers()]
     assert sorted(moved) == [(0, 0, 3), (0, 7, 10), (1, 3, 7)]
 
 
-def test_a_plan_for_what_no_rank_holds_is_refused_with_the_tensors_name() -> None:
+def test_a_plan_for_a_tensor_that_no_rank_holds_is_refused_by_name() -> None:
     with pytest.raises(WeightMappingError, match=r"no rank holds .*'u'.* of rank 1 needs"):
         plan([whole("t", 4)], [whole("t", 4), whole("u", 4)])
 

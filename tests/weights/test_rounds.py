@@ -1,4 +1,4 @@
-"""Rounds: within their limit, complete, in step at both ends of any two ranks, and with work for all stages."""
+"""Rounds: within their limit, complete, in the same order at both ends of any two ranks, and with work for all stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.random_layouts import Case, cases, shards_by_rank
 
 
 def loads(rounds: Rounds, world_size: int) -> list[tuple[dict[int, int], dict[int, int], list[Transfer]]]:
-    """By round: elements that each rank sends and receives (with what it keeps), and the transfers, each once."""
+    """Return per round: elements that each rank sends, elements that it receives or keeps, and each transfer once."""
     found = []
     for index in range(len(rounds)):
         sent: dict[int, int] = defaultdict(int)
