@@ -90,7 +90,7 @@ def becomes_visible_without_the_main_threads(rank: int, folder: Path) -> None:
     found.poll()
     assert is_true_soon(lambda: latest(found.folder) == found.folder / "step-000005")
     found.finish()
-    found.save(SlowPolicy(rank), manifest(5))  # as after an engine failure, before another step was done
+    found.save(SlowPolicy(rank), manifest(5))  # an engine failed before another step was done
     assert found._writer is None
 
 

@@ -46,7 +46,7 @@ class Case:
     shape: ModelShape
     trainer: MegatronLayout
     targets: Callable[[bool], ShardLayout]  # argument: if tensors are quantized
-    dtype: torch.dtype  # of unquantized tensors, and of an engine that does not keep blocks
+    dtype: torch.dtype  # dtype of unquantized tensors, and of an engine without blocks
 
     @property
     def weights(self) -> Tensors:
