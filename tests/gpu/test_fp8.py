@@ -97,7 +97,7 @@ def test_weights_in_fp8_are_read_as_their_values_and_survive_offload(device: Dev
         error = (value.float().cpu() - plain[name]).abs()
         assert (error <= plain[name].abs() / 16 + plain[name].abs().max() / 448 / 2**7).all(), name
         num_different += int(error.any())
-    assert 0 < num_different < len(plain), "linear layers alone are in FP8"
+    assert 0 < num_different < len(plain), "only linear layers are in FP8"
 
 
 @pytest.mark.emulated

@@ -73,7 +73,7 @@ def test_rows_in_another_order_are_noticed(seed: int, dtype: torch.dtype, draw: 
 
 @pytest.mark.parametrize("exponent", range(64))
 def test_swapped_words_that_differ_in_one_bit_are_noticed(exponent: int) -> None:
-    """A sum with odd multipliers alone fails in the top bits."""
+    """A plain sum with odd multipliers fails in the top bits."""
     bit = 1 << exponent if exponent < 63 else -(1 << 63)
     words = torch.tensor([5, 5 ^ bit, 7, 5 ^ bit, 5])
     sums = {
