@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import preloaded
+
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+
 # Each test runs in a separate process, because the patches cannot be undone.
 PRELUDE = """
 from grpo_mega import config as configs

@@ -114,6 +114,7 @@ def test_everything_for_transformer_engine_passes_on_emulated_kernels(running: d
     assert num_passed(output_of(running, launcher.DEFAULT)) >= 155
 
 
+@pytest.mark.full
 def test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank(running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, "layouts")) >= 35
 
