@@ -1,4 +1,4 @@
-"""Train in this process, with something wrong in routing replay: `python spoiled_routes.py FAULT CONFIG ARGUMENT ...`."""
+"""Train in this process with a fault in routing replay: `python spoiled_routes.py FAULT CONFIG ARGUMENT ...`."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from grpo_mega.types import PackedBatch
 
 
 def flip_a_byte() -> None:
-    """A recorded expert of the last sample becomes another on its way."""
+    """Change one recorded expert of the last sample between engine and trainer."""
     attach = pack._pack_one
 
     def flipped(*args: Any, **kwargs: Any) -> PackedBatch:
@@ -25,7 +25,7 @@ def flip_a_byte() -> None:
 
 
 def use_other_experts() -> None:
-    """The router of the third layer does not do as it was told, as one that is fused."""
+    """Let the router of the third layer ignore the recorded experts, as a fused router does."""
     from grpo_mega.megatron import replay
 
     told = replay.Replayed.get_replay_topk

@@ -1,4 +1,4 @@
-"""Which samples train, and what their tokens weigh, from a step's groups to packed batches."""
+"""From a step's groups to packed batches: samples that train, and the loss weights of their tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.conformance import oracle_advantages
 
 ONE_RANK: Any = SimpleNamespace(packing={"dp_size": 1, "dp_rank": 0})
 MAX_LENGTH = 10
-WEIGHTS = {"accuracy": 1.0, "format": 0.5}  # those of the config
+WEIGHTS = {"accuracy": 1.0, "format": 0.5}  # reward weights, as in the config
 
 
 def config(**algorithm: Any) -> configs.Config:
@@ -40,7 +40,7 @@ def config(**algorithm: Any) -> configs.Config:
 
 
 def groups(lengths: list[list[int]]) -> list[Group]:
-    """Two samples each, of rewards 1 and 0; those of MAX_LENGTH tokens were cut off."""
+    """Return groups of two samples with rewards 1 and 0. A sample of MAX_LENGTH tokens was cut off."""
     found = []
     for g, lens in enumerate(lengths):
         prompt = Prompt(g, "", (1, 2), "")
@@ -53,7 +53,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
 
 
 def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
-    """Return for each sample of each mini-batch the weight of its tokens, and 0 for one that does not train."""
+    """Return the token weight of each sample, per mini-batch. The weight of an excluded sample is 0."""
     assign_advantages(groups, config.algorithm, max_response_length=MAX_LENGTH)
     batches = make_batches(config, groups, ONE_RANK)
     found = []
@@ -69,20 +69,20 @@ def test_a_token_weighs_one_over_the_tokens_of_its_mini_batch() -> None:
     assert weights(config(), groups([[2, 4], [3, 1]])) == [[pytest.approx(1 / 6)] * 2, [pytest.approx(1 / 4)] * 2]
 
 
-def test_with_use_valid_token_scale_every_token_of_the_rollout_weighs_the_same() -> None:
+def test_use_valid_token_scale_weighs_all_tokens_of_a_rollout_equally() -> None:
     found = weights(config(use_valid_token_scale=True), groups([[2, 4], [3, 1]]))
     assert found == [[pytest.approx(2 / 10)] * 2] * 2  # ten tokens over two mini-batches
 
 
-def test_with_overlong_filter_responses_that_were_cut_off_neither_train_nor_count() -> None:
+def test_overlong_filter_excludes_cut_off_responses_from_loss_and_weights() -> None:
     given = groups([[2, MAX_LENGTH], [3, 1]])
     assert weights(config(), given)[0] == [pytest.approx(1 / 12)] * 2
     assert weights(config(overlong_filter=True), given)[0] == [pytest.approx(1 / 2), 0.0]
-    # In their group's mean they stay: the other one's advantage is not that of a group of one.
+    # The group's mean still includes the cut-off sample. Without it the other sample's advantage would be 0.
     assert given[0].samples[0].advantages is not None and given[0].samples[0].advantages[0] > 0.5
 
 
-def test_a_sample_without_a_reward_neither_trains_nor_counts_unless_its_steps_have_one() -> None:
+def test_a_sample_without_any_reward_is_excluded_unless_its_steps_have_one() -> None:
     given = groups([[2, 4], [3, 1]])
     given[0].samples[1].reward = None
     assert weights(config(), given)[0] == [pytest.approx(1 / 2), 0.0]
@@ -91,7 +91,7 @@ def test_a_sample_without_a_reward_neither_trains_nor_counts_unless_its_steps_ha
 
 
 def sampled_group(rng: random.Random) -> Group:
-    """Up to four samples with rewards of few values, some of them for steps, some missing; some were cut off."""
+    """Return a group of up to four samples with few distinct rewards. Some lack a reward, have step rewards or were cut off."""
     prompt = Prompt(0, "", (1, 2), "")
     group = Group(prompt, [])
     has_steps = rng.random() < 0.6
@@ -107,7 +107,7 @@ def sampled_group(rng: random.Random) -> Group:
 
 
 def oracle_are_zero_variance(settings: configs.Config, step: list[Group]) -> list[bool]:
-    """By the advantages as the papers print them, over all groups of the step; 0 but for rounding."""
+    """Return per group whether the papers' formulas, over all groups of the step, give only zeros up to rounding."""
     a = settings.algorithm
     names = (
         "adv_type",
@@ -138,8 +138,8 @@ def oracle_are_zero_variance(settings: configs.Config, step: list[Group]) -> lis
 
 
 @pytest.mark.parametrize("adv_type", sorted(ADVANTAGES.keys() - {"none"}))
-def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: str) -> None:
-    """Whatever shapes them: steps, punished length, normalisation, other groups, responses that do not train."""
+def test_a_group_has_zero_variance_if_its_advantages_are_all_zero(adv_type: str) -> None:
+    """With step rewards, overlong penalties, normalization, other groups in the step and excluded responses."""
     rng = random.Random(3)
     found: Counter[tuple[bool, bool]] = Counter()
     for number in range(400):
@@ -158,7 +158,7 @@ def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: s
         before = [copy.copy(sample) for group in step for sample in group.samples]
         expected = oracle_are_zero_variance(settings, step)
         useful, equal = drop_zero_variance(settings, step)
-        assert [sample for group in step for sample in group.samples] == before  # judged on copies
+        assert [sample for group in step for sample in group.samples] == before  # it works on copies
         is_kept = [adv_type == "reinforce_plus_plus" or not is_zero for is_zero in expected]
         assert useful == [group for group, kept in zip(step, is_kept, strict=True) if kept], (algorithm, step)
         assert equal == [group for group, kept in zip(step, is_kept, strict=True) if not kept]
@@ -168,17 +168,20 @@ def test_a_group_has_zero_variance_where_its_advantages_are_all_zero(adv_type: s
             rewards = {sample.reward for sample in group.samples} - {None}
             differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
             found[is_zero, differ] += 1
-    assert len(found) == 4 and min(found.values()) >= 5, found  # rewards that differ are neither needed nor enough
+    assert len(found) == 4 and min(found.values()) >= 5, found  # all four combinations occur
 
 
-def test_a_group_of_equal_rewards_is_kept_where_the_step_is_whitened() -> None:
-    """All right among groups that are mostly wrong: without a group baseline its advantages are the largest of the step."""
+def test_a_group_of_equal_rewards_is_kept_if_the_step_is_whitened() -> None:
+    """Without a group baseline, an all-correct group among mostly wrong groups has the largest advantages of the step."""
     step = groups([[3, 5], [4, 2], [6, 1]])
     for group, rewards in zip(step, [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)], strict=True):
         for sample, reward in zip(group.samples, rewards, strict=True):
             sample.reward = reward
     assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step) == (step, [])
-    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (step[:1], [])  # nothing to compare with yet
+    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (
+        step[:1],
+        [],
+    )  # nothing to compare with
     assert drop_zero_variance(config(recipe="rlinf"), step) == (step, [])  # the mean over tokens is not 0
     assert drop_zero_variance(config(recipe="rlinf"), step[:2]) == ([], step[:2])
     assert drop_zero_variance(config(), step) == (step[2:], step[:2])
@@ -186,7 +189,7 @@ def test_a_group_of_equal_rewards_is_kept_where_the_step_is_whitened() -> None:
 
 @pytest.mark.parametrize("recipe", ["rlinf", "reinforce_plus_plus_baseline", "gdpo"])
 def test_a_group_at_the_mean_of_the_step_has_advantages_of_exactly_zero(recipe: str) -> None:
-    """The mean of z-scores, 0, is so only but for rounding: divided by a deviation it would look like an advantage."""
+    """The mean of z-scores is 0 only up to rounding. Divided by a deviation, the error would look like an advantage."""
     for seed in range(30):
         rng = random.Random(seed)
         step = groups([[7] * 2 for _ in range(5)])
@@ -212,10 +215,10 @@ def test_the_kl_penalty_of_a_reward_has_the_bound_of_the_config(kl_clamp: float 
     mse = _penalty(a.model_copy(update={"kl_penalty_type": "mse"}), batch)
     assert mse is not None and mse.tolist() == pytest.approx([3.1**2 / 2, 0.02, 0.0], rel=1e-9)
     batch.ref_logprobs = None
-    assert _penalty(a, batch) is None  # a stage without log-probs
+    assert _penalty(a, batch) is None  # this pipeline stage has no log-probs
 
 
-def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
+def test_a_long_response_is_penalized_if_only_steps_are_rewarded() -> None:
     settings = config(adv_type="grpo_process", overlong_buffer=0.5, overlong_penalty=0.5, normalize_by_std=False)
     (group,) = groups([[4, 9]])
     for sample in group.samples:
@@ -225,4 +228,4 @@ def test_a_long_response_is_punished_where_steps_alone_are_rewarded() -> None:
     assert short is not None and long is not None
     assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx(
         [-0.2] * 9
-    )  # 4/5 of 0.5, less the mean
+    )  # the penalty is 4/5 of 0.5, and the mean is subtracted

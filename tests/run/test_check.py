@@ -1,4 +1,4 @@
-"""`grpo-mega check`: users prove for their own model and data that a layout does not change the numbers."""
+"""`grpo-mega check`: users verify for their own model and data that a layout does not change the numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAME = Difference(
 
 @pytest.mark.distributed
 @pytest.mark.waiting
-def test_check_prints_a_line_a_layout_and_succeeds_where_all_are_the_same(tmp_path: Path) -> None:
+def test_check_prints_a_line_per_layout_and_succeeds_if_all_are_equal(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "tp=1")
     command = [sys.executable, "-m", "grpo_mega.cli", "check", str(config), "--set", "run_dir=unused"]
     environment_root = Path(__file__).resolve().parents[2]
@@ -75,21 +75,21 @@ def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pyt
         {"clipped_tokens": 2},
     ],
 )
-def test_a_difference_beyond_rounding_is_said(change: dict[str, float]) -> None:
+def test_a_difference_beyond_rounding_is_reported(change: dict[str, float]) -> None:
     different = replace(SAME, name="pp=2", **change)
     assert SAME.is_within(1e-5) and not different.is_within(1e-5)
     first, second = table([SAME, different], 1e-5).splitlines()[1:]
     assert first.endswith("same") and second.endswith("DIFFERS")
 
 
-def test_tokens_at_the_edge_of_the_clip_range_are_more_in_bf16() -> None:
-    """Measured: up to 6 of some 1,500 tokens, of ratios that bf16 rounds by about 1%."""
+def test_more_tokens_are_at_the_edge_of_the_clip_range_in_bf16() -> None:
+    """Measured: up to 6 of about 1,500 tokens, because bf16 rounds their ratios by about 1%."""
     few, many = replace(SAME, clipped_tokens=6), replace(SAME, clipped_tokens=60)
     assert few.is_within(TOLERANCE["bfloat16"]) and not few.is_within(TOLERANCE["float32"])
     assert not many.is_within(TOLERANCE["bfloat16"])
 
 
-def test_a_difference_that_is_not_a_number_is_said() -> None:
+def test_a_difference_that_is_not_a_number_is_reported() -> None:
     assert not replace(SAME, logprobs=float("nan")).is_within(1e-5)
     assert math.isnan(_worst([1e-8, float("nan"), 1e-9])) and _worst([]) == 0.0
 

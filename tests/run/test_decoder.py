@@ -1,4 +1,4 @@
-"""The text of a response: every token but those that end or pad it, whatever the tokenizer calls special."""
+"""The text of a response contains every token except end and padding, even tokens that the tokenizer calls special."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RIGHT = "<think>2 + 2, as é 漢\u2028 , is 4 .\n</think> <answer> 4 </answer>"
 
 
 def byte_level(tags: list[str], *, is_special: bool = True, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A token a byte, as Qwen's and Llama's tokenizers have, and one for each control token and tag."""
+    """Return a tokenizer with a token per byte, as Qwen and Llama have, and one per control token and tag."""
     names = [*CONTROL, "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("ending", ["", "<eos>", "<turn_end>", "<turn_end><eos><pad><pad>"])
-def test_tags_are_text_and_what_ends_or_pads_a_response_is_not(is_special: bool, ending: str) -> None:
+def test_tags_are_text_but_end_and_padding_tokens_are_not(is_special: bool, ending: str) -> None:
     tokenizer = byte_level(TAGS, is_special=is_special)
     for text in (RIGHT, "".join(TAGS), "a<|vision|> <tool_call>{}", "<unk> ,  ."):
         ids = ids_of(tokenizer, f"<bos>{text}{ending}")
@@ -63,7 +63,7 @@ def test_tags_are_text_and_what_ends_or_pads_a_response_is_not(is_special: bool,
         assert decoder(tokenizer)(ids) == text
 
 
-def test_a_response_of_special_tags_gets_the_reward_of_one_in_plain_text() -> None:
+def test_special_tags_get_the_same_reward_as_tags_in_plain_text() -> None:
     config = RewardsConfig.model_validate({"functions": [{"name": "accuracy"}, {"name": "format"}], "num_workers": 1})
     prompt = Prompt(0, "2 + 2", (5,), "4")
     scores = []
@@ -92,7 +92,7 @@ def model_of(folder: Path, generation: dict[str, Any] | None, **config: Any) -> 
     return SimpleNamespace(folder=folder, hf_config=LlamaConfig(**config))
 
 
-def test_ids_that_only_the_model_or_its_generation_config_names_are_no_text(tmp_path: Path) -> None:
+def test_special_ids_of_the_model_or_its_generation_config_are_no_text(tmp_path: Path) -> None:
     tokenizer = byte_level([*TAGS, "<call>", "<return>", "<fill>", "<start>"])
     call, back, fill, start = (tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("call", "return", "fill", "start"))
     ids = ids_of(tokenizer, "<start>x<call>y<return><fill>")
@@ -109,7 +109,7 @@ def test_a_default_id_of_the_models_class_hides_no_ordinary_character(tmp_path: 
     assert decoder(tokenizer, model)(ids_of(tokenizer, "banana")) == "banana"
 
 
-def test_the_end_of_a_turn_is_found_only_where_the_template_ends_the_assistants() -> None:
+def test_the_end_of_turn_token_is_the_one_after_an_assistant_message() -> None:
     opens_next = "{% for m in messages %}<think>{{ m.role }}</think>{{ m.content }}{% endfor %}<answer>"
     closing = "{% for m in messages %}{{ m.content }}{{ '</answer>' if m.role == 'user' else '\\n' }}{% endfor %}"
     for template in (closing, "{{ raise_exception('none') }}", "{{ undefined.content }}", None):
@@ -130,8 +130,8 @@ def test_pieces_of_sentencepiece_keep_their_spaces_around_tags() -> None:
     assert decoder(tokenizer)(ids_of(tokenizer, f"<s>{text}</s>")) == text
 
 
-def test_a_stop_token_of_the_config_is_text_in_a_run_and_the_models_is_not(tmp_path: Path) -> None:
-    """Only the generation config names `ends` here, and only rollout.stop_token_ids `seen`."""
+def test_a_stop_token_of_the_config_is_text_but_the_models_is_not(tmp_path: Path) -> None:
+    """Only the generation config names `ends`. Only rollout.stop_token_ids names `seen`."""
     ends, seen = [*range(20, 300, 8)], [*range(23, 300, 8)]
     path = kills.write_inputs(tmp_path, "tp=1", {"stop_token_ids": seen, "max_response_length": 40})
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -1,4 +1,4 @@
-"""A disk that fills up, or a folder that is removed, while a run trains: one line, and the last checkpoint is sound."""
+"""When the disk fills up or the run folder is removed in training: a one-line error, and the last checkpoint is intact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def end(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.waiting
-def test_a_run_whose_disk_fills_up_ends_in_one_line_and_goes_on_later(config: Path, disk: Path) -> None:
+def test_a_run_whose_disk_fills_up_ends_in_one_line_and_resumes_later(config: Path, disk: Path) -> None:
     run_dir = disk / "run"
     process = start(config, run_dir, *STEPS)
     wait_for_step(run_dir, 5, process)
@@ -98,6 +98,6 @@ def test_a_removed_folder_is_noticed_at_the_next_step(tmp_path: Path) -> None:
         writer.write_step(1, {"reward/mean": 1.0})
 
 
-def test_other_errors_of_the_system_stay_as_they_are(tmp_path: Path) -> None:
+def test_other_system_errors_are_not_changed(tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError), explained(tmp_path):
         raise ConnectionRefusedError(111, "Connection refused")

@@ -1,6 +1,6 @@
-"""Dynamic sampling in a real run: groups without spread are replaced, and a resumed run draws the same prompts.
+"""Dynamic sampling in a real run: groups of equal rewards are replaced, and a resumed run draws the same prompts.
 
-The prompts to evaluate are those to train on, under another file's name: what both answer can be compared.
+The held-out file is a copy of the training file, so that responses of training and evaluation can be compared.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def whole(config: Path) -> Path:
 
 @dataclass
 class Phases:
-    """The (prompt, response) that were scored in each phase of the run: phases follow each other, and none overlaps."""
+    """The (prompt, response) pairs scored in each phase of the run. Phases do not overlap."""
 
     steps: list[list[tuple[int, str]]]
-    drawn_in_evaluation: dict[int, list[tuple[int, str]]]  # by the number of steps before it; sampled answers only
+    drawn_in_evaluation: dict[int, list[tuple[int, str]]]  # sampled answers, keyed by the number of steps before
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,13 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
     assert len(rows) == 6
     assert all(row.get("groups/zero_variance", 0.0) == 0 and row["rollouts"] <= 3 for row in rows)
     assert sum(row["prompts_dropped/equal_rewards"] for row in rows) > 0
-    for row in rows:  # another rollout only where the one before left too few
+    for row in rows:  # another rollout starts only if too few groups are kept
         assert row["rollouts"] == 1 or row["prompts_dropped/equal_rewards"] > 0
         assert row["prompts_dropped/surplus"] < 4
 
 
-def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, phases: Phases) -> None:
-    """A prompt that the step has seen already is left for the next step, and comes first there."""
+def test_every_rollout_of_a_step_draws_the_next_prompts(whole: Path, phases: Phases) -> None:
+    """A prompt that the step has already seen comes first in the next step."""
     order = Sampler([NUM_PROMPTS], [1.0], PER_STEP, seed=3, shuffle=True)
     to_come = [prompt for number in range(40) for prompt in order.indices(number)]
     num_drawn = 0
@@ -116,7 +116,7 @@ def test_every_rollout_of_a_step_draws_the_prompts_that_come_next(whole: Path, p
             for prompt in [p for i, p in enumerate(to_come) if p not in to_come[:i] and p not in seen][:PER_STEP]:
                 to_come.remove(prompt)
                 seen.append(prompt)
-        assert Counter(prompt for prompt, _ in scored) == dict.fromkeys(seen, GROUP_SIZE), row  # and none of them twice
+        assert Counter(prompt for prompt, _ in scored) == dict.fromkeys(seen, GROUP_SIZE), row  # each prompt once
         num_drawn += len(seen)
     assert num_drawn > PER_STEP * len(phases.steps)
 
@@ -136,7 +136,7 @@ def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
 
 
 @pytest.mark.full
-def test_a_stopped_run_goes_on_with_the_prompts_that_it_would_have_drawn(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_prompts_as_an_uninterrupted_run(config: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
     while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 2:

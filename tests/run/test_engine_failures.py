@@ -1,6 +1,6 @@
-"""Training on with servers that are killed or hang: no sample lost, none twice, and nothing left on the machine at the end.
+"""Training survives servers that are killed or hang: no sample is lost or duplicated, and no process or file is left over.
 
-Two replicas of one rank each. Most of the time goes to starts and restarts, so one run carries many failures.
+Runs have two replicas of one rank each. Starts and restarts take most of the time, so each run covers many failures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.waiting]
 
-SECONDS = 300  # for whatever is waited for
+SECONDS = 300  # timeout of each wait
 CONFIG = {
-    "steps": 1000,  # they are stopped
+    "steps": 1000,  # the tests stop the runs
     "layout": {"dp": 2},
     "rollout": {"engine": "sglang", "max_response_length": 32, "max_restarts": 9, "stall_deadline_s": 15},
     "batch": {"prompts_per_step": 8, "mini_batches": 2, "tokens_per_micro_batch": 256},
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 class Run:
-    """A run under way, seen from outside: what it has written, and its processes."""
+    """A run in progress, seen from outside: its files and its processes."""
 
     def __init__(self, config: Path, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -64,23 +64,23 @@ class Run:
         self.wait_for(lambda: len(self.steps()) >= wanted)
 
     def wait_for_sync(self) -> None:
-        """Until a server has taken over a part of an update, of which more is to come."""
+        """Wait until a server has loaded a part of a weight update, before the update is complete."""
         reports = self.last_report()
         self.wait_for(lambda: self.last_report() > reports)
 
     def last_report(self) -> int:
-        """When a server last reported, in its own folder: the second argument of its guardian."""
+        """Return the time of the last report in a server's folder, the second argument of its guardian."""
         guardians = [pid for pid in Tree.below(self.process.pid).pids if _is_guardian(pid)]
         folders = [Path(re.findall(r"server_main \d+ (\S+)", _title(pid))[0]) for pid in guardians]
         return max((p.stat().st_mtime_ns for folder in folders for p in folder.glob("loader_0_*.json")), default=0)
 
     def servers(self) -> list[list[int]]:
-        """For each server the processes of SGLang and the guardian above them."""
+        """Return the process ids of each server: its guardian, then SGLang's processes."""
         guardians = [pid for pid in Tree.below(self.process.pid).pids if _is_guardian(pid)]
         return [[pid, *Tree.below(pid).pids] for pid in sorted(guardians)]
 
     def end(self) -> str:
-        """Its log, once it has ended."""
+        """Wait for the end of the run. Return its log."""
         self.process.wait(timeout=SECONDS)
         return self.log()
 
@@ -104,14 +104,12 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def check_nothing_is_left(tree: Tree, temporary: Path) -> None:
     assert is_true_within(20, lambda: not tree.remains()), tree.remains()
-    found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # torch's cache stays
+    found = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # ignore torch's cache
     assert found == []
 
 
 @pytest.mark.full
-def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_made_twice(
-    config: Path, tmp_path: Path, temporary: Path
-) -> None:
+def test_killed_and_hanging_servers_lose_and_duplicate_no_sample(config: Path, tmp_path: Path, temporary: Path) -> None:
     moments = random.Random(7)
     run = Run(config, tmp_path / "run")
     run.wait_for_steps(2)
@@ -157,11 +155,8 @@ def test_servers_are_killed_five_times_and_one_hangs_and_no_sample_is_lost_or_ma
     check_nothing_is_left(tree, temporary)
 
 
-@pytest.mark.full
-def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_and_ctrl_c_leaves_nothing(
-    config: Path, tmp_path: Path, temporary: Path
-) -> None:
-    """With partial rollouts: what is carried over is in the checkpoint, and no sample is trained twice."""
+def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(config: Path, tmp_path: Path, temporary: Path) -> None:
+    """Partial rollouts: unfinished samples are in the checkpoint, and no sample is trained twice."""
     stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2", "--set", "rollout.partial=true")
     run = Run(config, tmp_path / "run", *stragglers, "--set", "rollout.max_restarts=0")
     run.wait_for_steps(1)
@@ -183,7 +178,7 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
     resumed.wait_for_steps(1)
     assert [row["ledger/trained_groups"] for row in resumed.steps()] == [4.0 * row["step"] for row in resumed.steps()]
     begun_ahead = [row["ledger/begun_groups"] - row["ledger/trained_groups"] for row in resumed.steps()]
-    assert min(begun_ahead) >= 0 < max(begun_ahead)  # 0: enough groups were whole before any other was begun
+    assert min(begun_ahead) >= 0 < max(begun_ahead)  # 0 if enough groups finished before others started
     assert max(row.get("mismatch/k3_stale_0", 0.0) for row in resumed.steps()) < 1e-9
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     begun_by = [sample["spans"][0][0] if "spans" in sample else sample["policy_version"] for sample in samples]
@@ -199,7 +194,7 @@ def test_a_server_that_may_not_be_started_anew_ends_the_run_with_a_checkpoint_an
 
 
 @pytest.mark.full
-def test_a_server_on_a_rank_of_its_own_is_killed_in_a_phase_and_in_a_sync_and_at_last_for_good(
+def test_a_server_on_an_engine_rank_may_be_killed_in_a_phase_and_in_a_sync(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:
     given = {"layout.dp": 1, "layout.engine_ranks": 1, "rollout.placement": "separate", "rollout.max_staleness": 1}
@@ -233,7 +228,7 @@ def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: P
     tree = Tree.below(run.process.pid)
     run.process.send_signal(signal.SIGINT)
     log = run.end()
-    # On a slow machine the servers may be up by now: then it ends as a run that was stopped.
+    # On a slow machine the servers may already be up. Then the run ends like a stopped run.
     assert run.process.returncode != 0 or "go on with the same command and --resume" in log, log
     check_nothing_is_left(tree, temporary)
 

@@ -1,5 +1,4 @@
-"""Evaluation within a run and by `grpo-mega eval`, on one small run: the same answers, in any layout, and figures that follow
-from them."""
+"""Evaluation in a run and by `grpo-mega eval`, on one small run: the same answers in any layout, and matching metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ SAMPLES = 5
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps, evaluated before, between and after, on held-out sets, on the last of which the reward function raises."""
+    """Train two steps with evaluations before, between and after. The reward function raises on the last held-out set."""
     folder = tmp_path_factory.mktemp("eval")
     path = kills.write_inputs(folder, "tp=1")
     (folder / "scoring.py").write_text(REWARD)
@@ -61,7 +60,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(run_dir: Path) -> str:
-    """Return the output of evaluating the checkpoint of step 1 in two pipeline stages; rows.jsonl is beside the run."""
+    """Evaluate the checkpoint of step 1 in two pipeline stages. Write rows.jsonl next to the run. Return the output."""
     before = contents(run_dir)
     out = run_dir.parent / "rows.jsonl"
     output = command(run_dir.parent, "eval", str(run_dir), "--step", "1", "--set", "layout={pp: 2}", "--out", str(out))
@@ -88,13 +87,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_command_gives_the_answers_of_the_run_in_another_layout(run_dir: Path, evaluated: str) -> None:
+def test_the_command_returns_the_answers_of_the_run_in_another_layout(run_dir: Path, evaluated: str) -> None:
     rows = read(run_dir.parent / "rows.jsonl")
     assert [row["set"] for row in rows] == ["said"] * 2 + ["shouted"] * 2 + ["whispered"] * 2
     assert rows == read(run_dir / "heldout-000001.jsonl")
 
 
-def test_the_commands_last_line_has_the_figures_that_the_run_logged(run_dir: Path, evaluated: str) -> None:
+def test_the_commands_last_line_has_the_metrics_that_the_run_logged(run_dir: Path, evaluated: str) -> None:
     summary = json.loads(evaluated.splitlines()[-1])
     assert summary["step"] == 1 and summary["samples"] == SAMPLES and summary["temperature"] == 1.3
     (logged,) = [row for row in read(run_dir / "metrics.jsonl") if row["step"] == 1 and "eval/score" in row]
@@ -105,7 +104,7 @@ def test_the_commands_last_line_has_the_figures_that_the_run_logged(run_dir: Pat
     assert "pass@4" in evaluated and "said" in evaluated
 
 
-def test_figures_follow_from_the_rows(run_dir: Path, evaluated: str) -> None:
+def test_metrics_follow_from_the_rows(run_dir: Path, evaluated: str) -> None:
     summary = json.loads(evaluated.splitlines()[-1])
     for name in ("said", "shouted"):
         rows = [row for row in read(run_dir.parent / "rows.jsonl") if row["set"] == name]
@@ -121,7 +120,7 @@ def test_figures_follow_from_the_rows(run_dir: Path, evaluated: str) -> None:
             assert len(row["answers"]) == row["samples"] == SAMPLES
 
 
-def test_a_function_that_raises_on_all_of_a_set_is_counted_and_warned_of(run_dir: Path, evaluated: str) -> None:
+def test_a_function_that_raises_on_a_whole_set_is_counted_and_reported(run_dir: Path, evaluated: str) -> None:
     found = json.loads(evaluated.splitlines()[-1])["sets"]
     assert (found["whispered"]["score"], found["whispered"]["reward_errors"]) == (0.0, 2 + 2 * SAMPLES)
     assert "reward_errors" not in found["said"]
@@ -131,8 +130,8 @@ def test_a_function_that_raises_on_all_of_a_set_is_counted_and_warned_of(run_dir
         assert "scoring.is_odd: KeyError: 'too quiet' (in is_odd, scoring.py:4)" in text
 
 
-def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None:
-    """Evaluate a Hugging Face folder in place of the run's checkpoint."""
+def test_evaluating_the_training_set_yields_pass_rates_that_filter_it(run_dir: Path) -> None:
+    """Evaluate a Hugging Face folder instead of the run's checkpoint."""
     folder = run_dir.parent
     arguments = [
         "--model",
@@ -159,10 +158,10 @@ def test_the_training_set_gives_pass_rates_that_filter_it(run_dir: Path) -> None
     assert f"{8 - len(kept)} of 8 training prompts dropped" in data.notes[-1]
 
 
-def test_a_finished_run_without_checkpoints_gives_its_policy_from_hf(
+def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the quickstart leaves it: the answers are those that the run itself logged after its last step."""
+    """The quickstart leaves such a run. The answers equal the answers that the run logged after its last step."""
     finished = tmp_path / "finished"
     shutil.copytree(run_dir, finished, ignore=shutil.ignore_patterns("step-*", "latest"))
     note = f"{finished} has no checkpoints: taking {finished / 'hf'}, the policy after its last step"

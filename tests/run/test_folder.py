@@ -1,4 +1,4 @@
-"""Settings that a run's folder accepts as the same run."""
+"""The run folder: settings that may change on resume, refused starts, and file modes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(folder: Path) -> None:
         pass
 
 
-def test_a_run_goes_on_though_a_setting_was_not_known_when_it_began(tmp_path: Path) -> None:
+def test_a_run_resumes_although_a_setting_did_not_exist_when_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     started(folder)
     recorded = yaml.safe_load((folder / CONFIG_FILE).read_text())
@@ -50,7 +50,7 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
     assert (folder / CONFIG_FILE).read_text() == configs.dump(config(folder))
 
 
-def test_what_keeps_a_run_healthy_may_change_when_it_goes_on_and_each_change_is_told_once(tmp_path: Path) -> None:
+def test_health_settings_may_change_on_resume_and_are_reported_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     started(folder)
     raw = config(folder, kl_beta=0.05, ratio_clip_eps_high=0.28, correction={"importance": "icepop"}).model_dump(mode="json")
@@ -74,13 +74,13 @@ def test_what_keeps_a_run_healthy_may_change_when_it_goes_on_and_each_change_is_
     assert configs.load(folder / CONFIG_FILE) == changed
     with claim(changed, resume=True, argv=["train"]):
         assert adopt(changed) == []
-    # Adam's own come from the checkpoint, so that another value would be ignored.
+    # Adam's betas come from the checkpoint, so another value would be ignored.
     raw["optimizer"]["betas"] = [0.9, 0.99]
     with pytest.raises(ResumeError, match=r"optimizer\.betas"), claim(configs.validate(raw), resume=True, argv=["train"]):
         pass
 
 
-def test_what_was_logged_after_the_checkpoint_is_taken_out(tmp_path: Path) -> None:
+def test_rows_logged_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         (tmp_path / name).write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n{"step": 3, "ha')
     for step in (0, 3):
@@ -98,7 +98,7 @@ def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
 
 
 def refused(run_dir: Path, logs: tuple[str, ...] = ()) -> None:
-    """Start a run that the ranks refuse, once they have written their logs."""
+    """Start a run that the ranks refuse after they have written their logs."""
     with pytest.raises(ConfigError, match="tp must"), claim(config(run_dir), resume=False, argv=["train"]):
         for name in logs:
             (run_dir / "logs").mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ def content(folder: Path) -> dict[str, str | None]:
     return {str(p.relative_to(folder)): p.read_text() if p.is_file() else None for p in folder.rglob("*")}
 
 
-def test_a_refused_start_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+def test_a_refused_start_leaves_no_files(tmp_path: Path) -> None:
     refused(tmp_path / "runs" / "new", logs=("rank_1.log",))
     assert content(tmp_path) == {"runs": None}
 
@@ -147,7 +147,7 @@ def test_a_folder_with_a_users_own_config_is_not_taken(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_by_another_process_is_left_as_it_is(tmp_path: Path) -> None:
     with claim(config(tmp_path), resume=False, argv=["train"]):
-        (tmp_path / "run.json").rename(tmp_path / "elsewhere")  # as if it were not written yet
+        (tmp_path / "run.json").rename(tmp_path / "elsewhere")  # the other process has not written it yet
         (tmp_path / "elsewhere").unlink()
         before = content(tmp_path)
         code = "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
@@ -173,7 +173,7 @@ def test_a_link_is_followed_and_outlives_a_refused_start(tmp_path: Path, is_ther
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     (tmp_path / "file").touch()
     for name in ("circle", "file", "file/run", "x" * 300):
@@ -189,7 +189,7 @@ def test_a_full_disk_refuses_the_start_in_one_line(full_disk: Path) -> None:
     assert {path.name for path in full_disk.iterdir()} == {"filler"}
 
 
-def test_a_folder_keeps_its_mode_and_one_open_to_others_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_keeps_its_mode_and_open_access_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as above:
         for mode, is_told in ((0o700, False), (0o750, True), (0o755, True), (0o711, True)):
             os.chmod(above, 0o755)
@@ -199,7 +199,7 @@ def test_a_folder_keeps_its_mode_and_one_open_to_others_is_told(capsys: pytest.C
             started(run)
             assert run.stat().st_mode & 0o777 == mode
             assert (f"run_dir={run} has mode {mode:o}: other users can read" in capsys.readouterr().err) == is_told
-        os.chmod(above, 0o700)  # which closes what is below it
+        os.chmod(above, 0o700)  # also closes the folders below
         with claim(config(run), resume=True, argv=["train"]):
             pass
         assert capsys.readouterr().err == ""
@@ -212,7 +212,7 @@ def test_a_new_runs_folder_is_closed_to_other_users() -> None:
         run = Path(above, "runs", "mine")
         started(run)
         assert run.stat().st_mode & 0o777 == 0o700
-        ids = {"user": 65534, "group": 65534}  # a user without any rights
+        ids = {"user": 65534, "group": 65534}  # the user `nobody`
         assert subprocess.run(["ls", str(run.parent)], capture_output=True, **ids).returncode == 0
         looked = subprocess.run(["ls", str(run)], capture_output=True, text=True, **ids)
         assert looked.returncode != 0 and "Permission denied" in looked.stderr

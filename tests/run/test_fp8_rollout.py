@@ -1,4 +1,4 @@
-"""Runs of the real trainer whose rollouts come from weights in FP8 blocks, on the embedded engine."""
+"""Runs of the real trainer with rollouts from FP8 block weights on the embedded engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
 
-SIZES = {  # of which a rank of tp=2 holds whole blocks
+SIZES = {  # each rank of tp=2 holds whole FP8 blocks
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ def run(config: Path, run_dir: Path) -> tuple[int, str]:
 
 
 @pytest.mark.full
-def test_a_run_with_fp8_rollouts_ends_with_a_mismatch_that_is_there_and_small(tmp_path: Path) -> None:
+def test_a_run_with_fp8_rollouts_has_a_small_but_nonzero_mismatch(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "tp=2")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | SIZES))
@@ -41,14 +41,14 @@ def test_a_run_with_fp8_rollouts_ends_with_a_mismatch_that_is_there_and_small(tm
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss/total" in row]
     assert len(steps) == 3
-    for row in steps:  # without quantisation abs_max is below 1e-5
+    for row in steps:  # without quantization abs_max is below 1e-5
         assert row["ratio/mean"] == row["ratio/max"] == 1.0
         assert 1e-4 < row["mismatch/abs_mean"] < 0.1
         assert 1e-7 < row["mismatch/k3"] < 0.01
         assert row["grad_norm"] > 0
 
 
-def test_a_model_whose_blocks_would_straddle_ranks_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_model_whose_fp8_blocks_would_straddle_ranks_is_refused(tmp_path: Path) -> None:
     code, output = run(kills.write_inputs(tmp_path, "tp=2"), tmp_path / "run")
     assert code == 2
     [line] = output.splitlines()

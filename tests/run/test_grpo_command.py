@@ -1,5 +1,6 @@
-"""Two small runs from the command line: by the flags of TRL and open-r1 on the arithmetic task, resumed, and by
-`grpo-mega train` with reward functions named there, one of them the user's own."""
+"""Two small runs from the command line: with the flags of TRL and open-r1 on the arithmetic task, then resumed; and with
+`grpo-mega train --reward-funcs`, where one function is the user's.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def share_of_digits(completions, question, solution, prompts, completion_ids, **
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder in which the names of the seed's command are folders: an untrained model, and sums."""
+    """Return a working folder that holds the model and the data set of the seed's command: an untrained model, and sums."""
     folder = tmp_path_factory.mktemp("grpo")
     arithmetic = load(ROOT / "examples" / "arithmetic.py")
     torch.manual_seed(0)
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arithmetic.save(folder / "task", arithmetic.make_model(tokenizer), tokenizer, train[:24], heldout[:8])
     (folder / "task" / "model").rename(folder / "deepseek-ai" / "deepseek-base")
     (folder / "math_dataset").mkdir()
-    for name, split in (("train", "train"), ("heldout", "test")):  # in the columns that sets of problems have
+    for name, split in (("train", "train"), ("heldout", "test")):  # with the columns of common problem sets
         rows = [json.loads(line) for line in (folder / "task" / f"{name}.jsonl").read_text().splitlines()]
         rows = [{"question": row["prompt"], "answer": row["answer"]} for row in rows]
         (folder / "math_dataset" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -70,7 +71,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # its dataclasses look themselves up there
+    sys.modules[path.stem] = module  # dataclasses look their module up here
     spec.loader.exec_module(module)
     return module
 
@@ -85,7 +86,7 @@ def output_dir(folder: Path) -> Path:
 
 
 def run(folder: Path, command: str) -> str:
-    """Return the output of `python -m COMMAND`, started in the folder."""
+    """Run `python -m COMMAND` in the folder. Return its output."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-m", *command.split()]
     result = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
@@ -120,13 +121,13 @@ def test_it_trains_on_all_rewards_and_evaluates_on_the_test_split(output_dir: Pa
     assert (output_dir / "heldout-000003.jsonl").read_text().count("\n") == 8
 
 
-def test_where_the_users_own_function_returns_none_it_does_not_count(output_dir: Path) -> None:
+def test_a_users_function_does_not_count_for_samples_where_it_returns_none(output_dir: Path) -> None:
     rows = [json.loads(line) for line in (output_dir / "heldout-000003.jsonl").read_text().splitlines()]
     scores = {sum(map(int, re.findall(r"\d+", row["prompt"]))) % 2: row["scores"][OWN_NAME] for row in rows}
     assert scores[1] is None and isinstance(scores[0], float)
 
 
-def test_transformers_loads_what_it_trained(output_dir: Path) -> None:
+def test_transformers_loads_the_trained_model(output_dir: Path) -> None:
     trained = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
     before = AutoModelForCausalLM.from_pretrained(output_dir.parents[1] / "deepseek-ai" / "deepseek-base").state_dict()
     assert trained.keys() == before.keys()
@@ -134,8 +135,8 @@ def test_transformers_loads_what_it_trained(output_dir: Path) -> None:
 
 
 @pytest.mark.full
-def test_it_resumes_with_another_number_of_steps_and_an_early_stop_leaves_the_weights(output_dir: Path) -> None:
-    """The ratio of the one mini-batch is 1, past the limit: nothing of it reaches the optimizer."""
+def test_it_resumes_with_more_steps_and_an_early_stop_keeps_the_weights(output_dir: Path) -> None:
+    """The ratio of the only mini-batch is 1, beyond the limit, so the optimizer takes no step."""
     command = SEED.replace("accuracy format", f"accuracy format {OWN_NAME}")
     before = AutoModelForCausalLM.from_pretrained(output_dir / "hf").state_dict()
     more = "--resume --set algorithm.early_stop_imp_ratio=0.9"

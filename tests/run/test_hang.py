@@ -1,4 +1,4 @@
-"""A run of which one rank stops: it ends by itself, names the rank, and goes on from its last checkpoint."""
+"""A run with a stopped rank ends by itself, names the rank, and resumes from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, for longer than the deadline in all; the other rank waits for it."""
+def test_a_run_whose_checks_hang_one_after_another_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks hang on one rank, in total for longer than the deadline. The other rank waits."""
     (tmp_path / "hanging.py").write_text(
         "import os, time\n\ndef score(prompt, response, answer, extras):\n    time.sleep(60 * (os.environ['RANK'] == '0'))\n"
         "    return float(len(response))\n"
@@ -60,7 +60,7 @@ def test_a_run_whose_checks_hang_one_after_the_other_goes_on(tmp_path: Path, mon
 
 
 def _rank(launcher: int, number: int) -> int:
-    """The process of a rank."""
+    """Return the process id of a rank."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for child in children:
         if f"RANK={number}" in Path(f"/proc/{child}/environ").read_text().split("\0"):

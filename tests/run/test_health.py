@@ -1,4 +1,4 @@
-"""The mismatch of engine and trainer by staleness, against numbers by hand; limits look at tokens that are not stale."""
+"""The engine mismatch by staleness, compared with numbers worked out by hand. Limits apply to tokens that are not stale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mega.types import Prompt, Sample, Span
 PROMPT = Prompt(0, "", (1,), "")
 
 
-def test_each_token_counts_with_the_version_of_its_span_and_those_outside_the_loss_do_not() -> None:
+def test_each_trained_token_counts_with_the_version_of_its_span() -> None:
     mixed = Sample(PROMPT, 0, [5, 6, 7], [-1.0, -2.0, -0.5], "stop", [Span(3, 0, 1), Span(5, 1, 3)])
     fresh = Sample(PROMPT, 1, [5], [-0.25], "stop", [Span(5, 0, 1)])
     left_out = Sample(PROMPT, 2, [5, 5], [-9.0, -9.0], "stop", [Span(4, 0, 2)])

@@ -1,4 +1,4 @@
-"""A checkpoint into which somebody wrote a program: nothing of it runs, and the error is one line."""
+"""A checkpoint with a program inside: the program does not run, and the error is one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL |= {"layer_types": ["full_attention"] * 2}
 
 
 class Program:
-    """Makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -39,7 +39,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The config and the folder of a run of one step."""
+    """Train one step. Return the config and the run folder."""
     folder = tmp_path_factory.mktemp("trained")
     config = kills.write_inputs(folder, "tp=1", **MODEL)
     code, output = run(config, folder / "run", "--set", "steps=1", "--set", "checkpoint.interval=1")
@@ -76,7 +76,7 @@ def damaged(state: Path, program: Program) -> None:
 
 
 def copy_with(source: Path, target: Path, change: Any, program: Program) -> Path:
-    """Copy a run and change its checkpoint, with checksums that fit; return the checkpoint."""
+    """Copy a run, change its checkpoint and update the checksums. Return the checkpoint."""
     shutil.copytree(source, target)
     checkpoint = target / "checkpoints" / (target / "checkpoints" / "latest").read_text().strip()
     change(checkpoint / "state", program)
@@ -96,7 +96,7 @@ def test_a_program_in_a_checkpoint_does_not_run_on_resume(
     has_run = tmp_path / "it ran"
     run_dir = tmp_path / "run"
     checkpoint = copy_with(source, run_dir, change, Program(has_run))
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # as people set it for the sake of other programs
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # users set this for other programs
     code, output = run(config, run_dir, "--set", "steps=2", "--set", "checkpoint.interval=1", "--resume")
     assert not has_run.exists()
     errors = [line for line in output.splitlines() if line.startswith("grpo-mega: error: ")]
@@ -122,7 +122,7 @@ def test_a_program_in_a_checkpoint_does_not_run_in_tools(trained: tuple[Path, Pa
         assert not has_run.exists(), command
 
 
-def test_only_scales_and_recipes_are_taken_for_the_state_of_a_layer(tmp_path: Path) -> None:
+def test_only_scales_and_recipes_are_accepted_as_layer_state(tmp_path: Path) -> None:
     state = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(5, 3), "extra_fp8_variables": {"num_gemms": 1}}
     check_extra_state(pickle.dumps(state))
     with pytest.raises(pickle.UnpicklingError, match=r"it names io\.open, unexpected in the state of a layer"):

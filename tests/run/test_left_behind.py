@@ -1,4 +1,4 @@
-"""Runs below a long TMPDIR, and what killed runs leave in a short one until the next start."""
+"""Runs with a long TMPDIR, and files of killed runs in a short TMPDIR, removed by the next start."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.full
-def test_a_run_trains_below_a_long_tmpdir(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_with_a_long_tmpdir(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
@@ -41,10 +40,7 @@ def test_a_run_trains_below_a_long_tmpdir(config: Path, tmp_path: Path, monkeypa
     assert not list(long.iterdir())
 
 
-@pytest.mark.full
-def test_a_run_leaves_nothing_in_tmpdir_and_a_killed_one_until_the_next_start(
-    config: Path, tmp_path: Path, short: Path
-) -> None:
+def test_the_next_start_removes_files_of_a_killed_run_from_tmpdir(config: Path, tmp_path: Path, short: Path) -> None:
     process = start(config, tmp_path / "run", "--set", "steps=2000")
     wait_for_step(tmp_path / "run", 1, process)
     names = {path.name for path in short.rglob("*")}

@@ -1,4 +1,4 @@
-"""No process of a run on one machine listens on an address that another machine reaches."""
+"""No process of a single-machine run listens on an address that other machines can reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = ["--set", "steps=1", "--set", "checkpoint.interval=1", "--set", "eval.in
 
 
 def watched(arguments: list[str], folder: Path, **environment: str) -> set[tuple[str, int]]:
-    """Run a module to its end; return the places on which its processes listened."""
+    """Run a module to its end. Return the addresses on which its processes listened."""
     values = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     log = folder / "output"
     with log.open("a") as output:
@@ -52,8 +52,8 @@ def test_the_reader_of_sockets_sees_open_addresses() -> None:
     assert {address for address, _ in wanted if not is_loopback(address)} == {"0.0.0.0", "::"}
 
 
-@pytest.mark.parametrize(("layout", "at_least"), [("tp=1", 1), pytest.param("dp=2", 3, marks=pytest.mark.full)])
-def test_training_evaluation_and_check_listen_on_the_loopback_alone(layout: str, at_least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "at_least"), [("tp=1", 1), ("dp=2", 3)])
+def test_training_evaluation_and_check_listen_only_on_the_loopback(layout: str, at_least: int, tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, layout)
     run = ["--set", f"run_dir={tmp_path / 'run'}"]
     assert_closed(watched(["grpo_mega.cli", "train", str(config), *run, *SHORT], tmp_path), at_least)
@@ -63,9 +63,8 @@ def test_training_evaluation_and_check_listen_on_the_loopback_alone(layout: str,
         assert_closed(watched(["grpo_mega.cli", *check], tmp_path), at_least)
 
 
-@pytest.mark.full
-def test_ranks_of_a_slurm_job_listen_on_the_rendezvous_address_alone(tmp_path: Path) -> None:
-    """Two nodes, whose first has a loopback address here."""
+def test_ranks_of_a_slurm_job_listen_only_on_the_rendezvous_address(tmp_path: Path) -> None:
+    """Two nodes. The first node has a loopback address here."""
     config, port = kills.write_inputs(tmp_path, "dp=2"), str(free_port())
     agent = ["grpo_mega.distributed.agent", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     train = ["-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={tmp_path / 'run'}", *SHORT]
@@ -83,8 +82,7 @@ def test_ranks_of_a_slurm_job_listen_on_the_rendezvous_address_alone(tmp_path: P
 
 
 @pytest.mark.sglang
-@pytest.mark.full
-def test_servers_of_a_run_listen_on_the_loopback_alone(tmp_path: Path) -> None:
+def test_servers_of_a_run_listen_only_on_the_loopback(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "dp=2", {"engine": "sglang", "tp": 2})
     found = watched(["grpo_mega.cli", "train", str(config), "--set", f"run_dir={tmp_path / 'run'}", *SHORT], tmp_path)
     assert_closed(found, 7)  # the job's store, the engine's, the server's HTTP, and gloo of four processes

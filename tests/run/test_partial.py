@@ -1,4 +1,4 @@
-"""Runs that begin more groups than a step trains: aborted or carried over, the same when resumed."""
+"""Runs that start more groups than a step trains. They abort or carry over the surplus, and a resumed run does the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, tmp_path: Path) -> None:
-    """Though its ranks sample at different speeds: the embedded engine goes by tokens, not by time."""
+    """Ranks sample at different speeds, but the embedded engine counts tokens, not time."""
     settings = ("--set", "rollout.partial=false", "--set", "rollout.oversample=1.5", "--set", "steps=6")
     kills.finish(kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
     stop_after(inputs, tmp_path / "run", 2, *settings)
@@ -40,7 +40,7 @@ def test_a_run_that_aborts_stragglers_aborts_the_same_ones_again(inputs: Path, t
     assert sum(row["rollout/aborted_tokens"] for row in steps) > 0
 
 
-def test_partial_rollouts_go_on_with_the_same_tokens_and_the_ledger_closes(inputs: Path, tmp_path: Path) -> None:
+def test_resumed_partial_rollouts_keep_their_tokens_and_the_ledger_closes(inputs: Path, tmp_path: Path) -> None:
     settings = ("--set", "algorithm.recipe=partial", "--set", "steps=6")
     kills.finish(kills.start(inputs, tmp_path / "whole", list(settings)), tmp_path / "whole")
     stop_after(inputs, tmp_path / "run", 2, *settings)
@@ -63,5 +63,5 @@ def test_partial_rollouts_go_on_with_the_same_tokens_and_the_ledger_closes(input
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a step says of its samples and losses."""
+    """Return a step's metrics without times, memory and throughput."""
     return {name: value for name, value in row.items() if not name.startswith(("seconds", "memory", "tokens_per_second"))}

@@ -1,6 +1,6 @@
-"""Between iterations: the command that refreshes the reward model, and the server that must answer after it.
+"""Between iterations: the command that refreshes the reward model, and the server that must answer afterwards.
 
-Whole runs of it are in test_resume.py.
+test_resume.py covers whole runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_config(run_dir: Path, command: str, **rewards: Any) -> Config:
 
 
 def refresh(config: Config, step: int, others: tuple[str | None, ...] = ()) -> list[str]:
-    """As the first rank of several: `others` are their problems; returns the messages."""
+    """Run the refresh as the first rank. `others` are the problems of the other ranks. Return the messages."""
     messages: list[str] = []
     rendezvous = SimpleNamespace(all_gather=lambda phase, value, deadline_s: [value, *others])
     parts = {"rollouts": SimpleNamespace(rendezvous=rendezvous), "log": SimpleNamespace(message=messages.append)}
@@ -39,7 +39,7 @@ def refresh(config: Config, step: int, others: tuple[str | None, ...] = ()) -> l
     return messages
 
 
-def test_the_command_runs_where_an_iteration_ends_and_is_told_where_the_samples_are(
+def test_the_command_runs_when_an_iteration_ends_with_the_path_of_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -59,7 +59,7 @@ def test_the_command_runs_where_an_iteration_ends_and_is_told_where_the_samples_
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.34, 1.0])
-def test_the_replay_has_the_last_iteration_whole_and_the_share_of_those_before(tmp_path: Path, fraction: float) -> None:
+def test_the_replay_has_the_last_iteration_and_a_share_of_earlier_ones(tmp_path: Path, fraction: float) -> None:
     rows = [{"step": step, "iteration": (step + 1) // 2, "index": i} for step in range(1, 7) for i in range(5)]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = make_config(tmp_path, "true")
@@ -73,7 +73,7 @@ def test_the_replay_has_the_last_iteration_whole_and_the_share_of_those_before(t
     assert fraction != 0.34 or {row["iteration"] for row in drawn[0]} == {1, 2, 3}
 
 
-def test_a_command_that_takes_too_long_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     config = make_config(
         tmp_path, "sleep 60 & echo $! > pid; wait".replace("pid", str(tmp_path / "pid")), refresh_deadline_s=3.0
     )
@@ -89,7 +89,7 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started(tmp_path: 
         time.sleep(0.01)
 
 
-def test_a_problem_of_any_rank_is_that_of_all(tmp_path: Path) -> None:
+def test_a_problem_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(RefreshError, match="elsewhere"):
         refresh(make_config(tmp_path, "true"), 2, (None, "elsewhere"))
 
@@ -116,13 +116,13 @@ def test_a_server_that_is_gone_after_the_command_ends_the_run(tmp_path: Path) ->
         ({"data": {"train": "t", "replay_fraction": 0.2}}, "data.replay_fraction=0.2 needs rewards.refresh_command"),
     ],
 )
-def test_what_cannot_be_iterated_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
+def test_settings_that_cannot_be_iterated_are_named_in_one_line(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(BASE | {"run_dir": "r"} | changes)
     assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_command_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_the_command_ends_when_its_trainer_is_killed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     code = f"import sys; sys.path[:] = {[str(Path(__file__).parent), *sys.path]}; from test_refresh import *\n"
     code += "refresh(make_config(Path('run'), 'echo $$ > pid; exec sleep 600'), 2)"

@@ -1,6 +1,6 @@
-"""Nothing lost: stopped and resumed runs end as uninterrupted ones, in the same layout and in others; damage is named.
+"""A stopped and resumed run ends like an uninterrupted run, in any layout. Damaged checkpoints are named.
 
-Each start of a run is mostly imports; runs are shared between tests where they can be.
+Starting a run is mostly imports, so tests share runs where possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.benchmarks.kills import End, read_end
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 
-# Tied, and nothing a multiple of 64 or 128: every bucket of gradients ends with padding.
+# Embeddings are tied, and no size is a multiple of 64 or 128, so every gradient bucket ends with padding.
 MODEL = {
     "num_hidden_layers": 5,
     "hidden_size": 44,
@@ -46,7 +46,7 @@ KEEP = 'cp "$GRPO_MEGA_REPLAY" "$GRPO_MEGA_RUN_DIR/seen-$GRPO_MEGA_ITERATION-$GR
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In files with a byte order mark; prompts, answers and verdicts hold what splits lines, and surrogates where they may."""
+    """Write inputs with byte order marks. Prompts, answers and verdicts contain line separators, and surrogates if allowed."""
     folder = tmp_path_factory.mktemp("inputs")
     path = kills.write_inputs(folder, "tp=1", **MODEL)
     for name in ("train", "heldout"):
@@ -56,7 +56,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8-sig")
     config = json.loads(path.read_text())
     config["rewards"]["functions"] = [{"name": "tests.helpers.hostile_text.share_of_vowels"}]
-    config["algorithm"] |= {"kl_target": 1.0, "kl_horizon": 40.0}  # kl_beta moves in every step, by 8%
+    config["algorithm"] |= {"kl_target": 1.0, "kl_horizon": 40.0}  # kl_beta changes by 8% per step
     config["algorithm"] |= {"ref_model_sync_steps": SYNC_STEPS, "ref_model_mixup_alpha": 0.4}
     config["rewards"]["refresh_command"] = KEEP
     config["data"]["replay_fraction"] = 0.2
@@ -66,16 +66,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(inputs: Path) -> End:
-    """An uninterrupted run of a single rank."""
+    """Run without interruption on a single rank."""
     return kills.whole_run(inputs, inputs.parent / "whole")[0]
 
 
 def seen(run_dir: Path) -> dict[str, str]:
-    """The lines that the command that refreshes the reward model has read, by iteration and step."""
+    """Return the replay files that the refresh command read, keyed by iteration and step."""
     return {path.stem.removeprefix("seen-"): path.read_text() for path in run_dir.glob("seen-*.jsonl")}
 
 
-def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Path, whole: End, tmp_path: Path) -> None:
+def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(inputs: Path, whole: End, tmp_path: Path) -> None:
     output = stop_after(inputs, tmp_path / "run", 5)
     assert "as requested; continue with the same command and --resume" in output
     assert not (tmp_path / "run" / "stop").exists()
@@ -96,7 +96,7 @@ def test_a_run_stopped_by_its_file_goes_on_as_if_nothing_had_happened(inputs: Pa
         pytest.param("{cp: 2} {dp: 2}", marks=pytest.mark.sweep),
     ],
 )
-def test_a_run_goes_on_in_another_layout_with_the_same_losses(inputs: Path, whole: End, tmp_path: Path, change: str) -> None:
+def test_a_run_resumes_in_another_layout_with_the_same_losses(inputs: Path, whole: End, tmp_path: Path, change: str) -> None:
     first, then = change.replace("} {", "}|{").split("|")
     stop_after(inputs, tmp_path / "run", 4, "--set", f"layout={first}")
     code, output = run(inputs, tmp_path / "run", "--resume", "--set", f"layout={then}")
@@ -105,7 +105,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_losses(inputs: Path, whol
 
 
 def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Path) -> None:
-    """With every sample of the last iteration, and the share of those before it."""
+    """The replay holds every sample of the last iteration and a share of earlier samples."""
     found = seen(inputs.parent / "whole")
     assert sorted(found) == ["1-3", "2-6", "3-9", "4-12", "5-15"]
     for number, text in enumerate((found[name] for name in sorted(found)), 1):
@@ -123,7 +123,7 @@ def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Pa
 
 
 @pytest.mark.full
-def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inputs: Path, whole: End, tmp_path: Path) -> None:
+def test_a_failed_refresh_leaves_a_checkpoint_and_the_run_resumes(inputs: Path, whole: End, tmp_path: Path) -> None:
     settings = ("--set", "checkpoint.interval=0", "--set", "rewards.refresh_command=echo no reward model; exit 3")
     code, output = run(inputs, tmp_path / "run", "--set", "layout={dp: 2}", *settings)
     assert code == 2, output
@@ -142,7 +142,7 @@ def test_a_refresh_that_fails_leaves_a_checkpoint_from_which_the_run_goes_on(inp
 def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(
     inputs: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", preloaded.REAL)  # whose ranks are its children
+    monkeypatch.setattr(sys, "executable", preloaded.REAL)  # with the real Python, ranks are children of the launcher
     process = start(inputs, tmp_path / "run", "--set", "layout={dp: 2}", "--set", "checkpoint.interval=0")
     wait_for_step(tmp_path / "run", 2, process)
     if target == "a rank":
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_named_when_it_is_loaded(inputs: Path, whole: En
         assert str(victim) in line and "latest" in line
 
 
-def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(inputs: Path, whole: End, tmp_path: Path) -> None:
+def test_a_run_without_its_pointer_resumes_from_its_newest_checkpoint(inputs: Path, whole: End, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(inputs.parent / "whole", run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-000016")
@@ -205,10 +205,8 @@ def test_a_run_whose_pointer_is_missing_goes_on_from_its_newest_checkpoint(input
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"latest", "step-000016", "step-000099-mine"}
 
 
-def test_masters_that_are_not_those_of_the_weights_are_refused_and_the_weights_exported(
-    inputs: Path, whole: End, tmp_path: Path
-) -> None:
-    """One byte of a master differs, and the checksums are right: as if the run had written it so."""
+def test_master_weights_that_do_not_match_the_weights_are_refused(inputs: Path, whole: End, tmp_path: Path) -> None:
+    """One byte of a master weight differs but the checksums match, as if the run had written it."""
     run_dir = tmp_path / "run"
     shutil.copytree(inputs.parent / "whole", run_dir)
     checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
@@ -248,7 +246,7 @@ def test_a_start_model_that_changed_is_refused(inputs: Path, whole: End, tmp_pat
     shutil.copytree(inputs.parent / "whole", tmp_path / "run")
     file = inputs.parent / "model" / "config.json"
     content = file.read_text()
-    file.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 1e-3}))  # of the same shape
+    file.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 1e-3}))  # shapes do not change
     code, output = run(inputs, tmp_path / "run", "--resume")
     file.write_text(content)
     assert code == 2 and "must hold the model that the run started from" in output and "config.json differs" in output, output
@@ -264,7 +262,7 @@ def test_a_run_in_use_is_refused(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_blow_up_stop_the_run_with_a_checkpoint(inputs: Path, tmp_path: Path) -> None:
-    """Though a mean importance ratio that is NaN is not below the limit of an early stop either."""
+    """A NaN mean importance ratio does not trigger the early stop instead."""
     settings = ("optimizer.lr=1e30", "optimizer.clip_grad=0", "max_nonfinite_steps=2", "algorithm.early_stop_imp_ratio=5.0")
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 2, output
@@ -275,8 +273,8 @@ def test_weights_that_blow_up_stop_the_run_with_a_checkpoint(inputs: Path, tmp_p
     assert len(ends) >= 2 and all(row["nonfinite_mini_batches"] > 0 for row in ends)
 
 
-def test_a_run_that_diverged_goes_on_with_gentler_settings_and_the_prompts_that_come_next(inputs: Path, tmp_path: Path) -> None:
-    """A KL coefficient beyond reason makes gradients infinite as soon as the policy has left the reference."""
+def test_a_diverged_run_resumes_with_other_settings_and_the_next_prompts(inputs: Path, tmp_path: Path) -> None:
+    """A huge KL coefficient makes gradients infinite as soon as the policy differs from the reference."""
     always = ("--set", "log.samples_per_step=16", "--set", "steps=6")
     fatal = ("--set", "algorithm.kl_beta=1e37", "--set", "max_nonfinite_steps=2")
     code, output = run(inputs, tmp_path / "run", *always, *fatal)
@@ -294,7 +292,7 @@ def test_a_run_that_diverged_goes_on_with_gentler_settings_and_the_prompts_that_
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["nonfinite_mini_batches"] for row in rows] == [1, 2, 0, 0, 0, 0]
     assert all(0 < row["lr"] <= 1e-4 for row in rows[2:])
-    # Two steps draw all eight prompts, so that a step that were drawn again would leave some out.
+    # Two steps draw all eight prompts. If a step were drawn again, some prompts would be missing.
     drawn: dict[int, set[str]] = {}
     for text in (tmp_path / "run" / "samples.jsonl").read_text().splitlines():
         row = json.loads(text)
@@ -302,19 +300,19 @@ def test_a_run_that_diverged_goes_on_with_gentler_settings_and_the_prompts_that_
     assert [len(prompts) for prompts in drawn.values()] == [8, 8, 8]
 
 
-def test_weights_that_do_not_move_though_steps_are_taken_are_an_error(inputs: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_change_in_optimizer_steps_are_an_error(inputs: Path, tmp_path: Path) -> None:
     code, output = run(inputs, tmp_path / "run", "--set", "optimizer.lr=1e-60", "--set", "optimizer.warmup_steps=0")
     pattern = r"the weights did not change in \d+ optimizer steps since step \d+; is optimizer.lr too small\?"
     assert code == 2 and re.search(pattern, output)
 
 
-def test_a_run_without_a_reward_signal_yet_is_warned_of_and_goes_on(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_reward_signal_yet_logs_a_warning_and_continues(inputs: Path, tmp_path: Path) -> None:
     settings = ("steps=3", "rewards={functions: [{name: accuracy}]}", "algorithm={group_size: 4}", "optimizer.warmup_steps=0")
     settings += ("data.replay_fraction=0.1",)
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 0, output
     rows = [json.loads(line) for line in read(tmp_path / "run" / "metrics.jsonl").split("\n") if line]
-    assert [row["grad_norm"] for row in rows if "grad_norm" in row] == [0.0] * 3  # no answer is right
+    assert [row["grad_norm"] for row in rows if "grad_norm" in row] == [0.0] * 3  # no answer is correct
     said = [json.loads(line) for line in read(tmp_path / "run" / "messages.jsonl").split("\n") if line]
     warnings = [row["text"] for row in said if row.get("level") == "warning"]
     assert sum(": past warm-up, no gradient was above 0; do rewards differ" in text for text in warnings) == 2
@@ -335,8 +333,8 @@ def test_a_disk_too_full_for_a_checkpoint_is_named(inputs: Path, tmp_path: Path)
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_every_parameter_gets_a_step_count_of_its_own() -> None:
-    """Loaded from one shared tensor, torch's Adam would count one update once for each parameter."""
+def test_every_parameter_gets_its_own_step_count() -> None:
+    """With one shared step tensor, torch's Adam would count an update once per parameter."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     adam = torch.optim.AdamW(parameters, lr=0.1)
     shared = torch.tensor(4.0)

@@ -1,4 +1,4 @@
-"""The warning of samples that reward functions failed on: each kind once in training, always in evaluation."""
+"""The warning when reward functions fail on samples: once per kind of failure in training, always in evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group_of(*outcomes: tuple[str, float | None]) -> Group:
     return Group(PROMPT, samples)
 
 
-def test_each_kind_of_failure_is_warned_of_once_in_training() -> None:
+def test_each_kind_of_failure_is_reported_once_in_training() -> None:
     said: list[str] = []
     rollouts = SimpleNamespace(
         scorer=SimpleNamespace(warned_of=set(), first_error="f: the scales are broken"),

@@ -1,4 +1,4 @@
-"""Runs of a model with experts that replay the engine's choices, over partial rollouts, a resume, and with something wrong."""
+"""Runs that replay the engine's experts, with partial rollouts, a resume and injected faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose engines have ranks of their own: in turns like a colocated run, ahead of the trainer, stopped and resumed."""
+"""Runs with separate engine ranks: alternating like a colocated run, ahead of the trainer, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_in_turns_the_losses_are_those_of_a_colocated_run(inputs: Path, tmp_path: Path) -> None:
+def test_alternating_engines_have_the_losses_of_a_colocated_run(inputs: Path, tmp_path: Path) -> None:
     settings = ("--set", "steps=4")
     code, output = run(inputs, tmp_path / "colocated", *settings)
     assert code == 0, output
@@ -38,9 +38,7 @@ def test_in_turns_the_losses_are_those_of_a_colocated_run(inputs: Path, tmp_path
     assert held_out[0] == held_out[1] and len(held_out[0]) == 2
 
 
-def test_a_step_ahead_no_token_is_older_than_allowed_and_the_ledger_closes_also_when_resumed_and_then_colocated(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_a_run_one_step_ahead_keeps_staleness_and_ledger_when_resumed(inputs: Path, tmp_path: Path) -> None:
     settings = (*AHEAD, "--set", "steps=12", "--set", "batch.mini_batches=1")
     output = stop_after(inputs, tmp_path / "run", 3, *settings)
     assert "stopped after step" in output
@@ -55,5 +53,5 @@ def test_a_step_ahead_no_token_is_older_than_allowed_and_the_ledger_closes_also_
     for row in rows:
         assert kills.closes(row)
         assert row["staleness/max"] <= 1
-        assert row["ledger/begun_groups"] - row["ledger/trained_groups"] <= 4  # and the four of the step itself
+        assert row["ledger/begun_groups"] - row["ledger/trained_groups"] <= 4  # at most one step of groups ahead
     assert max(row["staleness/mean"] for row in rows) > 0.5

@@ -1,4 +1,4 @@
-"""Whose folders in a node's memory a run takes and which it removes. Saves by ranks: distributed/test_checkpoints.py."""
+"""Staging folders in a node's memory: folders that a run uses or removes. distributed/test_checkpoints.py covers saving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(memory: Path, name: str, mode: int = 0o700) -> Path:
     return path
 
 
-def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(memory: Path) -> None:
+def test_folders_of_killed_runs_are_removed_and_folders_in_use_stay(memory: Path) -> None:
     left, used = folder(memory, "left"), folder(memory, "used")
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -41,7 +41,7 @@ def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(memory: Path
     assert not used.exists()
 
 
-def test_a_run_that_is_killed_while_it_stages_leaves_what_the_next_one_removes(memory: Path) -> None:
+def test_the_next_run_removes_the_folder_of_a_run_killed_while_staging(memory: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from grpo_mega.run import staging\n"
         "staging.MEMORY = Path(sys.argv[1]); made = staging._make_folder(1, Path('/proc')); print(made[0], flush=True)\n"
@@ -70,14 +70,14 @@ def test_links_are_not_followed(memory: Path, tmp_path: Path) -> None:
     assert not staging.is_private(link)
 
 
-def test_a_folder_that_others_may_enter_is_not_private(memory: Path) -> None:
+def test_a_folder_that_other_users_may_enter_is_not_private(memory: Path) -> None:
     assert staging.is_private(folder(memory, "closed"))
     for mode in (0o755, 0o750, 0o701):
         assert not staging.is_private(folder(memory, f"{mode:o}", mode))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give files away (run as root)")
-def test_folders_of_another_user_are_neither_taken_nor_removed(memory: Path) -> None:
+def test_folders_of_another_user_are_neither_used_nor_removed(memory: Path) -> None:
     theirs = folder(memory, "theirs")
     os.chown(theirs, STRANGER, STRANGER)
     staging.remove_unused()

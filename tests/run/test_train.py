@@ -1,4 +1,4 @@
-"""One small run from start to end, and all that it must leave behind and hold on the way."""
+"""One small run from start to end: its files, and conditions that hold during training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_first_optimizer_step_of_a_rollout_is_on_policy(run_dir: Path) -> No
         assert row["clip/fraction"] == 0.0
 
 
-def test_engine_and_trainer_agree_on_the_log_probs_of_every_token(run_dir: Path) -> None:
+def test_engine_and_trainer_have_equal_log_probs_for_every_token(run_dir: Path) -> None:
     assert len(steps(run_dir)) == 3
     assert max(row["mismatch/abs_max"] for row in steps(run_dir)) < 1e-5
 
@@ -60,7 +60,7 @@ def test_phases_sum_to_the_time_of_the_step(run_dir: Path) -> None:
         assert sum(phases) == pytest.approx(row["seconds/step"], rel=0.02)
 
 
-def test_transformers_gives_the_answers_of_the_exported_policy(run_dir: Path) -> None:
+def test_transformers_generates_the_answers_of_the_exported_policy(run_dir: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "answer_again.py"), str(run_dir)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -80,7 +80,7 @@ def test_the_last_checkpoint_exports_to_the_same_weights(run_dir: Path) -> None:
     kills.check_same_weights(run_dir.parent / "exported", run_dir / "hf")
 
 
-def test_the_run_folder_says_how_the_run_was_started(run_dir: Path) -> None:
+def test_the_run_folder_stores_how_the_run_was_started(run_dir: Path) -> None:
     (start,) = json.loads((run_dir / "run.json").read_text())["starts"]
     assert start["command"][:2] == ["grpo-mega", "train"]
     assert start["versions"]["megatron-core"] and start["versions"]["torch"]
@@ -95,7 +95,7 @@ def test_samples_are_logged_with_text_and_rewards(run_dir: Path) -> None:
     assert all("response" in row and "prompt" in row for row in rows)
 
 
-def test_logged_samples_carry_the_log_probs_that_the_metrics_speak_of(run_dir: Path) -> None:
+def test_logged_samples_have_the_log_probs_that_the_metrics_summarize(run_dir: Path) -> None:
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     for metrics in steps(run_dir):
         mine = [row for row in rows if row["step"] == metrics["step"]]
@@ -109,13 +109,13 @@ def test_logged_samples_carry_the_log_probs_that_the_metrics_speak_of(run_dir: P
             assert row["token_ends"][-1] == len(row["response"])
 
 
-def test_the_report_of_a_finished_run_is_there(run_dir: Path) -> None:
+def test_a_finished_run_has_a_report(run_dir: Path) -> None:
     text = (run_dir / "report.html").read_text()
     assert '"status":{"text":"finished","kind":"good"}' in text and '"steps_done":3' in text
     assert not list(run_dir.glob(".report*"))
 
 
-def test_a_profiled_step_leaves_the_phases_of_both_ranks_and_each_ones_operations(run_dir: Path) -> None:
+def test_a_profiled_step_stores_phases_and_operations_of_both_ranks(run_dir: Path) -> None:
     folder = run_dir / "trace"
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-000002-rank-0.json",

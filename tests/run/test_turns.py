@@ -1,7 +1,7 @@
-"""Every prompt trains as often as the others, however long its responses are: whole runs with an engine that counts tokens.
+"""All prompts train equally often, however long their responses are. Whole runs with an engine that counts tokens.
 
-Draws, backlog, dynamic sampling and the ledger are the run's own. Only a phase is simulated: every response under way gets a
-token per tick, and the lengths of responses are known.
+Draws, backlog, dynamic sampling and the ledger are the real code. Only phases are simulated: every unfinished response gets
+a token per tick, and response lengths are known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_mega.types import Group, Prompt, Sample, Span
 
 SIZE = 3
 STEPS = 1000
-TICKS_OF_TRAINING = 9  # what engine ranks of their own generate meanwhile
+TICKS_OF_TRAINING = 9  # tokens per response that separate engine ranks generate during training
 
 
 @functools.cache
@@ -44,8 +44,8 @@ class Counted(Rollouts):
     """Rollouts whose phases are simulated. Prompts with an id below `num_long` have long responses."""
 
     num_long: int = 2
-    equal_share: float = 0.0  # of the groups, by chance: all samples have the same reward
-    begun: list[int] = field(default_factory=list)  # prompts
+    equal_share: float = 0.0  # probability that all samples of a group get the same reward
+    begun: list[int] = field(default_factory=list)  # ids of started prompts
 
     def _phase(
         self,
@@ -126,7 +126,7 @@ def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> RolloutJo
 
 
 def step_of(job: RolloutJob, step: int) -> list[int]:
-    """Do the generation of a step; return its prompts."""
+    """Run the generation of a step. Return the ids of its prompts."""
     groups, job.backlog, metrics = generate(job, step)
     if job.config.rollout.is_separate:
         generate_ahead(job, step)
@@ -155,7 +155,7 @@ def test_long_prompts_of_a_small_data_set_keep_their_share(num_prompts: int, per
         prompts = step_of(job, step)
         assert len(set(prompts)) == len(prompts) == per_step
         trained.update(prompts)
-    assert turns(job) == trained + left(job.backlog)  # none is lost
+    assert turns(job) == trained + left(job.backlog)  # no prompt is lost
     assert job.backlog.ledger["deferred_prompts"] > STEPS / 20 and sum(left(job.backlog).values()) < 3 * num_prompts
     share = STEPS * per_step / num_prompts
     assert all(abs(trained[prompt] / share - 1) < 0.01 for prompt in range(num_prompts)), trained
@@ -163,7 +163,7 @@ def test_long_prompts_of_a_small_data_set_keep_their_share(num_prompts: int, per
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_engines_that_run_ahead_keep_every_turn(max_staleness: int) -> None:
-    """Several steps are under way, more than the data set has prompts."""
+    """Several steps are in progress, with more groups than the data set has prompts."""
     job = make_job((8,), 4, placement="separate", engine="sglang", max_staleness=max_staleness)
     trained: Counter[int] = Counter()
     for step in range(STEPS):
@@ -174,7 +174,7 @@ def test_engines_that_run_ahead_keep_every_turn(max_staleness: int) -> None:
 
 @pytest.mark.parametrize("rollout", [{}, {"oversample": 1.5}, PARTIAL])
 def test_dynamic_sampling_defers_prompts_that_the_step_has_seen(rollout: dict[str, Any]) -> None:
-    """Two of three groups are replaced, so that most steps draw the whole set and more."""
+    """Two of three groups are replaced, so most steps draw more prompts than the data set has."""
     job = make_job((9,), 4, **rollout, algorithm={"dynamic_sampling_tries": 3})
     job.rollouts.equal_share = 2 / 3  # type: ignore[attr-defined]
     begun: Counter[int] = Counter()
@@ -200,7 +200,7 @@ def test_sets_of_a_mix_keep_the_turns_of_their_long_prompts() -> None:
     assert all(abs(5 * share - 1) < 0.01 for share in of_first), trained
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
     whole, resumed = (make_job((7,), 4, **PARTIAL) for _ in range(2))
     prompts = {prompt.id: prompt for prompt in resumed.data.train}
     num_deferred = 0
