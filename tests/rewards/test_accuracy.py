@@ -1,5 +1,5 @@
-"""Verdicts of the accuracy reward: a table of traps, math-verify as the oracle, and GSM8K against itself."""
-# ruff: noqa: RUF001 -- signs that look like others are among the cases
+"""Verdicts of the accuracy reward: tables of hard cases, math-verify as the oracle, and GSM8K against itself."""
+# ruff: noqa: RUF001 -- some cases contain look-alike characters
 
 import json
 from pathlib import Path
@@ -95,17 +95,17 @@ WRONG = [
     ("(1, 2)", "(1, 2, 3)"),
     (r"\{1, 2, 3\}", r"\{1, 2\}"),
     ("0.33", "1/3"),
-    ("0.0000001", "0.0000002"),  # math-verify alone says equal
+    ("0.0000001", "0.0000002"),  # math-verify calls them equal
     ("0.000001", "0.0000014"),
-    (r"1.6 \times 10^{-19}", r"1.7 \times 10^{-19}"),  # math-verify alone says equal
+    (r"1.6 \times 10^{-19}", r"1.7 \times 10^{-19}"),  # math-verify calls them equal
     ("9" * 900, "9" * 899 + "8"),
     ("100000000000000000001", "100000000000000000000"),
     ("50%", "5%"),
     ("50", "0.5%"),
     ("50%", "5000%"),
-    ("3t", "3"),  # with math-verify's own units, equal
+    ("3t", "3"),  # math-verify reads t as a unit and calls them equal
     ("5", "5x"),
-    ("stop", "pots"),  # to math-verify, products of the same letters
+    ("stop", "pots"),  # math-verify reads both as the same product of letters
     ("Friday", "18"),
     ("18", "Friday"),
     ("A", "B"),
@@ -130,7 +130,7 @@ WRONG = [
     ("2516_8", "2516_9"),
 ]
 
-ARITHMETIC = {  # of numerals, where the gold answer has plain numbers
+ARITHMETIC = {  # unevaluated answers for gold answers with plain numbers
     "51": [
         *(
             "40+11",
@@ -239,7 +239,7 @@ def test_a_response_without_a_readable_answer_is_unparsable(gold: str, response:
 
 
 @pytest.mark.parametrize(("gold", "answer"), [(gold, answer) for gold, answers in ARITHMETIC.items() for answer in answers])
-def test_arithmetic_is_no_answer_where_the_gold_answer_is_evaluated(gold: str, answer: str) -> None:
+def test_arithmetic_is_no_answer_if_the_gold_answer_is_evaluated(gold: str, answer: str) -> None:
     for response in (
         answer,
         rf"\boxed{{{answer}}}",
@@ -263,7 +263,7 @@ def test_an_option_accepts_arithmetic_but_no_unfinished_text() -> None:
         assert accuracy("", response, "51", {"finish_reason": finish_reason}, unevaluated=True).value == 0.0
 
 
-def test_a_response_that_was_cut_off_is_paid_for_what_it_completed() -> None:
+def test_a_cut_off_response_is_rewarded_for_a_completed_answer() -> None:
     extras = {"finish_reason": "length"}
     assert accuracy("", r"so \boxed{51}, which is 40 +", "51", extras) == Score(1.0, "correct")
     assert accuracy("", "in another. 40 + 11 is 51", "51", extras) == Score(0.0, "unparsable")
@@ -272,7 +272,7 @@ def test_a_response_that_was_cut_off_is_paid_for_what_it_completed() -> None:
 
 @pytest.mark.parametrize("gold", ["", "####", r"\boxed{\frac{1", r"\frac{1", "???", "<answer></answer>"])
 @pytest.mark.parametrize("response", ["18", "", r"\frac{1"])
-def test_an_unreadable_gold_answer_is_said_so_whatever_the_response_is(gold: str, response: str) -> None:
+def test_an_unreadable_gold_answer_is_reported_for_any_response(gold: str, response: str) -> None:
     assert accuracy("", response, gold, {}) == Score(None, "gold_unparsable")
 
 
@@ -286,7 +286,7 @@ NUMBERS = st.one_of(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(NUMBERS, NUMBERS)
-def test_plain_numbers_are_compared_as_math_verify_compares_them(gold: str, response: str) -> None:
+def test_plain_numbers_are_compared_like_in_math_verify(gold: str, response: str) -> None:
     math_verify = pytest.importorskip("math_verify")
 
     def verdict(a: str, b: str) -> bool:
@@ -300,13 +300,13 @@ def test_plain_numbers_are_compared_as_math_verify_compares_them(gold: str, resp
 
 
 @pytest.mark.parametrize("text", ["x", "1/0", "1,2", "1 2", "(1)/(2)", "", "-", ".", "%", "1" * 5000, "1e9999", "٣"])
-def test_what_is_no_plain_number_is_left_to_math_verify(text: str) -> None:
+def test_text_that_is_no_plain_number_is_left_to_math_verify(text: str) -> None:
     assert parse_number(text) is None
 
 
 def _gsm8k() -> list[str]:
     if not GSM8K.exists():
-        pytest.skip(f"{GSM8K} is not there")
+        pytest.skip(f"{GSM8K} does not exist")
     return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
 
 
@@ -333,7 +333,7 @@ def test_all_gsm8k_solutions_are_wrong_against_answers_off_by_one() -> None:
 
 
 def test_math_verify_itself_agrees_on_gsm8k() -> None:
-    """Written as sums, so that no answer takes the way of the plain numbers."""
+    """Write answers as sums, so that none is compared as a plain number."""
     for solution in _gsm8k()[::20]:
         value = int(solution.rpartition("####")[2].replace(",", ""))
         assert accuracy("", rf"\boxed{{{value - 7}+7}}", solution, {}, unevaluated=True) == Score(1.0, "correct")
@@ -343,12 +343,12 @@ def test_math_verify_itself_agrees_on_gsm8k() -> None:
 @pytest.mark.parametrize(
     ("response", "is_right"),
     [
-        (r"maybe \boxed{5}", False),  # cut off
+        (r"maybe \boxed{5}", False),  # the response was cut off
         (r"maybe \boxed{7}</think> The answer is 5.", True),
         (r"maybe \boxed{5}</think> The answer is 7.", False),
     ],
 )
-def test_a_thought_that_the_chat_template_opened_is_a_thought(response: str, is_right: bool) -> None:
+def test_a_thought_opened_by_the_chat_template_is_a_thought(response: str, is_right: bool) -> None:
     assert (accuracy("", response, "5", {"prefill": "<think>\n"}).value == 1.0) is is_right
 
 

@@ -1,5 +1,5 @@
 """Extraction and normalization of answers, as tables."""
-# ruff: noqa: RUF001 -- signs that look like others are among the cases
+# ruff: noqa: RUF001 -- some cases contain look-alike characters
 
 import time
 
@@ -29,7 +29,7 @@ EXTRACTED = [
     (r"\boxed{}", None),
     ("She has 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
     ("#### 5\n#### 6 apples\nmore 7", "6 apples"),
-    # bare answers, as in a data set's answer column
+    # bare answers, as in the answer column of a data set
     ("x^2+1", "x^2+1"),
     ("Friday", "Friday"),
     ("no solution", "no solution"),
@@ -57,7 +57,7 @@ EXTRACTED = [
     ("**The answer is: 42**", "42"),
     ("<think>there are 5</think> 18", "18"),
     ("<think>a thought</think>\n<answer>18", "18"),
-    # the conclusion counts, not the thought
+    # the conclusion counts instead of the thought
     (r"<think>maybe \boxed{5}</think> The answer is 7.", "7"),
     (r"<think>maybe <answer>5</answer></think> The answer is 7.", "7"),
     (r"maybe \boxed{5}</think> The answer is 7.", "7"),
@@ -65,7 +65,7 @@ EXTRACTED = [
     (r"<think>maybe \boxed{5}", None),
     (r"<think>a</think> \boxed{6} <think>or \boxed{5}", None),
     (r"<reasoning>maybe \boxed{5}</reasoning> 7", "7"),
-    # what is announced, and the first of it
+    # announced answers; the first one counts
     ("The answer is **16**.", "16"),
     ("**Answer:** 5", "5"),
     ("The final answer is: **$16$**.", "$16$"),
@@ -80,7 +80,7 @@ EXTRACTED = [
     ("Let us check the answer: 2 * 3 = 6.\nSo 7 remain.", "7"),
     ("Answer: 42!", "42"),
     ("答案是１６个。", "16"),
-    # what is in bold, and what is not meant
+    # answers in bold, and negated answers
     ("So **16** of these 20 passed", "16"),
     ("**3.** Add 5 to get 8", "8"),
     ("2**10", "2**10"),
@@ -94,7 +94,7 @@ EXTRACTED = [
     ("The answer is D because 3 < 4.", "D"),
     ("Option D is correct, because 3 < 4.", "D"),
     ("The answer is: A total of 16 apples", "16"),
-    # boxes and #### in other shapes
+    # other forms of boxes and ####
     (r"\boxed 5", "5"),
     (r"\boxed5 apples", "5"),
     (r"\boxed{3} and $\boxed{5}$", "3, 5"),
@@ -105,7 +105,7 @@ EXTRACTED = [
     ("#### Step 2: Add 3\n\nThat is 7", "7"),
     ("#### Friday", "Friday"),
     ("#### Friday\nThat is in 3 days", "3"),
-    # arithmetic that is not read whole, and text that stops in the middle of it
+    # arithmetic that is only partly numeric, and text that stops inside arithmetic
     ("She has 40 apples + 11 apples", None),
     ("She has 40 plus 11", None),
     ("She has 40 + x", None),
@@ -120,7 +120,7 @@ EXTRACTED = [
     ("I have no idea what this could be about", None),
 ]
 
-CUT = [  # of a response that ended at the length limit
+CUT = [  # answers of responses that ended at the length limit
     (r"so \boxed{51}. Wait, 40 +", "51"),
     (r"\boxed{51", None),
     (r"\boxed{5} no, \boxed{51", None),
@@ -164,7 +164,7 @@ CUT = [  # of a response that ended at the length limit
 ]
 
 NORMALIZED = [
-    # one number, many ways
+    # many forms of one number
     *[(text, "1234") for text in ("1,234", "$1,234", r"\$1,234", "1{,}234", r"1\,234", r"1,\!234", "1 234", "1234.")],
     *[(text, "1234") for text in ("1,234 dollars", "US$1,234", "1,234 USD", "**1,234**", "$1,234$", r"\(1{,}234\)")],
     *[(text, "18") for text in ("18 km", "18km", "18 km/h", "18 m/s", "18 cm^2", r"18\text{ cm}^2", "18 meters per second")],
@@ -173,7 +173,7 @@ NORMALIZED = [
     *[(text, "50%") for text in ("50%", r"50\%", "50 percent", r"50\text{ percent}", "50 %")],
     *[(text, "-5") for text in ("-5", "−5", "–5", "$-5", "-$5")],
     ("1,234,567.89", "1234567.89"),
-    # commas that separate elements
+    # commas between elements
     ("(1,2)", "(1,2)"),
     ("(100,200)", "(100, 200)"),
     ("[1,234]", "[1, 234]"),
@@ -181,7 +181,7 @@ NORMALIZED = [
     ("100, 200, 300", "100, 200, 300"),
     (r"\{100,200,300\}", r"\{100, 200, 300\}"),
     ("0,500", "0,500"),
-    # letters that are no units
+    # letters that are not units
     ("5x", "5x"),
     ("3t", "3t"),
     ("3 sin x", "3 sin x"),
@@ -190,7 +190,7 @@ NORMALIZED = [
     (r"\text{Friday}", "Friday"),
     *[(text, "B") for text in ("(B)", "B.", r"\text{(B)}", r"\textbf{(B)}\quad", "B")],
     *[(text, "(C) 12") for text in (r"\textbf{(C)}\ 12", r"\textbf{(C) }12", "(C) 12", "C) 12", r"\mathrm{(C)}~12")],
-    # what is denied, and what belongs together
+    # negated answers, and parts that belong together
     ("not 5", ""),
     (r"\text{not }5", ""),
     (r"16 \text{ students out of } 20", "16"),
@@ -215,12 +215,12 @@ NORMALIZED = [
 
 
 @pytest.mark.parametrize(("response", "answer"), EXTRACTED)
-def test_the_answer_is_found_where_the_rule_says(response: str, answer: str | None) -> None:
+def test_the_answer_is_extracted_as_the_rules_say(response: str, answer: str | None) -> None:
     assert extract_answer(response) == answer
 
 
 @pytest.mark.parametrize(("response", "answer"), CUT)
-def test_a_response_that_was_cut_off_has_the_answer_that_it_completed(response: str, answer: str | None) -> None:
+def test_a_cut_off_response_has_the_answer_that_it_completed(response: str, answer: str | None) -> None:
     assert extract_answer(response, is_cut=True) == answer
 
 

@@ -1,5 +1,5 @@
-"""Equations in running text against tables and against Python's own arithmetic; and the rewards of the steps they stand in."""
-# ruff: noqa: RUF001 -- the signs that look like others are what is read
+"""Equations in running text, compared with tables and Python's arithmetic, and rewards of steps with equations."""
+# ruff: noqa: RUF001 -- look-alike characters are part of the cases
 
 import random
 import re
@@ -110,7 +110,7 @@ NOT_OF_NUMBERS = [
 
 
 @pytest.mark.parametrize("text", RIGHT)
-def test_a_right_equation_holds(text: str) -> None:
+def test_a_correct_equation_holds(text: str) -> None:
     assert equations_hold(text) is True
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_equation_does_not_hold(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NOT_OF_NUMBERS)
-def test_what_is_not_between_numbers_has_no_verdict(text: str) -> None:
+def test_equations_not_between_numbers_have_no_verdict(text: str) -> None:
     assert equations_hold(text) is None
 
 
@@ -170,7 +170,7 @@ def test_steps_with_equations_are_rewarded_and_others_are_not() -> None:
     assert arithmetic_steps("", "58", "58", {}) == Score(None, "no_steps")
 
 
-def test_a_package_without_the_examples_says_where_the_function_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_examples_reports_where_the_function_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
     registry._example.cache_clear()
     with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):

@@ -1,4 +1,4 @@
-"""The queue of checks: what is shared, what is not, and that nothing is forgotten or remembered for ever."""
+"""The queue of checks: shared and separate checks, remembered scores, and the bounded memory."""
 
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.workers.checks import Check, Checks
@@ -13,13 +13,13 @@ def _next(checks: Checks) -> Check:
     return check
 
 
-def test_samples_with_the_same_texts_wait_for_one_check_and_its_score_is_remembered() -> None:
+def test_samples_with_the_same_texts_share_one_check_and_its_score() -> None:
     checks = Checks()
     for key, texts in enumerate([("x", "y"), ("x", "z"), ("x", "y")]):
         checks.add(Check("accuracy", [key], texts))
     checks.add(Check("format", [0]))
     first = _next(checks)
-    checks.add(Check("accuracy", [3], ("x", "y")))  # while it is under way
+    checks.add(Check("accuracy", [3], ("x", "y")))  # added while the check is running
     assert checks.finish(first, RIGHT, is_own=True) == [0, 2, 3]
     assert checks.known(("x", "y")) == RIGHT and checks.known(("x", "z")) is None
     second, third = _next(checks), _next(checks)
@@ -27,7 +27,7 @@ def test_samples_with_the_same_texts_wait_for_one_check_and_its_score_is_remembe
     assert checks.finish(second, WRONG, is_own=True) == [1] and checks.finish(third, RIGHT, is_own=True) == [0]
 
 
-def test_a_failure_is_for_all_that_wait_and_forgotten_with_the_rollout() -> None:
+def test_a_failure_counts_for_all_waiting_samples_until_the_rollout_ends() -> None:
     checks = Checks()
     for key in range(3):
         checks.add(Check("accuracy", [key], ("x", "y")))
@@ -37,7 +37,7 @@ def test_a_failure_is_for_all_that_wait_and_forgotten_with_the_rollout() -> None
     assert checks.known(("x", "y")) is None
 
 
-def test_a_check_that_is_tried_again_comes_first_and_is_still_shared() -> None:
+def test_a_retried_check_comes_first_and_is_still_shared() -> None:
     checks = Checks()
     for key, text in enumerate("abc"):
         checks.add(Check("accuracy", [key], ("x", text)))
@@ -47,10 +47,10 @@ def test_a_check_that_is_tried_again_comes_first_and_is_still_shared() -> None:
     assert _next(checks) is first and first.keys == [0, 3]
     checks.forget({0, 3})
     checks.again(first)
-    assert _next(checks).keys == [1], "no sample waits for it any more"
+    assert _next(checks).keys == [1], "no sample waits for this check any more"
 
 
-def test_a_refused_gold_answer_takes_all_its_checks_from_the_queue() -> None:
+def test_a_refused_gold_answer_removes_all_its_checks_from_the_queue() -> None:
     checks = Checks()
     for key, texts in enumerate([("x", "a"), ("x", "b"), ("z", "a")]):
         checks.add(Check("accuracy", [key], texts))
@@ -61,13 +61,13 @@ def test_a_refused_gold_answer_takes_all_its_checks_from_the_queue() -> None:
     assert checks.known(("x", "c")) is None
 
 
-def test_a_discarded_sample_takes_no_other_with_it() -> None:
+def test_discarding_a_sample_does_not_affect_other_samples() -> None:
     checks = Checks()
     for key, texts in enumerate([("x", "y"), ("x", "y"), ("x", "z"), ("x", "z")]):
         checks.add(Check("accuracy", [key], texts))
     under_way = _next(checks)
     checks.forget({0, 2, 3})
-    assert checks.next() is None, "no sample waits for the second any more"
+    assert checks.next() is None, "no sample waits for the second check any more"
     checks.add(Check("accuracy", [4], ("x", "z")))
     assert _next(checks).keys == [4]
     assert checks.finish(under_way, WRONG, is_own=True) == [1]
@@ -77,7 +77,7 @@ def test_a_discarded_sample_takes_no_other_with_it() -> None:
     assert checks.finish(lost, TIMEOUT, is_own=False) == [] and checks.next() is None
 
 
-def test_the_memory_is_bounded_and_keeps_what_was_asked_for_last() -> None:
+def test_the_memory_is_bounded_and_keeps_the_latest_requests() -> None:
     checks = Checks(capacity=3)
     for number in range(5):
         checks.add(Check("accuracy", [number], ("x", str(number))))

@@ -1,4 +1,4 @@
-"""A reward function ends the run only where it can hardly be the data's fault; a server's fault is no score."""
+"""A reward function ends the run only if the data can hardly be the cause. A server's fault is a missing score."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_the_same_samples_again_do_not_count() -> None:
         failures.add([scored(prompt, 5) for prompt in range(7)])
 
 
-def test_many_samples_of_several_prompts_end_it_in_one_rollout_or_in_several() -> None:
+def test_many_failed_samples_of_several_prompts_end_the_run() -> None:
     text = r"'bad' raised an exception for every one of the last 8 samples, now KeyError: 'x'; correct the function"
     with pytest.raises(RewardError, match=text):
         Failures().add([scored(i % 4, i) for i in range(8)])
@@ -48,7 +48,7 @@ def test_many_samples_of_several_prompts_end_it_in_one_rollout_or_in_several() -
         failures.add([scored(3, 7)])
 
 
-def test_a_score_begins_the_count_again() -> None:
+def test_a_score_restarts_the_count() -> None:
     failures = Failures()
     for _ in range(3):
         failures.add([scored(i % 4, i, raises=i != 5) for i in range(100)])
@@ -56,8 +56,8 @@ def test_a_score_begins_the_count_again() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_check_of_a_server_that_takes_too_long_has_no_score(is_stopped: bool) -> None:
-    """A stopped worker stands for a machine that is too busy for the server's own time limit to count."""
+def test_a_slow_check_of_a_server_has_no_score(is_stopped: bool) -> None:
+    """A stopped worker simulates a machine that is too busy to apply the server's own time limit."""
     options: dict[str, dict[str, object]] = {"reward_model": {"timeout_s": 1.0}}
     with serving(lambda path, body: (200, [{"embedding": [0.5]}])) as url:
         options["reward_model"] |= {"url": url}

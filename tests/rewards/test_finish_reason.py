@@ -1,4 +1,4 @@
-"""Reward functions know whether a response was cut at the length limit, whatever their signature."""
+"""Reward functions of any signature know whether a response was cut at the length limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.reward_pools import reward_pool
 
-TEXTS = ["So 40 + 11 is 51", "So 40 + 11 is 51", "The sum is 40 + 11"]  # right; right so far; not evaluated
+TEXTS = ["So 40 + 11 is 51", "So 40 + 11 is 51", "The sum is 40 + 11"]  # correct; correct but cut off; not evaluated
 REASONS = ["stop", "length", "stop"]
 TELL, HEARD, NAMED = "user_functions.tell_finish_reason", "trl_functions.Heard", "trl_functions.paid_if_finished"
 
@@ -25,7 +25,7 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def scored(*names: str, options: dict[str, dict[str, Any]] | None = None) -> list[Sample]:
-    """Score a group of TEXTS; the data has a column of the same name as the finish reason."""
+    """Score a group of TEXTS. The data also has a column named finish_reason."""
     prompt = Prompt(3, "40+11?", (1,), "51", extras={"finish_reason": "a column"}, given={"prompts": "40+11?"})
     samples = [Sample(prompt, i, [i], [-1.0], reason) for i, reason in enumerate(REASONS)]  # type: ignore[arg-type]
     with reward_pool([(name, 1.0) for name in names], options=options) as pool:
@@ -38,7 +38,7 @@ def scored(*names: str, options: dict[str, dict[str, Any]] | None = None) -> lis
     return samples
 
 
-def test_a_function_gets_its_samples_finish_reason_and_one_of_trls_signature_a_list() -> None:
+def test_a_function_gets_the_finish_reason_and_a_trl_function_gets_a_list() -> None:
     samples = scored(TELL, HEARD, NAMED)
     assert [sample.verdicts[TELL] for sample in samples] == REASONS
     heard = [json.loads(sample.verdicts[HEARD])["finish_reason"] for sample in samples]
@@ -47,7 +47,7 @@ def test_a_function_gets_its_samples_finish_reason_and_one_of_trls_signature_a_l
 
 
 @pytest.mark.parametrize("unevaluated", [False, True])
-def test_what_is_cut_or_not_evaluated_is_paid_by_none_of_the_three(unevaluated: bool) -> None:
+def test_cut_off_or_unevaluated_answers_get_none_of_the_three_rewards(unevaluated: bool) -> None:
     options = {"accuracy": {"unevaluated": unevaluated}}
     samples = scored("accuracy", "len", "cosine", options=options)
     expected = [True, False, unevaluated]

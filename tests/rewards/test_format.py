@@ -1,4 +1,4 @@
-"""The format reward against a table, a regular expression as its twin, and adversarial length."""
+"""The format reward, compared with a table and an equivalent regular expression, and its time on adversarial text."""
 
 import re
 import time
@@ -49,7 +49,7 @@ def test_anything_else_is_malformed(response: str) -> None:
 
 
 @pytest.mark.parametrize("prefill", ["<think>\n", "\n<think>", "<think>\n\n</think>\n\n"])
-def test_what_the_chat_template_opened_is_part_of_what_is_scored(prefill: str) -> None:
+def test_tags_opened_by_the_chat_template_are_scored_too(prefill: str) -> None:
     response = "<answer>b</answer>" if "</think>" in prefill else "a\n</think>\n<answer>b</answer>"
     assert format_reward("", response, "", {"prefill": prefill}) == Score(1.0, "well_formed")
     assert format_reward("", response, "", {}) == Score(0.0, "malformed")
@@ -58,7 +58,7 @@ def test_what_the_chat_template_opened_is_part_of_what_is_scored(prefill: str) -
 
 @settings(max_examples=300, derandomize=True)
 @given(st.lists(st.sampled_from([*TAGS, " ", "\n", "x"]), max_size=8).map("".join))
-def test_it_says_the_same_as_the_regular_expression(text: str) -> None:
+def test_it_agrees_with_the_regular_expression(text: str) -> None:
     once = all(text.count(tag) == 1 for tag in TAGS)
     twin = re.fullmatch(r"<think>.*?</think>\s*<answer>.*?</answer>\s*", text, re.DOTALL) is not None
     assert is_well_formed(text) == (once and twin)

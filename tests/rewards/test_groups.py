@@ -1,4 +1,4 @@
-"""Functions of TRL's signature: what they are given, once for all samples of a prompt, and what becomes of their rewards."""
+"""Functions with TRL's signature: their arguments, one call for all samples of a prompt, and their rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_mega.types import Group, Prompt, Sample
 pytestmark = pytest.mark.pool
 
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "9+9=?"}]
-ROW = {"level": "easy", "unit": "m", "final": 18}  # columns besides the prompt's; `final` is the gold answer's
+ROW = {"level": "easy", "unit": "m", "final": 18}  # extra columns of the data; `final` holds the gold answer
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def pool_of(*functions: dict[str, Any], **settings: Any) -> RewardPool:
 
 
 def scored(pool: RewardPool, *groups: Sequence[str], prompt: Any = MESSAGES) -> list[list[RewardResult]]:
-    """Submit the samples of all groups one after the other, and each group after its last sample."""
+    """Submit all samples in order, and each group after its last sample."""
     keys = []
     extras = {name: value for name, value in ROW.items() if name != "final"} | {"prefill": "<think>"}
     for number, responses in enumerate(groups):
@@ -48,7 +48,7 @@ def scored(pool: RewardPool, *groups: Sequence[str], prompt: Any = MESSAGES) -> 
     return [[results[key] for key in some] for some in keys]
 
 
-def test_functions_as_texts_on_open_r1_write_them_are_taken_beside_those_of_our_own_form() -> None:
+def test_functions_written_for_open_r1_work_together_with_ours() -> None:
     responses = [r"<think>x</think><answer>\boxed{18}</answer>", r"\boxed{17}", "no answer", r"\boxed{18}", "<think>"]
     module = importlib.import_module("trl_functions")
     completions = [[{"role": "assistant", "content": text}] for text in responses]
@@ -58,8 +58,9 @@ def test_functions_as_texts_on_open_r1_write_them_are_taken_beside_those_of_our_
     expected = module.accuracy_reward(completions, ["18"] * 5), module.format_reward(completions)
     assert [[result.scores[name] for result in results] for name in names[:2]] == list(map(list, expected))
     assert expected == ([1.0, 0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0])
-    assert {name for result in results for name in result.scores} == {*names[:2], "accuracy"}  # by our name
-    assert [result.scores["accuracy"] for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0]  # a thought without an end has none
+    assert {name for result in results for name in result.scores} == {*names[:2], "accuracy"}  # results use our name
+    # Without </think> the whole response is an unfinished thought, so it has no answer.
+    assert [result.scores["accuracy"] for result in results] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,7 @@ def test_functions_as_texts_on_open_r1_write_them_are_taken_beside_those_of_our_
         (MESSAGES, "text", "<user>9+9=?", True),
     ],
 )
-def test_a_group_is_one_call_with_lists_of_what_the_data_has(
-    prompt: Any, completions: str, prompts: Any, is_text: bool
-) -> None:
+def test_a_group_is_one_call_with_lists_of_data_columns(prompt: Any, completions: str, prompts: Any, is_text: bool) -> None:
     function = {"name": "trl_functions.Heard", "completions": completions, "options": {"level": "hard", "most": 7}}
     with pool_of(function) as pool:
         (first, second) = scored(pool, ["a", "bb", ""], ["c"], prompt=prompt)
@@ -84,13 +83,13 @@ def test_a_group_is_one_call_with_lists_of_what_the_data_has(
         "call": 1, "prompts": [prompts] * 3, "completion_ids": [[1], [1, 1], []], "prefill": ["<think>"] * 3,
         "completions": [t if is_text else [{"role": "assistant", "content": t}] for t in ["a", "bb", ""]],
         "solution": ["18"] * 3, "answer": ["18"] * 3, "ground_truth": ["18"] * 3, "final": [18] * 3, "unit": ["m"] * 3,
-        "level": "hard", "most": 7,  # options, which win over columns
+        "level": "hard", "most": 7,  # options win over columns
     }  # fmt: skip
     last = json.loads(second[0].verdicts["trl_functions.Heard"])
     assert (last["call"], len(last["completions"])) == (2, 1)
 
 
-def test_a_function_gets_only_what_it_names_and_none_and_coroutines_are_as_in_trl() -> None:
+def test_a_function_gets_only_arguments_it_names_and_may_be_a_coroutine() -> None:
     functions = ({"name": "trl_functions.chosen", "options": {"unit": "cm"}}, {"name": "trl_functions.obey", "weight": 10})
     with pool_of(*functions) as pool:
         (results,) = scored(pool, ["", "bb", "ccc"], prompt="9+9=?")
@@ -98,7 +97,7 @@ def test_a_function_gets_only_what_it_names_and_none_and_coroutines_are_as_in_tr
     assert [result.scores["trl_functions.obey"] for result in results] == [0.5, None, 3.0]
 
 
-def test_a_group_has_one_deadline_and_what_fails_costs_its_own_group() -> None:
+def test_a_group_has_one_deadline_and_a_failure_costs_only_its_group() -> None:
     name = "trl_functions.obey"
     with pool_of({"name": name}, deadline_s=3) as pool:
         deeds = ("take long", "hang", "raise", "be short", "give text")
@@ -117,14 +116,14 @@ def test_a_group_has_one_deadline_and_what_fails_costs_its_own_group() -> None:
     assert "the reward is str" in results["give text"][2].errors[name]
 
 
-def test_a_function_that_wants_messages_and_gets_texts_says_which_key_to_set() -> None:
+def test_a_function_that_needs_messages_reports_the_key_to_set() -> None:
     with pool_of({"name": "trl_functions.format_reward"}) as pool:
         (results,) = scored(pool, ["a", "b"], prompt="9+9=?")
     error = results[1].errors["trl_functions.format_reward"]
     assert "string indices" in error and "set the function's key completions: messages (in " in error
 
 
-def test_the_scorer_hands_over_whole_groups_in_the_order_of_their_samples() -> None:
+def test_the_scorer_submits_whole_groups_in_the_order_of_their_samples() -> None:
     prompts = [Prompt(n, f"<user>{n}", (1,), "18", extras=dict(ROW), given={"prompts": str(n)}) for n in range(3)]
     groups = [Group(p, [Sample(p, i, [p.id, i], [-1.0] * 2, "stop") for i in (2, 0, 1)]) for p in prompts]
     with pool_of({"name": "trl_functions.Heard"}, {"name": "len", "weight": 0.0}, num_workers=2) as pool:
@@ -140,8 +139,8 @@ def test_the_scorer_hands_over_whole_groups_in_the_order_of_their_samples() -> N
     assert [h["completions"] for h in heard[0]] == [["1.0", "1.1", "1.2"]] * 3
     assert [s.reward for s in groups[1].samples] == [2.0, 0.0, 1.0]
     assert [h["completion_ids"] for h in heard[0]] == [[[1, 0], [1, 1], [1, 2]]] * 3
-    assert [h["completions"] for h in heard[1]] == [["2.2"], ["2.0"], ["2.1"]], "without a group each is one by itself"
-    assert {s.reward for s in groups[0].samples} == {None}, "it was not kept"
+    assert [h["completions"] for h in heard[1]] == [["2.2"], ["2.0"], ["2.1"]], "each sample without a group is its own group"
+    assert {s.reward for s in groups[0].samples} == {None}, "the group was not kept"
     assert {s.verdicts["len"] for s in groups[1].samples} == {"wrong"}
 
 

@@ -1,4 +1,4 @@
-"""Kinds of answers: right ones in another notation, language or unit, and wrong ones that look like them."""
+"""Kinds of answers: correct answers in another notation, language or unit, and wrong answers that look similar."""
 
 import pytest
 
@@ -243,18 +243,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("gold", "response"), RIGHT)
-def test_a_right_answer_is_paid_in_every_notation(gold: str, response: str) -> None:
+def test_a_correct_answer_is_rewarded_in_every_notation(gold: str, response: str) -> None:
     assert accuracy("", response, gold, {}).value == 1.0
     assert quick(response, gold)[0] in (None, accuracy("", response, gold, {}))
 
 
 @pytest.mark.parametrize(("gold", "response"), WRONG)
-def test_a_wrong_answer_is_not_paid_in_any_notation(gold: str, response: str) -> None:
+def test_a_wrong_answer_is_not_rewarded_in_any_notation(gold: str, response: str) -> None:
     assert accuracy("", response, gold, {}).value == 0.0
     assert quick(response, gold)[0] in (None, accuracy("", response, gold, {}))
 
 
-def test_units_are_those_of_the_table_alone() -> None:
+def test_only_the_units_of_the_table_are_known() -> None:
     assert unit_after("it is 45 minutes", "45") == "time1:60"
     assert unit_after(r"48\text{ cm}^2", "48") == "length2:1/10000"
     assert unit_after("45 apples", "45") == unit_after("9.8 m s^-2", "9.8") == ""

@@ -1,6 +1,6 @@
-"""No process of a pool outlives the pool, its process, or the check that started it, whatever that check is doing.
+"""No process of a pool outlives the pool, the pool's process, or the check that started it, even if the check hangs.
 
-The processes are recognized by a mark in their environment, which everything that a reward function starts inherits.
+The tests recognize processes by a mark in their environment. Child processes inherit it.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.pool
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HANG = "user_functions.hang"
-HANGS = ("in a regular expression", "in a loop", "deaf to signals", "on a fork", "on a session of its own", "on a daemon")
+HANGS = ("in a regular expression", "in a loop", "deaf to signals", "on a fork", "on a new session", "on a daemon")
 SERVERS = 3  # the rank, the process that forks the workers, and multiprocessing's resource tracker
-NUM_PROCESSES = SERVERS + len(HANGS) + 3  # with the workers, and a process that each of the last three has started
+NUM_PROCESSES = SERVERS + len(HANGS) + 3  # with the workers and a child of each of the last three
 REFUSED = "import ctypes\nctypes.CDLL = lambda *_, **__: type('C', (), {'prctl': lambda *_: -1})\n"
 
 RANK = """
@@ -39,7 +39,7 @@ with RewardPool(RewardsConfig(functions=functions, num_workers=len(hangs), deadl
 
 
 class Rank:
-    """A process with a pool whose workers all hang."""
+    """A process with a pool. All its workers hang."""
 
     def __init__(self, code: str, *hangs: str, deadline_s: float = 600, path: tuple[Path, ...] = ()) -> None:
         self._mark = f"GRPO_MEGA_TEST_MARK={uuid.uuid4().hex}"
@@ -50,12 +50,12 @@ class Rank:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, name: value, "PYTHONPATH": folders},
-            # A shell has its background processes ignore SIGINT, and their children with them.
+            # Background processes of a shell and their children ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def living(self) -> list[int]:
-        """The rank's process and whatever it led to, but for zombies."""
+        """Return the ids of the rank's process and all its descendants, without zombies."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ class Rank:
         return found
 
     def has(self, number: int, within_s: float = 20.0) -> bool:
-        """Return whether so many processes are there in two looks in a row."""
+        """Return whether two consecutive looks find this number of processes."""
         until, seen = time.monotonic() + within_s, [-1, -1]
         while seen != [number] * 2 and time.monotonic() < until:
             time.sleep(0.1)
@@ -88,15 +88,15 @@ def rank(code: str, *hangs: str, deadline_s: float = 600, path: tuple[Path, ...]
         started.end()
 
 
-def test_a_killed_rank_takes_along_checks_that_hang_and_what_they_started() -> None:
+def test_hanging_checks_and_their_children_end_with_a_killed_rank() -> None:
     with rank("time.sleep(600)", *HANGS) as hung:
         assert hung.has(NUM_PROCESSES), hung.living()
         hung.process.kill()
         assert hung.has(0, within_s=10), hung.living()
 
 
-def test_so_does_one_whose_kernel_neither_tells_of_its_end_nor_gives_orphans_a_parent(tmp_path: Path) -> None:
-    """As in some containers, where every call of prctl fails. There a daemon cannot be found."""
+def test_hanging_checks_end_with_a_killed_rank_even_without_prctl(tmp_path: Path) -> None:
+    """In some containers every call of prctl fails. There a daemon cannot be found."""
     (tmp_path / "sitecustomize.py").write_text(REFUSED)
     with rank("time.sleep(600)", *HANGS[:-1], path=(tmp_path,)) as hung:
         assert hung.has(NUM_PROCESSES - 2), hung.living()
@@ -104,7 +104,7 @@ def test_so_does_one_whose_kernel_neither_tells_of_its_end_nor_gives_orphans_a_p
         assert hung.has(0, within_s=10), hung.living()
 
 
-def test_a_pool_that_is_closed_takes_along_what_its_checks_started() -> None:
+def test_the_children_of_checks_end_when_the_pool_is_closed() -> None:
     with rank("time.sleep(600)", *HANGS) as hung:
         assert hung.has(NUM_PROCESSES), hung.living()
         hung.process.send_signal(signal.SIGINT)
@@ -112,9 +112,9 @@ def test_a_pool_that_is_closed_takes_along_what_its_checks_started() -> None:
         assert hung.has(0, within_s=10), hung.living()
 
 
-def test_a_check_that_is_killed_for_its_deadline_takes_along_what_it_started() -> None:
+def test_the_children_of_a_check_end_when_it_exceeds_its_deadline() -> None:
     code = "pool.collect(); print(pool.counters['killed_workers'], flush=True); time.sleep(600)"
-    hangs = ("on a fork", "on a session of its own")
+    hangs = ("on a fork", "on a new session")
     with rank(code, *hangs, deadline_s=1.0) as hung:
         assert hung.process.stdout and hung.process.stdout.readline() == "2\n"
-        assert hung.has(SERVERS + len(hangs), within_s=5), hung.living()  # with idle workers
+        assert hung.has(SERVERS + len(hangs), within_s=5), hung.living()  # new workers are idle

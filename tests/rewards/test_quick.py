@@ -1,4 +1,4 @@
-"""The exact path gives math-verify's verdicts, for any input in a moment; and what makes math-verify faster changes nothing."""
+"""The exact path returns math-verify's verdicts quickly for any input, and the speedups of math-verify change no verdict."""
 
 import json
 import re
@@ -62,10 +62,10 @@ print(json.dumps([[repr(expressions) for expressions in read], equal]))
 """
 
 
-def test_formulas_are_read_and_compared_as_plain_math_verify_does() -> None:
+def test_formulas_are_read_and_compared_like_in_plain_math_verify() -> None:
     out = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True).stdout
     trees, equal = json.loads(out.splitlines()[-1])
-    for _ in range(2):  # the second time the parser's decisions are remembered
+    for _ in range(2):  # the second pass uses the parser's cache
         read = [mathverify.parse(text.replace(r"\%", "%")) for text in FORMULAS]
         assert [repr(list(expressions)) for expressions in read] == trees
     for i, a in enumerate(read):
@@ -87,7 +87,7 @@ def _written(brackets: str, elements: list[str]) -> str:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(LISTS, st.data())
-def test_lists_of_numbers_are_compared_as_math_verify_compares_them(gold: tuple[str, list[str]], data: st.DataObject) -> None:
+def test_lists_of_numbers_are_compared_like_in_math_verify(gold: tuple[str, list[str]], data: st.DataObject) -> None:
     brackets, elements = gold
     other = data.draw(st.one_of(st.permutations(elements), st.lists(ELEMENTS, min_size=len(elements), max_size=len(elements))))
     a, b = (numbers.parse_list(_written(brackets, texts)) for texts in (elements, other))
@@ -99,19 +99,19 @@ def test_lists_of_numbers_are_compared_as_math_verify_compares_them(gold: tuple[
 
 
 @pytest.mark.parametrize("text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"])
-def test_lists_that_math_verify_reads_in_its_own_way_are_left_to_it(text: str) -> None:
+def test_lists_that_math_verify_reads_differently_are_left_to_it(text: str) -> None:
     assert numbers.parse_list(text) is None
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.from_regex(normalize._CANONICAL, fullmatch=True))
-def test_an_answer_that_is_canonical_already_is_what_the_rules_make_of_it(text: str) -> None:
+def test_the_rules_do_not_change_a_canonical_answer(text: str) -> None:
     assert normalize.normalize_answer(text) == normalize._by_rules(text)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\boxed", "{", "}", "\\", "\\{", "\\}", "7", "x "]), max_size=14))
-def test_the_last_box_is_the_same_from_the_end_as_from_the_start(parts: list[str]) -> None:
+def test_searching_the_last_box_from_the_end_finds_the_same_box(parts: list[str]) -> None:
     text = "".join(parts)
     assert answer._last_boxed(text) == answer._last_boxed_of_all(text)
 
@@ -164,7 +164,7 @@ WRITTEN = st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
 @given(
     st.one_of(st.from_regex(normalize._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join))
 )
-def test_rules_of_kinds_find_nothing_in_a_formula_that_is_spared_them(text: str) -> None:
+def test_the_skipped_rules_would_not_change_an_ordinary_formula(text: str) -> None:
     text = text.strip()
     if normalize._ORDINARY.fullmatch(text):
         assert notation.rewrite(normalize._last_row(plain(text).translate(normalize._CHARACTERS))) == text
@@ -259,7 +259,7 @@ def test_time_is_linear_in_the_response_and_small_for_an_answer(frame: str) -> N
             quick(text, "5 cm", "length")
             quick(text, "x+1")
             seconds.append(time.process_time() - began)
-        assert seconds[0] < 0.2 and seconds[1] < 0.4, (pump, seconds)  # a power of the length would take seconds
+        assert seconds[0] < 0.2 and seconds[1] < 0.4, (pump, seconds)  # quadratic time would take seconds
         assert seconds[3] < 3 * seconds[2] + 0.2, (pump, seconds)
 
 
@@ -269,7 +269,7 @@ def _patterns(value: object) -> list[re.Pattern[str]]:
     return [pattern for item in value for pattern in _patterns(item)] if isinstance(value, tuple | list) else []
 
 
-def test_no_pattern_needs_more_than_a_moment_for_the_longest_clause() -> None:
+def test_every_pattern_is_fast_on_the_longest_clause() -> None:
     modules = (accuracy_module, answer, evaluated, kinds, normalize, notation, numbers, plain_module, prose, units)
     patterns = [pattern for module in modules for value in vars(module).values() for pattern in _patterns(value)]
     assert len(patterns) >= 150
@@ -287,7 +287,7 @@ def test_a_tuple_that_never_closes_is_searched_in_linear_time() -> None:
     assert answer.extract_answer("so we have (111" + ",111" * 400 + " and that is it") is not None
 
 
-def test_the_exact_path_knows_what_it_says_and_nothing_of_long_answers() -> None:
+def test_the_exact_path_returns_no_verdict_on_long_answers() -> None:
     for response, gold in [
         ("18", "18"),
         (r"so \boxed{2/4}", r"\boxed{\frac{1}{2}}"),
@@ -343,11 +343,11 @@ ENDINGS = [
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=9), st.sampled_from(["stop", "length", None]), st.booleans())
-def test_the_exact_path_agrees_on_responses_of_every_ending(parts: list[str], ending: str | None, unevaluated: bool) -> None:
+def test_the_exact_path_agrees_on_responses_with_any_ending(parts: list[str], ending: str | None, unevaluated: bool) -> None:
     response = "".join(parts)
     for gold in ("51", "(40,11)", "102/2", "x+1"):
         score, texts = quick(response, gold, ending, unevaluated=unevaluated)
-        if score is not None or texts is None or gold != "x+1":  # math-verify takes long
+        if score is not None or texts is None or gold != "x+1":  # math-verify is slow
             found = accuracy("", response, gold, {"finish_reason": ending}, unevaluated=unevaluated)
             assert score in (None, found), (response, gold, score, found)
             if ending == "length" and "51" not in response:

@@ -1,4 +1,4 @@
-"""The pool: results, deadlines, crashes, broken functions, and that no process stays behind."""
+"""The pool: results, deadlines, crashes and broken functions. No process is left over."""
 
 import itertools
 import os
@@ -43,7 +43,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie that waits for a parent which does not collect it does not."""
+    """Return whether the process runs. A zombie that its parent does not collect counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -57,7 +57,7 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
         pool.submit(("a", 0), "p", good, "#### 18", {})
         pool.submit(("a", 1), "p", "17", "#### 18", {"kind": "math"})
         pool.submit("prefilled", "p", good.removeprefix("<think>"), "18", {"prefill": "<think>"})
-        # Cut off inside the thought that the template opened: the same text without one states an answer.
+        # The template opened a thought and the text was cut off inside it. Without the thought, the same text is an answer.
         pool.submit("cut off", "p", r"maybe \boxed{2x}", "2x", {"prefill": "<think>\n"})
         pool.submit("stated", "p", r"maybe \boxed{2x}", "2x", {})
         results = pool.collect()
@@ -78,7 +78,7 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
         }  # fmt: skip
 
 
-def test_an_unparsable_gold_answer_gives_no_value() -> None:
+def test_an_unparsable_gold_answer_has_no_value() -> None:
     with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "p", "18", "???", {})
         assert pool.collect() == {0: RewardResult(None, {"accuracy": None}, {"accuracy": "gold_unparsable"})}
@@ -86,28 +86,29 @@ def test_an_unparsable_gold_answer_gives_no_value() -> None:
 
 def test_a_users_function_gets_prompt_response_answer_and_extras() -> None:
     with reward_pool([("user_functions.length", 1.0)], num_workers=1, deadline_s=20) as pool:
-        pool.submit(0, "12", "345" * 100_000, "6", {"bonus": 0.25})  # more than a pipe holds
+        pool.submit(0, "12", "345" * 100_000, "6", {"bonus": 0.25})  # larger than a pipe's buffer
         assert pool.collect()[0].total == 2 + 10 * 300_000 + 100 + 0.25
 
 
 @pytest.mark.parametrize("deed", ["hang in C", "sleep"])
-def test_a_hung_check_is_killed_and_counted_and_the_others_are_right(deed: str) -> None:
+def test_a_hanging_check_is_killed_and_counted_and_other_checks_succeed(deed: str) -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=2, deadline_s=2) as pool:
         _score(pool, "warm", "warm")
         started = time.monotonic()
         results = _score(pool, deed, *["fine"] * 20)
-        assert time.monotonic() - started < 10  # a check sleeps for 600 s
+        assert time.monotonic() - started < 10  # the check sleeps for 600 s
         assert results[0] == RewardResult(0.0, {OBEY: 0.0}, {OBEY: "timeout"})
         assert [r.total for r in results[1:]] == [1.0] * 20
         assert pool.counters == {"scored": 22, "timeout": 1, "killed_workers": 1}
         assert _score(pool, "fine")[0].total == 1.0  # the replacement works
 
 
-def test_neither_start_up_nor_queueing_counts_towards_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_and_queueing_do_not_count_towards_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nap = "def nap(prompt, response, answer, extras):\n    time.sleep(0.4)\n    return 1.0\n"
     (tmp_path / "slow_to_import.py").write_text(f"import time\n\ntime.sleep(1.5)\n\n\n{nap}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with reward_pool([("slow_to_import.nap", 1.0)], num_workers=1, deadline_s=1.3) as pool:  # below the import, and four naps
+    # The deadline is shorter than the import, and than four naps.
+    with reward_pool([("slow_to_import.nap", 1.0)], num_workers=1, deadline_s=1.3) as pool:
         assert [result.total for result in _score(pool, *"abcd")] == [1.0] * 4
 
 
@@ -115,7 +116,7 @@ def test_neither_start_up_nor_queueing_counts_towards_the_deadline(tmp_path: Pat
     ("deed", "cause"),
     [("segfault", "SIGSEGV"), ("be killed", "SIGKILL"), ("exit", "status 3"), ("exhaust memory", "status 71")],
 )
-def test_a_check_that_ends_two_workers_costs_its_own_score_only(deed: str, cause: str) -> None:
+def test_a_check_that_kills_two_workers_loses_only_its_own_score(deed: str, cause: str) -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         results = _score(pool, "fine", deed, "fine")
         assert [r.total for r in results] == [1.0, 0.0, 1.0]
@@ -125,7 +126,7 @@ def test_a_check_that_ends_two_workers_costs_its_own_score_only(deed: str, cause
 
 
 @pytest.mark.parametrize("victim", ["worker", "template"])
-def test_a_check_whose_worker_is_killed_is_done_by_another(victim: str, tmp_path: Path) -> None:
+def test_a_check_whose_worker_is_killed_runs_on_another_worker(victim: str, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=60) as pool:
         pool.submit(0, "p", f"sleep at first: {mark}", "1", {})
@@ -139,7 +140,7 @@ def test_a_check_whose_worker_is_killed_is_done_by_another(victim: str, tmp_path
         assert _wait_until(lambda: not _is_alive(worker))
 
 
-def test_a_discarded_check_whose_worker_is_killed_is_not_done_again(tmp_path: Path) -> None:
+def test_a_discarded_check_whose_worker_is_killed_does_not_run_again(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=60) as pool:
         pool.submit(0, "p", f"sleep at first: {mark}", "1", {})
@@ -159,7 +160,7 @@ def test_a_discarded_check_whose_worker_is_killed_is_not_done_again(tmp_path: Pa
         ("text", "TypeError: the reward is str"),
     ],
 )
-def test_an_exception_costs_its_own_check_and_the_first_is_kept(deed: str, error: str) -> None:
+def test_an_exception_costs_only_its_check_and_the_first_one_is_kept(deed: str, error: str) -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         results = _score(pool, "fine", deed, "fine")
         assert [r.total for r in results] == [1.0, 0.0, 1.0]
@@ -167,20 +168,20 @@ def test_an_exception_costs_its_own_check_and_the_first_is_kept(deed: str, error
         assert pool.first_error and f"{OBEY}: {error}" in pool.first_error
 
 
-def test_the_exceptions_stand_in_the_results() -> None:
+def test_results_contain_the_exceptions() -> None:
     with reward_pool([("format", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=20) as pool:
         raised, fine = _score(pool, "raise", "fine")
         assert list(raised.errors) == [OBEY] and raised.errors[OBEY].startswith("ZeroDivisionError: division by zero")
         assert fine.errors == {} and fine.total == 1.0
-        assert _score(pool, "raise")[0].errors == raised.errors  # one sample is no reason to end a run
+        assert _score(pool, "raise")[0].errors == raised.errors  # one sample does not end the run
 
 
-def test_what_a_function_prints_or_reads_does_not_disturb_the_pool() -> None:
+def test_a_function_that_prints_or_reads_does_not_disturb_the_pool() -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         assert [r.total for r in _score(pool, "print", "fine")] == [1.0, 1.0]
 
 
-def test_the_workers_do_not_hold_torch() -> None:
+def test_workers_do_not_import_torch() -> None:
     with reward_pool([("accuracy", 1.0), ("format", 1.0), (OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         assert _score(pool, "torch")[0].scores[OBEY] == 0.0
     code = "import sys, grpo_mega.rewards; print('torch' in sys.modules, 'sympy' in sys.modules)"
@@ -196,12 +197,12 @@ def test_the_workers_do_not_hold_torch() -> None:
         ("user_functions.no_such_function", "user_functions has no function no_such_function"),
     ],
 )
-def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(name: str, text: str) -> None:
+def test_a_function_that_cannot_be_imported_is_an_error_with_the_reason(name: str, text: str) -> None:
     with reward_pool([(name, 1.0)], num_workers=2, deadline_s=20) as pool, pytest.raises(RewardError, match=text):
         _score(pool, "x")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, "):
         registry.check("acuracy", {}, "lines", 5.0)
 
@@ -226,12 +227,12 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and_nothing_is_left_of_it() -> None:
+def test_a_killed_worker_is_replaced_from_the_template_without_leftovers() -> None:
     with reward_pool([("accuracy", 1.0), (OBEY, 1.0)], num_workers=2, deadline_s=2) as pool:
         _score(pool, "fine", "fine")
         assert _wait_until(lambda: len(pool.worker_pids) == 2)
         before, template, fds = pool.worker_pids, _parent(pool.worker_pids[0]), len(os.listdir("/proc/self/fd"))
-        assert len(os.listdir(f"/proc/{template}/task")) == 1, "a fork of more than one thread can hang"
+        assert len(os.listdir(f"/proc/{template}/task")) == 1, "forking a process with several threads can hang"
         results = _score(pool, *["sleep"] * 4, "fine")
         assert [r.verdicts[OBEY] for r in results] == [*["timeout"] * 4, "scored"]
         assert pool.counters["killed_workers"] == 4
@@ -241,7 +242,7 @@ def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and
         assert not any(map(_is_alive, before))
 
         def is_clean() -> bool:
-            _score(pool, "segfault")  # the template gets a request, and collects the killed workers that have ended by then
+            _score(pool, "segfault")  # the request makes the template collect workers that have ended
             return _wait_until(lambda: set(_children(template)) == set(pool.worker_pids))
 
         assert any(is_clean() for _ in range(3))
@@ -249,7 +250,7 @@ def test_a_killed_worker_is_replaced_from_the_template_that_has_imported_all_and
     assert _wait_until(lambda: not _is_alive(template))
 
 
-def test_answers_that_need_no_math_verify_are_scored_before_any_worker_is_there() -> None:
+def test_answers_that_do_not_need_math_verify_are_scored_without_workers() -> None:
     with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=20) as pool:
         for key, response in enumerate(["18", "17", r"\boxed{18.0}", r"\boxed{}"]):
             pool.submit(key, "p", response, "#### 18", {})
@@ -259,7 +260,7 @@ def test_answers_that_need_no_math_verify_are_scored_before_any_worker_is_there(
         assert [result.total for result in pool.collect().values()] == [0.0, 1.0, 0.0]
 
 
-def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembered() -> None:
+def test_equal_answers_get_equal_scores_if_checked_shared_or_remembered() -> None:
     answers = {"x+1": "correct", "1+x": "correct", "x+2": "wrong", "???": "unparsable", r"\frac{1": "unparsable"}
     with reward_pool([("accuracy", 1.0), ("format", 0.5)], num_workers=2, deadline_s=20) as pool:
         for _ in range(2):
@@ -272,7 +273,7 @@ def test_the_same_answers_get_the_same_score_whether_checked_shared_or_remembere
         assert pool.counters == {"correct": 16, "wrong": 8, "unparsable": 16, "malformed": 40, "killed_workers": 0}
 
 
-def test_a_key_is_submitted_once_and_a_closed_pool_says_so() -> None:
+def test_submitting_a_key_twice_or_to_a_closed_pool_is_an_error() -> None:
     with reward_pool([("format", 1.0)], num_workers=1, deadline_s=20) as pool:
         pool.submit(0, "p", "r", "a", {})
         with pytest.raises(ValueError, match="key 0 is submitted twice"):
@@ -286,23 +287,23 @@ def test_submit_does_not_block_and_checks_run_before_collect() -> None:
         pool.submit("slow", "p", "sleep", "a", {})
         for number in range(50):
             pool.submit(number, "p", "fine", "a", {})
-        assert not pool.counters.get("timeout")  # the one worker is still busy with the first, or not even started
+        assert not pool.counters.get("timeout")  # the only worker is still busy or not started
         assert _wait_until(lambda: pool.counters.get("scored") == 50)
         assert len(pool.collect()) == 51
 
 
-def test_what_is_discarded_is_not_waited_for_and_counts_for_nothing() -> None:
+def test_the_pool_neither_waits_for_discarded_samples_nor_counts_them() -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=2) as pool:
         _score(pool, "fine")
         for key, deed in enumerate(["raise", "sleep", "sleep", "fine", "raise"]):
             pool.submit(key, "p", deed, "1", {})
         assert _wait_until(lambda: pool.counters.get("error") == 1)
-        pool.discard([0, 1, 2, 4])  # one is done, one under way, two wait
+        pool.discard([0, 1, 2, 4])  # one is done, one is running, two wait
         assert [result.total for result in pool.collect().values()] == [1.0]
         pool.submit(5, "p", "raise", "1", {})
         pool.discard([5])
-        assert pool.collect() == {}, "nothing is left, which is no reason to raise"
-        assert pool.counters["killed_workers"] == 1  # that of the check under way; the one in the queue never began
+        assert pool.collect() == {}, "nothing is left to collect, but that is no error"
+        assert pool.counters["killed_workers"] == 1  # the running check; the queued check never started
         assert [result.total for result in _score(pool, "fine", "fine")] == [1.0, 1.0]
 
 
@@ -314,20 +315,20 @@ def test_close_leaves_no_process_even_if_a_check_hangs() -> None:
         assert len(pids) == 3 and all(map(_is_alive, pids))
         pool.submit(0, "p", "hang in C", "1", {})
         started = time.monotonic()
-    assert time.monotonic() - started < 10  # of a check's 600 s
-    assert _wait_until(lambda: not any(map(_is_alive, pids)))  # the child of a check goes with its worker
+    assert time.monotonic() - started < 10  # the check would take 600 s
+    assert _wait_until(lambda: not any(map(_is_alive, pids)))  # the child of a check ends with its worker
     pool.close()
 
 
-def test_an_interrupt_of_the_workers_is_ignored() -> None:
+def test_workers_ignore_interrupts() -> None:
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=20) as pool:
         before = _score(pool, "pid")[0].total
         os.kill(pool.worker_pids[0], signal.SIGINT)
         assert _score(pool, "pid")[0].total == before
 
 
-def test_checks_that_hang_one_after_the_other_are_progress() -> None:
-    """Each costs its deadline, and hundreds of them more than a rank may be silent for."""
+def test_checks_that_hang_one_after_another_count_as_progress() -> None:
+    """Each check costs its deadline. Hundreds of checks take longer than a rank may be silent."""
     with reward_pool([(OBEY, 1.0)], num_workers=1, deadline_s=1.2) as pool:
         pool.wait_until_ready()
         for key in range(6):

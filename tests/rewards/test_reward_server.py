@@ -1,4 +1,4 @@
-"""The reward of a server that is slow, broken, away or wrongly described; what a real one answers is tested in tests/sglang."""
+"""The reward of a server that is slow, broken, absent or misconfigured. tests/sglang covers answers of a real server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT = {"api": "chat", "model": "m"}
 
 
 def lengths(path: str, body: Any) -> tuple[int, Any]:
-    """A reward model to which the length of the text is the reward."""
+    """Return the length of each text as its reward, like a reward model."""
     if path == "/health":
         return 200, ""
     assert path == "/classify"
@@ -46,7 +46,7 @@ def test_the_template_is_filled_and_the_value_scaled() -> None:
         assert score(url) == Score(5.0, "scored")
         assert score(url + "/", scale=-0.5) == Score(-2.5, "scored")
         template = "{source}{row}|{answer}|{response}{other}{}"
-        expected = len("gsm3|7|{answer}{other}{}")  # what a response holds is not filled in again
+        expected = len("gsm3|7|{answer}{other}{}")  # placeholders in a response are not filled
         assert score(url, "{answer}", template=template) == Score(expected, "scored")
 
 
@@ -114,14 +114,14 @@ def test_a_reply_without_a_reward_is_a_missing_score(answer: Answer, options: di
     assert error in str(raised.value)
 
 
-def test_a_server_that_fails_at_times_is_asked_again() -> None:
+def test_requests_to_a_server_that_fails_sometimes_are_retried() -> None:
     statuses = iter([503, 429, 200])
     with serving(lambda path, body: (next(statuses), [{"embedding": [3.0]}])) as url:
         assert score(url) == Score(3.0, "scored")
     statuses = iter([400, 200])
     with serving(lambda path, body: (next(statuses), "no")) as url, pytest.raises(NoScore):
         score(url)
-    assert list(statuses) == [200]  # a refusal is not asked twice
+    assert list(statuses) == [200]  # a refused request is not retried
 
 
 def test_a_server_that_hangs_is_given_up_in_time() -> None:
@@ -129,7 +129,7 @@ def test_a_server_that_hangs_is_given_up_in_time() -> None:
         started = time.monotonic()
         with pytest.raises(NoScore, match="does not answer"):
             score(url, timeout_s=0.5, retries=5)
-        assert time.monotonic() - started < 2.5  # the server takes 3, and six tries of 0.5 would too
+        assert time.monotonic() - started < 2.5  # the server takes 3 s, like six tries of 0.5 s
 
 
 def _pool(url: str, **options: Any) -> RewardPool:
@@ -137,7 +137,7 @@ def _pool(url: str, **options: Any) -> RewardPool:
     return reward_pool([("reward_model", 1.0)], options={"reward_model": given})
 
 
-def test_one_failure_costs_its_own_score_and_says_why() -> None:
+def test_one_failure_costs_only_its_score_and_reports_the_reason() -> None:
     def answer(path: str, body: Any) -> tuple[int, Any]:
         return (400, "bad") if "bad" in str(body) else lengths(path, body)
 
@@ -149,7 +149,7 @@ def test_one_failure_costs_its_own_score_and_says_why() -> None:
         assert f"the server at {url}/classify answers 400 (bad); correct the options" in results[1].errors["reward_model"]
 
 
-def test_a_server_that_is_not_there_is_one_line_before_anything_is_scored() -> None:
+def test_a_missing_server_is_a_one_line_error_before_any_scoring() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -166,8 +166,8 @@ def test_a_server_that_is_not_there_is_one_line_before_anything_is_scored() -> N
         pool.wait_until_ready()
 
 
-def test_a_worker_that_is_replaced_in_the_midst_of_a_run_does_not_need_the_server() -> None:
-    statuses = iter([200])  # of /health
+def test_a_worker_replaced_during_a_run_does_not_need_the_server() -> None:
+    statuses = iter([200])  # /health answers once
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
         return (next(statuses, 503), "") if path == "/health" else lengths(path, body)
@@ -226,7 +226,7 @@ def _config(**reward: Any) -> Config:
         ({"deadline_s": 3}, "timeout_s=4 is not below rewards.deadline_s=3"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
+def test_invalid_options_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
         raise_first(reward_problems(_config(**reward).rewards))
     assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Faults of a reward server: whatever it sends, a response has a missing score and not 0, in bounded time and memory."""
+"""Faults of a reward server: the score is missing instead of 0, and time and memory are bounded, whatever the server sends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_scale_that_makes_a_reward_infinite_is_a_missing_score() -> None:
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 900\r\n\r\nwait", "answers 503 (wait)"),
     ],
 )
-def test_what_is_no_http_is_a_missing_score(sent: bytes, error: str) -> None:
+def test_a_reply_that_is_not_http_is_a_missing_score(sent: bytes, error: str) -> None:
     with sending([sent]) as server, pytest.raises(NoScore) as raised:
         score(server.url, retries=0)
     assert error in str(raised.value)
@@ -66,16 +66,16 @@ def test_a_reply_that_is_too_long_is_given_up_at_the_limit() -> None:
     with sending([b"HTTP/1.1 200 OK\r\n\r\n", *[piece] * 400]) as server:
         with pytest.raises(NoScore, match="sent more than 16 MiB"):
             score(server.url, timeout_s=100.0)
-        assert server.num_sent < 100, "of 400 MiB"
+        assert server.num_sent < 100, "400 MiB were available"
 
 
 @pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "])
-def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(start: bytes) -> None:
+def test_a_reply_that_arrives_byte_by_byte_is_given_up_in_time(start: bytes) -> None:
     with sending([start, *[b"1"] * 600], pause_s=0.1) as server:
         started = time.monotonic()
         with pytest.raises(NoScore, match="does not answer"):
             score(server.url, timeout_s=1.0)
-        assert time.monotonic() - started < 30  # of 60
+        assert time.monotonic() - started < 30  # the whole reply takes 60 s
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -98,18 +98,18 @@ def test_a_redirect_is_not_followed_so_that_the_key_stays_here(status: int, monk
     assert seen == []
 
 
-def test_the_check_of_a_server_reads_a_little_of_what_it_sends() -> None:
+def test_the_check_of_a_server_reads_only_a_little_of_its_reply() -> None:
     piece = b" " * (1 << 20)
     with sending([b"HTTP/1.1 200 OK\r\n\r\n", *[piece] * 3000]) as server:
         check_reachable({"url": server.url})
-        assert server.num_sent < 100, "of 3 GB"
+        assert server.num_sent < 100, "3 GB were available"
 
 
-def test_the_check_of_a_server_has_a_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_server_has_one_deadline_for_the_whole_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo_mega.rewards.reward_model, "START_TIMEOUT_S", 1.0)
     for start in (b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "):
         with sending([start, *[b"1"] * 600], pause_s=0.1) as server:
             started = time.monotonic()
             with pytest.raises(ConfigError, match="no server answers at url="):
                 check_reachable({"url": server.url})
-            assert time.monotonic() - started < 30  # of 60
+            assert time.monotonic() - started < 30  # the whole reply takes 60 s

@@ -1,8 +1,8 @@
-"""The rewards that shape a response, by figures of open-r1's own functions.
+"""Rewards that shape a response, compared with values of open-r1's functions.
 
-Figures: huggingface/open-r1, src/open_r1/rewards.py at commit 1416fa0cf21595d2083b399a2a0bbddd7f6e9563, with math-verify 0.9.0;
-of soft_format: allenai/open-instruct, open_instruct/ground_truth_utils.py at e6c3044aa6201c8bfa4573c1b03142af599e730d,
-soft_format_reward_func. Gold answers were given to open-r1 as $...$.
+Values: huggingface/open-r1, src/open_r1/rewards.py at commit 1416fa0cf21595d2083b399a2a0bbddd7f6e9563, with math-verify 0.9.0.
+Values of soft_format: allenai/open-instruct, open_instruct/ground_truth_utils.py at e6c3044aa6201c8bfa4573c1b03142af599e730d,
+soft_format_reward_func. open-r1 got gold answers as $...$.
 """
 
 from __future__ import annotations
@@ -96,34 +96,34 @@ LENGTHS: list[Any] = [
 
 
 @pytest.mark.parametrize("response", STEPS)
-def test_signs_of_steps_count_as_open_r1_counts_them(response: str) -> None:
+def test_signs_of_steps_count_as_in_open_r1(response: str) -> None:
     assert value_of("reasoning_steps", response) == pytest.approx(STEPS[response], rel=1e-9)
 
 
 @pytest.mark.parametrize("response", TAGS)
-def test_tags_count_as_open_r1_counts_them_and_the_soft_format_is_open_instructs(response: str) -> None:
+def test_tags_count_as_in_open_r1_and_soft_format_is_as_in_open_instruct(response: str) -> None:
     assert (value_of("tag_count", response), value_of("soft_format", response)) == TAGS[response]
 
 
-def test_what_the_chat_template_opened_counts_as_the_responses_own() -> None:
+def test_tags_opened_by_the_chat_template_count_as_part_of_the_response() -> None:
     assert value_of("tag_count", "a\n</think>\n<answer>\n5\n</answer>", prefill="<think>\n") == 1.0
     assert value_of("soft_format", "\n<answer>5</answer>", prefill="<think>\n</think>") == 1.0
 
 
 @pytest.mark.parametrize("response", REPETITIONS)
-def test_repeated_ngrams_cost_what_they_cost_in_open_r1(response: str) -> None:
+def test_repeated_ngrams_have_the_penalty_of_open_r1(response: str) -> None:
     options = ((2, -1.0), (3, -0.5), (1, -0.7))
     found = [value_of("repetition_penalty", response, ngram_size=size, max_penalty=most) for size, most in options]
     assert found == pytest.approx(list(REPETITIONS[response]), rel=1e-9)
 
 
-def test_in_scripts_without_spaces_characters_repeat() -> None:
+def test_scripts_without_spaces_repeat_characters() -> None:
     assert value_of("repetition_penalty", "我们 算一下我们算", ngram_size=2, unit="characters") == pytest.approx(-2 / 7)
     assert value_of("repetition_penalty", "我们算一下我们算", ngram_size=2) == 0.0
 
 
 @pytest.mark.parametrize("case", COSINES)
-def test_the_cosine_over_the_length_is_open_r1s(case: tuple[str, str, int]) -> None:
+def test_the_cosine_over_the_length_equals_open_r1(case: tuple[str, str, int]) -> None:
     start, gold, length = case
     found = [
         value_of("cosine", padded(start, length), gold),
@@ -143,15 +143,15 @@ def test_the_cosine_over_the_length_is_open_r1s(case: tuple[str, str, int]) -> N
     )
 
 
-def test_past_its_end_the_cosine_stays_where_open_r1s_turns_back() -> None:
-    """open-r1 gives a right answer of 200 characters 1.0 where max_len is 100, as if it had none at all."""
+def test_beyond_max_len_the_cosine_is_constant_unlike_open_r1() -> None:
+    """open-r1 returns 1.0 for a correct answer of 200 characters if max_len is 100, as for a length of 0."""
     right = [value_of("cosine", padded(r"\boxed{18}", n), max_len=100) for n in (100, 137, 200, 5000)]
     wrong = [value_of("cosine", padded(r"\boxed{17}", n), max_len=100) for n in (100, 137, 200, 5000)]
     assert right == pytest.approx([0.5] * 4) and wrong == pytest.approx([-0.5] * 4)
 
 
 @pytest.mark.parametrize(("responses", "gold", "expected"), LENGTHS)
-def test_lengths_are_normalised_over_the_group_as_in_open_r1(
+def test_lengths_are_normalized_over_the_group_as_in_open_r1(
     responses: list[tuple[str, int]], gold: str, expected: list[float]
 ) -> None:
     texts = [padded(start, length) for start, length in responses]
@@ -159,8 +159,8 @@ def test_lengths_are_normalised_over_the_group_as_in_open_r1(
     assert [score.value for score in scores] == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_unreadable_gold_answer_gives_no_value_and_so_drops_its_prompt() -> None:
-    """open-r1 takes every answer to it for right."""
+def test_an_unreadable_gold_answer_has_no_value() -> None:
+    """open-r1 treats every answer as correct in this case."""
     assert len_reward(["a", "bb"], ["???"] * 2) == [Score(None, "gold_unparsable")] * 2
     assert value_of("cosine", "a", "???") is None
 
@@ -191,7 +191,7 @@ def test_language_consistency_is_the_share_of_the_thoughts_words(response: str, 
 
 @settings(max_examples=200, derandomize=True)
 @given(st.lists(st.sampled_from(["the", "Größe", "Ответ", "답은", "λόγος", "18", "+", "答", "の"]), max_size=8))
-def test_it_goes_by_unicodes_names_of_the_letters(words: list[str]) -> None:
+def test_language_consistency_uses_the_unicode_names_of_letters(words: list[str]) -> None:
     letters = [word for word in words if word[0].isalpha()]
     for language, names in {
         "en": ("LATIN",), "ru": ("CYRILLIC",), "ko": ("HANGUL",), "el": ("GREEK",), "zh": ("CJK",), "ja": ("CJK", "HIRAGANA"),
@@ -209,7 +209,7 @@ def test_they_take_linear_time_on_adversarial_text(name: str, piece: str) -> Non
     assert time.process_time() - started < 1.0
 
 
-def test_open_r1s_names_mean_these_functions() -> None:
+def test_names_of_open_r1_are_aliases_of_these_functions() -> None:
     raw = [{"name": name, "weight": 2.0} for name in ("accuracy_reward", "format_reward", "length", "cosine_scaled_reward")]
     functions = RewardsConfig.model_validate({"functions": raw}).functions
     assert [function.name for function in functions] == ["accuracy", "format", "len", "cosine"]
@@ -218,7 +218,7 @@ def test_open_r1s_names_mean_these_functions() -> None:
         RewardsConfig.model_validate({"functions": [{"name": "format"}, {"name": "format_reward"}]})
 
 
-def test_rewards_that_no_answer_passes_do_not_decide_whether_it_has_full_marks() -> None:
+def test_shaping_rewards_do_not_affect_full_marks() -> None:
     def marked(**scores: float) -> bool:
         return has_full_marks(Sample(Prompt(0, "p", (1,), "1"), 0, [1], [-1.0], "stop", scores=dict(scores)))
 

@@ -1,4 +1,4 @@
-"""One check for all samples that depend on it: time-outs, crashes, gold answers that hang, and `len` and `cosine`."""
+"""One check is shared by all samples that depend on it: timeouts, crashes, gold answers that hang, and `len` and `cosine`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.slow_job import SlowJob
 
 pytestmark = pytest.mark.pool
 
-LONG = "+".join(["y"] * 200)  # an answer that is too long to be looked at before a worker has it
+LONG = "+".join(["y"] * 200)  # an answer too long for the exact path, so a worker checks it
 ALL = [("accuracy", 1.0), ("len", 1.0), ("cosine", 1.0)]
 
 
@@ -45,10 +45,10 @@ def test_sixteen_equal_bombs_cost_one_deadline(answer: str) -> None:
         assert all(result.scores["len"] <= 0 and -1 <= result.scores["cosine"] < -0.5 for result in results)  # type: ignore[operator]
         assert pool.counters["killed_workers"] == 1
         scored(pool, responses[:2])
-        assert pool.counters["killed_workers"] == 2, "the next rollout tries once more"
+        assert pool.counters["killed_workers"] == 2, "the next rollout tries again"
 
 
-def test_equal_answers_that_end_their_worker_are_tried_twice_in_all() -> None:
+def test_equal_answers_that_kill_their_worker_are_tried_twice_in_total() -> None:
     with reward_pool([("accuracy", 1.0)], num_workers=2) as pool:
         results = scored(pool, [r"\boxed{x+DEADLY}"] * 16 + [r"\boxed{1+x}"])
         assert [result.total for result in results] == [0.0] * 16 + [1.0]
@@ -57,11 +57,11 @@ def test_equal_answers_that_end_their_worker_are_tried_twice_in_all() -> None:
 
 
 @pytest.mark.parametrize("gold", ["x+SLOW", f"SLOW+{LONG}", "x+DEADLY"])
-def test_a_gold_answer_that_cannot_be_checked_is_gold_unparsable_for_all(gold: str) -> None:
+def test_a_gold_answer_that_cannot_be_checked_is_unparsable_for_all(gold: str) -> None:
     with reward_pool(ALL, num_workers=1, deadline_s=2) as pool:
         pool.submit("right", "p", r"\boxed{1+x}", "x+1", {})
         for key in range(5):
-            pool.submit(key, "p", rf"\boxed{{x+{key}+{gold}}}", gold, {})  # each hangs or dies as well, and in vain
+            pool.submit(key, "p", rf"\boxed{{x+{key}+{gold}}}", gold, {})  # each of these answers hangs or dies, too
         pool.submit_group(range(5), {}, [[1]] * 5)
         results = pool.collect()
         assert results.pop("right").scores["accuracy"] == 1.0
@@ -69,7 +69,7 @@ def test_a_gold_answer_that_cannot_be_checked_is_gold_unparsable_for_all(gold: s
         assert pool.counters["killed_workers"] == (0 if "DEADLY" in gold else 2), "one answer, then the gold answer"
 
 
-def test_a_bomb_is_no_fault_of_a_gold_answer_that_can_be_checked() -> None:
+def test_a_bomb_is_not_blamed_on_a_gold_answer_that_can_be_checked() -> None:
     with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=2) as pool:
         results = scored(pool, [r"\boxed{x+SLOW}", r"\boxed{1+x}", r"\boxed{x+2+SLOW}"])
         assert [result.verdicts["accuracy"] for result in results] == ["timeout", "correct", "timeout"]
@@ -97,7 +97,7 @@ def test_accuracy_len_and_cosine_share_one_check_per_answer(names: tuple[str, ..
         assert set(result.verdicts.values()) == {"correct" if is_right else "wrong"}
 
 
-def test_options_of_cosine_reach_it_and_a_sample_without_a_group_is_one() -> None:
+def test_cosine_gets_its_options_and_a_sample_without_a_group_is_a_group() -> None:
     with reward_pool([("cosine", 1.0), ("len", 0.0)], options={"cosine": {"max_value_correct": 7.0, "max_len": 1e9}}) as pool:
         pool.submit("alone", "p", r"\boxed{1+x}", "x+1", {})
         result = pool.collect()["alone"]
@@ -113,5 +113,5 @@ def test_a_group_with_a_discarded_sample_is_scored_without_it() -> None:
         assert [result.total for result in pool.collect().values()] == [0.5, -0.5]
 
 
-def test_the_job_of_these_tests_is_one_that_a_worker_can_read() -> None:
+def test_workers_can_unpickle_the_job_of_these_tests() -> None:
     assert isinstance(pickle.loads(pickle.dumps(SlowJob(RewardsConfig(), False))), SlowJob)

@@ -1,4 +1,4 @@
-"""Rewards of steps from the function to the sample: pool, the tokens at which steps end, metrics; and functions' options."""
+"""Step rewards from the function to the sample: pool, end tokens of steps, metrics, and options of functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(scope="module")
 def byte_level() -> Any:
-    """Byte-level BPE as Qwen's and Llama's: tokens of several characters, and characters of several tokens."""
+    """Return a byte-level BPE tokenizer like Qwen's and Llama's: a token may span several characters, and vice versa."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def byte_level() -> Any:
 
 @pytest.fixture(scope="module")
 def sentence_pieces() -> Any:
-    """As Llama 2's: the first token of a text loses its space, so that pieces do not decode to what the whole does."""
+    """Return a tokenizer like Llama 2's. It drops the first token's space, so pieces decode differently from the whole text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -73,7 +73,7 @@ def _check_against_all_prefixes(tokenizer: Any, ids: list[int]) -> None:
     st.lists(st.sampled_from(["é", "漢", "🙂", "👩‍🚀", " ", "  ", "\n", "end", "Step 2", ".", "<eos>", "x"]), max_size=120),
     st.booleans(),
 )
-def test_a_step_ends_at_the_first_token_with_which_the_text_reaches_its_end(
+def test_a_step_ends_at_the_token_that_completes_its_text(
     byte_level: Any, sentence_pieces: Any, words: list[str], ends_by_itself: bool
 ) -> None:
     for tokenizer in (byte_level, sentence_pieces):
@@ -81,7 +81,7 @@ def test_a_step_ends_at_the_first_token_with_which_the_text_reaches_its_end(
         _check_against_all_prefixes(tokenizer, ids)
 
 
-def test_it_does_so_for_tokens_that_are_no_text(byte_level: Any) -> None:
+def test_a_step_ends_at_that_token_even_if_tokens_are_no_valid_text(byte_level: Any) -> None:
     rng = random.Random(0)
     for length in (1, 5, PIECE_SIZE - 1, PIECE_SIZE, PIECE_SIZE + 1, 3 * PIECE_SIZE):
         for _ in range(5):
@@ -97,28 +97,28 @@ def test_few_tokens_are_decoded() -> None:
         return "".join(map(chr, ids))
 
     assert tokens_at([97] * 4000, letters, range(100, 4001, 100)) == list(range(99, 4000, 100))
-    assert num_decoded < 40 * 4000  # all prefixes: 8 million
+    assert num_decoded < 40 * 4000  # decoding all prefixes would decode 8 million
 
 
 def _pool(*functions: tuple[str, float], **arguments: Any) -> RewardPool:
     return reward_pool(functions, **arguments)
 
 
-def test_steps_are_weighted_and_a_function_of_steps_alone_adds_nothing_to_the_reward() -> None:
+def test_steps_are_weighted_and_step_functions_do_not_change_the_reward() -> None:
     with _pool((MARKED, 2.0), ("format", 0.5), (OTHER, 1.0), ("arithmetic_steps", 0.0)) as pool:
         for key, response in enumerate(["a.b!c,", "none", "a.@", "1+1=2."]):
             pool.submit(key, "p", response, "1", {})
         found = list(pool.collect().values())
     assert found[0] == RewardResult(
-        0.0,  # of the format
+        0.0,  # the format reward
         {MARKED: 0.0, "format": 0.0, OTHER: 0.25, "arithmetic_steps": None},
         {MARKED: "marked", "format": "malformed", OTHER: "marked", "arithmetic_steps": "no_steps"},
         (Step(2, 2.0), Step(2, 0.25), Step(4, -2.0), Step(6, 0.25)),
     )
     assert found[1].scores == {MARKED: None, "format": 0.0, OTHER: None, "arithmetic_steps": None}
     assert found[1].steps == ()
-    assert (found[2].total, found[2].scores[MARKED], len(found[2].steps)) == (4.0, 2.0, 2)  # a value, and steps
-    assert found[3].scores["arithmetic_steps"] == 1.0  # weight 0: watched only
+    assert (found[2].total, found[2].scores[MARKED], len(found[2].steps)) == (4.0, 2.0, 2)  # both a reward and steps
+    assert found[3].scores["arithmetic_steps"] == 1.0  # weight 0 only logs the score
     assert found[3].steps == (Step(6, 2.0), Step(6, 0.25))
 
 
@@ -131,7 +131,7 @@ def test_steps_are_weighted_and_a_function_of_steps_alone_adds_nothing_to_the_re
         ("x", "ValueError: the reward of a step is inf; return a finite number"),
     ],
 )
-def test_steps_that_cannot_be_are_an_error(response: str, error: str) -> None:
+def test_impossible_steps_are_an_error(response: str, error: str) -> None:
     with _pool(("user_functions.bad_steps", 1.0)) as pool:
         pool.submit(0, "p", response, "1", {})
         pool.submit(1, "p", "1", "1", {})
@@ -144,7 +144,7 @@ def _samples(tokenizer: Any, prompt: Prompt, responses: list[str]) -> list[Sampl
     return [Sample(prompt, i, some, [-1.0] * len(some), "stop") for i, some in enumerate(ids)]
 
 
-def test_the_scorer_gives_samples_their_steps_by_token(byte_level: Any) -> None:
+def test_the_scorer_sets_the_steps_of_samples_by_token(byte_level: Any) -> None:
     prompt = Prompt(0, "p", (1,), "7")
     responses = [TEXT, "no steps", ".,.", "🙂."]
     samples = _samples(byte_level, prompt, responses)
@@ -185,7 +185,7 @@ def test_a_missing_score_is_none() -> None:
 
 
 @pytest.mark.parametrize(("weight", "total"), [(1.0, None), (-0.5, None), (0.0, 2.0)])
-def test_a_sample_that_lacks_one_of_its_scores_is_excluded(weight: float, total: float | None) -> None:
+def test_a_sample_with_a_missing_score_is_excluded(weight: float, total: float | None) -> None:
     with _pool(("user_functions.no_score", weight), (MARKED, 1.0)) as pool:
         for key, response in enumerate(["lost", "@.", "lost@."]):
             pool.submit(key, "p", response, "1", {})
@@ -197,7 +197,7 @@ def test_a_sample_that_lacks_one_of_its_scores_is_excluded(weight: float, total:
         assert (result.total, bool(result.steps)) == (total, weight == 0.0)
 
 
-def test_a_function_of_the_users_may_return_a_number_or_none() -> None:
+def test_a_users_function_may_return_a_number_or_none() -> None:
     name = "user_functions.half_of_them"
     with _pool((name, 2.0)) as pool:
         for key, response in enumerate(["one", "none"]):
@@ -208,7 +208,7 @@ def test_a_function_of_the_users_may_return_a_number_or_none() -> None:
         ]
 
 
-def test_options_reach_the_function_and_so_does_the_splitter() -> None:
+def test_the_function_gets_its_options_and_the_splitter() -> None:
     name = "user_functions.weighted_length"
     for more, splitter in (({}, "regex:;"), ({"step_splitter": "lines"}, "lines")):
         with _pool((name, 1.0), options={name: {"factor": 0.5, "unit": "cm", **more}}, step_splitter="regex:;") as pool:
@@ -225,7 +225,7 @@ def test_options_reach_the_function_and_so_does_the_splitter() -> None:
         ("user_functions.marked", {"url": "x"}, "has no option 'url'; it takes none"),
     ],
 )
-def test_wrong_options_of_the_users_function_are_an_error_before_any_check(
+def test_wrong_options_of_a_users_function_are_an_error_before_any_check(
     name: str, options: dict[str, Any], error: str
 ) -> None:
     with _pool((name, 1.0), options={name: options}) as pool, pytest.raises(RewardError) as raised:

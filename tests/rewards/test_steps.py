@@ -1,4 +1,4 @@
-"""Where the steps of a response end: by name against tables, for any text by its invariants, and in linear time."""
+"""Ends of steps in a response: tables per splitter, invariants for any text, and linear time."""
 
 import re
 import time
@@ -34,7 +34,7 @@ def _split(text: str, name: str) -> list[str]:
         ("regex:(?i)so", ["it is so", ", and SO", " on"]),
     ],
 )
-def test_a_text_is_cut_into_its_steps(name: str, steps: list[str]) -> None:
+def test_a_text_is_split_into_its_steps(name: str, steps: list[str]) -> None:
     assert _split("".join(steps), name) == steps
 
 
@@ -50,7 +50,7 @@ def test_steps_cover_the_text_and_none_is_blank(pieces: list[str]) -> None:
 
 @settings(max_examples=200, derandomize=True)
 @given(st.text(alphabet="a \n", max_size=20))
-def test_lines_and_blank_lines_are_those_of_a_regular_expression(text: str) -> None:
+def test_lines_and_blank_lines_agree_with_a_regular_expression(text: str) -> None:
     assert [s.strip() for s in _split(text, "lines")] == [s.strip() for s in text.split("\n") if s.strip()]
     assert [s.strip() for s in _split(text, "blank-lines")] == [s.strip() for s in re.split(r"\n\s*\n", text) if s.strip()]
 

@@ -1,4 +1,4 @@
-"""Reward functions of TRL's signature, for tests/rewards/test_groups.py; named there by their dotted paths."""
+"""Reward functions with TRL's signature. tests/rewards/test_groups.py names them by their dotted paths."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from grpo_mega.rewards.api import Score
 
 
 def accuracy_reward(completions, solution, **kwargs):  # type: ignore[no-untyped-def]
-    """As texts on open-r1 write it."""
+    """Score accuracy like the examples for open-r1."""
     from math_verify import parse, verify
 
     rewards = []
@@ -22,13 +22,13 @@ def accuracy_reward(completions, solution, **kwargs):  # type: ignore[no-untyped
 
 
 def format_reward(completions, **kwargs):  # type: ignore[no-untyped-def]
-    """As texts on open-r1 write it."""
+    """Score the format like the examples for open-r1."""
     pattern = r"^<think>.*?</think><answer>.*?</answer>$"
     return [1.0 if re.match(pattern, completion[0]["content"]) else 0.0 for completion in completions]
 
 
 class Heard:
-    """An object in a function's place, made without arguments; tells all it got in its verdicts."""
+    """A callable class instead of a function, created without arguments. Its verdicts contain all arguments it got."""
 
     def __init__(self, args: object = None) -> None:
         self._calls = 0
@@ -40,7 +40,7 @@ class Heard:
 
 
 def chosen(completions: list[str], level: list[str], unit: str = "m") -> list[float]:
-    """Take two columns and no more; `unit` is a column or an option."""
+    """Take only two columns. `unit` is a column or an option."""
     return [float(len(completion)) if unit == "cm" else -1.0 for completion in completions]
 
 
@@ -60,5 +60,5 @@ async def obey(completions: list[str], **kwargs: Any) -> Any:
 
 
 def paid_if_finished(completions: list[str], finish_reason: list[str]) -> list[float]:
-    """Name the finish reason, and take no other arguments."""
+    """Take only the finish reason besides the completions."""
     return [float(reason == "stop") for reason in finish_reason]

@@ -1,4 +1,4 @@
-"""Reward functions of a user, good and bad, for the pool's tests; named there by their dotted paths."""
+"""A user's reward functions, good and bad. The pool's tests name them by their dotted paths."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def only_for_math(prompt: str, response: str, answer: str, extras: dict[str, Any
 
 
 def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any:
-    """Does what the response says."""
+    """Do what the response says."""
     deeds = {
         "hang in C": lambda: re.match(r"(a|a)*b", "a" * 60),
         "sleep": lambda: time.sleep(600),
@@ -47,14 +47,14 @@ def obey(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Any
 
 
 def hang(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
-    """As the response says, for ever; none of it ends with its parent by itself."""
+    """Hang forever as the response says. None of these processes ends by itself when its parent ends."""
     spin = "while True: pass"
     if response == "in a regular expression":
         re.match(r"(a|a)*b", "a" * 60)
     elif response == "on a fork":
         if os.fork():
             signal.pause()
-    elif response == "on a session of its own":
+    elif response == "on a new session":
         subprocess.run([sys.executable, "-c", spin], start_new_session=True)
     elif response == "on a daemon":
         subprocess.run([sys.executable, "-c", f"import os\nif os.fork(): os._exit(0)\nos.setsid()\n{spin}"])
@@ -83,18 +83,18 @@ def no_score(prompt: str, response: str, answer: str, extras: dict[str, Any]) ->
 
 
 def marked(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """A step ends with each "." (1) and each "!" (-1); with a "@" there is a value for the whole, too."""
+    """End a step at each "." (reward 1) and each "!" (reward -1). With a "@" the response has a reward, too."""
     steps = tuple(Step(i + 1, 1.0 if c == "." else -1.0) for i, c in enumerate(response) if c in ".!")
     return Score(2.0 if "@" in response else None, "marked", steps)
 
 
 def other_marks(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """A step ends with each "." and each ","."""
+    """End a step at each "." and each ","."""
     return Score(None, "marked", tuple(Step(i + 1, 0.25) for i, c in enumerate(response) if c in ".,"))
 
 
 def bad_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return steps that end where the response says; a letter is an infinite reward."""
+    """Return steps that end at the characters in the response. A letter is an infinite reward."""
     return Score(1.0, "x", tuple(Step(int(c), 1.0) if c.isdigit() else Step(1, float("inf")) for c in response))
 
 
