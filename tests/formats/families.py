@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family that is converted, made by transformers itself, and comparing folders of them."""
+"""Tiny checkpoints of every supported family, created by transformers, and a comparison of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """`model`: tests' name of the family; `changes`: fields of its config."""
+    """A checkpoint to create. `model`: the family's name in tests. `changes`: config fields."""
 
     model: str
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    has_extra_layer: bool = False  # for multi-token prediction
+    has_extra_layer: bool = False  # adds a layer for multi-token prediction
 
 
-# Eight layers where pp=4 with vpp=2 is to load them; the vocabulary of 102 does not divide by 4.
+# Cases for pp=4 with vpp=2 have eight layers. The vocabulary size 102 is not divisible by 4.
 CASES = {
     "llama1": Case("llama", {"num_key_value_heads": 4}, torch.float16),
     "llama2": Case("llama", {"num_hidden_layers": 8}),
@@ -55,7 +55,7 @@ _MIXTURES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "qwen3_moe": (Qwen3
 
 
 def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
-    """A checkpoint with config, generation config and tokenizer; returns its folder."""
+    """Write a checkpoint with config, generation config and tokenizer. Return its folder."""
     model = _mixture(case) if case.model in _MIXTURES else make_model(case.model, dtype=case.dtype, **case.changes)
     model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0, temperature=0.6, do_sample=True)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -66,7 +66,7 @@ def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
 
 
 def _add_extra_layer(folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """As DeepSeek-V3 has it: a layer after the last, with norms, a matrix that joins two inputs, and heads of its own."""
+    """Add a layer after the last one, like DeepSeek-V3: norms, a matrix that joins two inputs, and separate heads."""
     shapes = {
         "enorm": [36],
         "eh_proj": [36, 72],
@@ -90,7 +90,7 @@ def _add_extra_layer(folder: Path, config: Any, dtype: torch.dtype) -> None:
 
 
 def _mixture(case: Case) -> Any:
-    """Four experts; norms away from 1."""
+    """Return a model with four experts and norm weights different from 1."""
     config_class, model_class = _MIXTURES[case.model]
     own = (
         {"num_local_experts": 4} if case.model == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
@@ -129,7 +129,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
-    """All tensors bit for bit, and every other file byte for byte, the index of shards aside."""
+    """Compare all tensors bit for bit, and all other files except the shard index byte for byte."""
     ours, theirs = tensors_of(found), tensors_of(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -143,7 +143,7 @@ def assert_same_folder(found: Path, expected: Path) -> None:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Fields whose value is None are taken out."""
+    """Change fields of config.json. Remove fields whose value is None."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
@@ -151,6 +151,6 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def write_manifest(
     checkpoint: Path, step: int, *, optimizer_step: int = 0, layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1", format: int = FORMAT
 ) -> None:
-    """Write the manifest that makes a folder a run's checkpoint."""
+    """Write the manifest that turns a folder into a checkpoint of a run."""
     manifest = Manifest(step, optimizer_step, "00c0ffee", layout, model={}, seed=0, checksums={}, draws=step, inputs={})
     (checkpoint / MANIFEST).write_text(json.dumps(asdict(manifest) | {"format": format}))

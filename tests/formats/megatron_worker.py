@@ -1,8 +1,8 @@
 """One rank of the layout tests: `python megatron_worker.py RANK WORLD_SIZE FOLDER` runs the cases of cases.json in turn.
 
-Each case loads a converted checkpoint with Megatron's own loader into a model of the case's layout, whose parameters are NaN
-before, and saves that model with Megatron's own saver. It also builds the policy from the converted checkpoint as training
-does, saves its state with the optimizer's, restores it, and compares it with the policy built from the Hugging Face folder.
+Each case fills a model of the case's layout with NaN, loads a converted checkpoint into it with Megatron's loader, and saves it
+with Megatron's saver. Then it builds the policy from the converted checkpoint as in training, saves policy and optimizer,
+restores them, and compares the policy with the policy built from the Hugging Face folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters are called adapters and never copied; named chat templates are kept; parts of larger models are named."""
+"""Adapters are reported as adapters and never copied. Named chat templates are kept. Prefixes of larger models are named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_adapter(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["safetensors", "index", "bin", "bin index", "none"])
-def test_a_folder_with_an_adapters_config_is_refused(
+def test_a_folder_with_an_adapter_config_is_refused(
     weights: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(sound, tmp_path / "hf")
@@ -59,7 +59,7 @@ def test_a_folder_with_an_adapters_config_is_refused(
     for command in ("train", "plan"):
         assert cli.main([command, str(tmp_path / "config.yaml")]) == 2
         printed = capsys.readouterr()
-        words = " ".join((printed.err if command == "train" else printed.out).split())  # the plan breaks lines
+        words = " ".join((printed.err if command == "train" else printed.out).split())  # the plan wraps lines
         assert says.search(words), (command, words)
     assert convert_hf_to_mcore.main([str(folder), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -68,14 +68,14 @@ def test_a_folder_with_an_adapters_config_is_refused(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"base_model_name_or_path": null}'], ids=len)
-def test_an_adapters_config_that_cannot_be_read_is_one_too(text: str, tmp_path: Path) -> None:
+def test_an_adapter_config_that_cannot_be_read_is_refused_too(text: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"^model\.path=\S+ is an adapter of another model, not a model; merge it"):
         check_model(ModelConfig(path=tmp_path))
 
 
 def test_neither_a_conversion_nor_an_export_copies_an_adapter(sound: Path, tmp_path: Path) -> None:
-    """Beside a Megatron checkpoint and beside the start model of a run, whose folder was sound when the run began."""
+    """An adapter was added next to a Megatron checkpoint or next to a start model that was valid when the run started."""
     convert(sound, tmp_path / "mcore", show_progress=False)
     add_adapter(tmp_path / "mcore")
     assert convert_mcore_to_hf.main([str(tmp_path / "mcore"), str(tmp_path / "back")]) == 2
@@ -107,7 +107,7 @@ def test_named_chat_templates_are_kept_by_conversion_and_export(sound: Path, tmp
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "base_model.model.model."])
-def test_the_prefix_of_a_larger_models_names_is_told(
+def test_the_name_prefix_of_a_larger_model_is_reported(
     prefix: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(sound, tmp_path / "hf")

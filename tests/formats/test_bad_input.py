@@ -1,4 +1,4 @@
-"""Input that cannot be converted is refused in one line that names it and the remedy; nothing half written is left."""
+"""Input that cannot be converted is refused in one line with the input and the remedy. No partial output is left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def broken_config(folder: Path) -> None:
 
 
 def overlapping_tensors(folder: Path) -> None:
-    """One norm has the bytes of another: their number is as it should be."""
+    """Let one norm point to the bytes of another norm. The number of bytes is correct."""
     data = (folder / SHARD).read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -132,7 +132,7 @@ def one_file(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def no_space(folder: Path) -> None:
-    """A vocabulary of four terabytes, which are holes."""
+    """Write a vocabulary of four terabytes as a sparse file."""
     rows = 1 << 35
     tensors = {"model.embed_tokens.weight": (rows, 32)} | {
         name: tuple(t.shape) for name, t in tensors_of(folder).items() if name not in ("model.embed_tokens.weight",)
@@ -258,7 +258,7 @@ def lost_config(folder: Path) -> None:
 
 
 def flipped_bit(folder: Path) -> None:
-    """In the lowest bit of a weight's mantissa, where nothing else can tell."""
+    """Flip the lowest mantissa bit of a weight. Only the checksum can detect it."""
     path = folder / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(io.BytesIO(bytes(data[: first_blob(data)]))) as archive:
@@ -269,7 +269,7 @@ def flipped_bit(folder: Path) -> None:
 
 
 def flipped_bit_of_its_description(folder: Path) -> None:
-    """A number of its pickled shape."""
+    """Flip a bit in the pickled description of the tensor."""
     path = folder / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     at = data.index(b"OrderedDict")
@@ -278,7 +278,7 @@ def flipped_bit_of_its_description(folder: Path) -> None:
 
 
 def first_blob(data: bytearray) -> int:
-    """Where the first saved piece of a file ends."""
+    """Return the offset at which the first saved piece of a file ends."""
     return data.index(b"PK\x05\x06") + 22
 
 

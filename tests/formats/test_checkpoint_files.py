@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and from which it goes on. The folders are made by hand."""
+"""Checkpoints that a run keeps, and the checkpoint from which it resumes. The tests create the folders by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
 
 
 def change_manifest(checkpoint: Path, **values: object) -> None:
-    """Set these values in a manifest. Remove a value where it is None."""
+    """Set these values in a manifest. Remove values that are None."""
     content = json.loads((checkpoint / "checkpoint.json").read_text()) | values
     content = {name: value for name, value in content.items() if name not in values or value is not None}
     (checkpoint / "checkpoint.json").write_text(json.dumps(content))
@@ -54,7 +54,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"latest"}
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_steps_it_gave_up(tmp_path: Path) -> None:
+def test_a_run_that_went_back_drops_abandoned_steps_and_keeps_new_ones(tmp_path: Path) -> None:
     for step, age in ((4, 300), (6, 200), (8, 100)):
         old(tmp_path, step, age)
     (tmp_path / "latest").write_text("step-000004\n")
@@ -63,11 +63,11 @@ def test_a_run_that_went_back_keeps_what_it_writes_and_drops_the_steps_it_gave_u
     assert (tmp_path / "latest").read_text() == "step-000005\n"
     for step in (3, 6):
         old(tmp_path, step, age_s=50)
-    save(tmp_path, 4, keep=2)  # once more, from 3
+    save(tmp_path, 4, keep=2)  # resumed again, from step 3
     assert names(tmp_path) == {"step-000003", "step-000004"}
 
 
-def test_a_step_that_is_written_again_takes_the_place_of_the_one_given_up(tmp_path: Path) -> None:
+def test_a_step_that_is_written_again_replaces_the_abandoned_one(tmp_path: Path) -> None:
     for step, age in ((4, 300), (6, 200)):
         (old(tmp_path, step, age) / "state" / "first").touch()
     (tmp_path / "latest").write_text("step-000004\n")
@@ -76,15 +76,15 @@ def test_a_step_that_is_written_again_takes_the_place_of_the_one_given_up(tmp_pa
     assert not (tmp_path / "step-000006" / "state" / "first").exists()
 
 
-def test_what_a_run_did_not_write_is_never_removed(tmp_path: Path) -> None:
+def test_files_that_a_run_did_not_write_are_never_removed(tmp_path: Path) -> None:
     outside = old(tmp_path / "elsewhere", 3, 0)
     folder = tmp_path / "checkpoints"
     old(folder, 1, 900)
     old(folder, 2, 800, "step-000002-good")
     old(folder, 3, 700, "step-best")
-    old(folder, 2, 700, "step-000007")  # the name of another step
+    old(folder, 2, 700, "step-000007")  # this name belongs to another step
     (folder / "step-000003").symlink_to(outside)
-    (folder / "step-000004").mkdir()  # without a manifest
+    (folder / "step-000004").mkdir()  # it has no manifest
     (folder / "step-000004" / "notes.txt").touch()
     (folder / "step-000005").write_text("a file")
     others = {"step-000002-good", "step-best", "step-000007"}
@@ -98,8 +98,8 @@ def test_what_a_run_did_not_write_is_never_removed(tmp_path: Path) -> None:
     assert (folder / "step-000004.other" / "notes.txt").exists()
 
 
-def test_a_clock_that_was_set_back_does_not_make_a_new_checkpoint_an_old_one(tmp_path: Path) -> None:
-    old(tmp_path, 2, age_s=-5000)  # of a node whose clock was ahead
+def test_a_clock_set_back_does_not_make_a_new_checkpoint_old(tmp_path: Path) -> None:
+    old(tmp_path, 2, age_s=-5000)  # the clock of the node was ahead
     save(tmp_path, 3, keep=1)
     assert names(tmp_path) == {"step-000003"}
     save(tmp_path, 4, keep=2)
@@ -107,7 +107,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_new_checkpoint_an_old_one(tmp
     assert latest(tmp_path) == tmp_path / "step-000004"
 
 
-def test_without_latest_a_run_goes_on_from_the_whole_checkpoint_written_last(tmp_path: Path) -> None:
+def test_without_latest_a_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     for step, age in ((9, 300), (4, 200), (6, 100)):
         old(tmp_path, step, age)
     old(tmp_path, 12, 0, "step-000012-good")
@@ -116,7 +116,7 @@ def test_without_latest_a_run_goes_on_from_the_whole_checkpoint_written_last(tmp
     assert latest(tmp_path) == find(tmp_path, None) == tmp_path / "step-000006"
 
 
-def test_without_latest_copies_alone_are_refused_by_name(tmp_path: Path) -> None:
+def test_without_latest_renamed_copies_are_refused_by_name(tmp_path: Path) -> None:
     old(tmp_path, 3, 20, "step-000003-good")
     old(tmp_path, 4, 10, "best")
     with pytest.raises(ResumeError, match=re.escape(f"{tmp_path}/latest is missing, but best exists; write that name into it")):
@@ -125,14 +125,14 @@ def test_without_latest_copies_alone_are_refused_by_name(tmp_path: Path) -> None
     assert latest(tmp_path) == tmp_path / "best"
 
 
-def test_without_latest_a_checkpoint_that_was_moved_away_and_linked_is_still_found(tmp_path: Path) -> None:
+def test_without_latest_a_checkpoint_moved_and_linked_is_still_found(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     old(folder, 2, 20)
     (folder / "step-000004").symlink_to(old(tmp_path / "larger-disk", 4, 10))
     assert latest(folder) == folder / "step-000004"
 
 
-def test_remains_of_interrupted_saves_alone_are_no_checkpoints(tmp_path: Path) -> None:
+def test_remains_of_interrupted_saves_are_no_checkpoints(tmp_path: Path) -> None:
     for name in (".step-000001.partial", ".step-000001.removed"):
         shutil.copytree(old(tmp_path / name, 1, 0), tmp_path / name, dirs_exist_ok=True)
     assert latest(tmp_path) is None
@@ -141,9 +141,7 @@ def test_remains_of_interrupted_saves_alone_are_no_checkpoints(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["step-000008\n", "", "step-000005"])
-def test_a_pointer_to_nothing_is_refused_with_the_name_of_the_newest_before_anything_is_erased(
-    tmp_path: Path, text: str
-) -> None:
+def test_a_pointer_to_nothing_is_refused_before_anything_is_erased(tmp_path: Path, text: str) -> None:
     config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
     with claim(config, resume=False, argv=["train"]):
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 6}\n')
@@ -158,8 +156,8 @@ def test_a_pointer_to_nothing_is_refused_with_the_name_of_the_newest_before_anyt
 
 
 @pytest.mark.parametrize(("number", "shown"), [(None, "none"), (FORMAT + 1, str(FORMAT + 1)), ("1", "'1'")])
-def test_a_checkpoint_of_another_format_is_refused_in_a_line(number: object, shown: str, tmp_path: Path) -> None:
-    """By the reader, before a run resumes, and where latest is missing."""
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(number: object, shown: str, tmp_path: Path) -> None:
+    """The reader and a resuming run refuse it, with and without `latest`."""
     folder = tmp_path / "run" / "checkpoints"
     config = configs.validate({"run_dir": tmp_path / "run", "steps": 9, "model": {"path": "m"}, "data": {"train": "t"}})
     with claim(config, resume=False, argv=["train"]):
@@ -187,7 +185,7 @@ def test_a_model_is_compared_by_its_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["m", "Shape(size=open('x'))", "Shape(4", "3"])
-def test_a_manifest_whose_model_is_no_shape_is_refused_in_a_line(model: str, tmp_path: Path) -> None:
+def test_a_manifest_whose_model_is_no_shape_is_refused_in_one_line(model: str, tmp_path: Path) -> None:
     checkpoint = old(tmp_path, 3, age_s=0)
     change_manifest(checkpoint, model=model)
     with pytest.raises(ResumeError, match=r"checkpoint.json cannot be read \(.*resume from another"):

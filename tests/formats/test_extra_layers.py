@@ -1,4 +1,4 @@
-"""An exported policy has the layers for multi-token prediction of the model that it came from; other layers are refused."""
+"""An exported policy keeps the multi-token prediction layers of its start model. Other extra layers are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def single_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_an_exported_policy_keeps_them_bit_for_bit(tmp_path: Path, single_rank: None, is_converted: bool) -> None:
+def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, single_rank: None, is_converted: bool) -> None:
     source = model = save(CASES["deepseek_v3"], tmp_path / "hf")
     if is_converted:
         model = tmp_path / "megatron"
@@ -45,7 +45,7 @@ def test_an_exported_policy_keeps_them_bit_for_bit(tmp_path: Path, single_rank: 
     assert sum("layers.5" in name for name in tensors_of(tmp_path / "out")) == 6
 
 
-def test_a_layer_too_many_of_the_usual_kind_is_refused(tmp_path: Path) -> None:
+def test_an_extra_layer_of_the_usual_kind_is_refused(tmp_path: Path) -> None:
     folder = save(CASES["deepseek_v2"], tmp_path / "hf")
     tensors = tensors_of(folder)
     one = "model.layers.{}.self_attn.o_proj.weight"

@@ -1,4 +1,4 @@
-"""Checkpoint folders: slices read without the rest, shards written whole or not at all, and errors that name the remedy."""
+"""Checkpoint folders: slices are read without the rest, shards are written completely or not at all, errors name the remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
     return folder, dict(model.named_parameters())
 
 
-def test_slices_of_a_folder_are_those_of_the_model(checkpoint: Checkpoint) -> None:
+def test_slices_of_a_folder_equal_slices_of_the_model(checkpoint: Checkpoint) -> None:
     folder, parameters = checkpoint
     with open_hf_reader(folder) as reader:
         reader.check(shapes_of(folder))
@@ -61,11 +61,11 @@ def test_a_slice_keeps_the_files_dtype(tmp_path: Path) -> None:
     assert (read.dtype, read.tolist()) == (torch.bfloat16, [[3.0, 4.0]])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss counts KiB on Linux alone")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss counts KiB only on Linux")
 def test_reading_a_slice_of_a_large_tensor_takes_the_memory_of_the_slice(tmp_path: Path) -> None:
-    """The file is 1 GiB of holes: a reader that touched all of it would be seen by the peak of resident memory.
+    """The file is a sparse file of 1 GiB. If the reader touched all of it, peak resident memory would show it.
 
-    The kernel maps up to 2 MiB around a byte that is read, hence the few, wide rows.
+    Rows are few and wide because the kernel maps up to 2 MiB around each byte that is read.
     """
     rows, columns = 16, 1 << 24
     size = rows * columns * 4
@@ -76,7 +76,7 @@ def test_reading_a_slice_of_a_large_tensor_takes_the_memory_of_the_slice(tmp_pat
         file.truncate(8 + len(header) + size)
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open_hf_reader(tmp_path) as reader:
-        for box in (Box("t", (7, 0), (8, columns // 8)), Box("t", (0, 999), (rows, 1011))):  # 8 MiB of a row, some columns
+        for box in (Box("t", (7, 0), (8, columns // 8)), Box("t", (0, 999), (rows, 1011))):  # 8 MiB of a row; a few columns
             assert not reader.read(box).clone().any()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
     assert grown < 256 << 10, f"{grown >> 10} MiB"
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(damage: Cal
     assert "\n" not in str(caught.value)
 
 
-def test_a_stored_copy_of_a_tied_output_layer_and_rotary_tables_are_let_pass(tmp_path: Path) -> None:
+def test_a_stored_tied_output_layer_and_rotary_tables_are_accepted(tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("llama", tied=True), tmp_path / "model")
     tensors = load_file(folder / SINGLE)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -174,10 +174,10 @@ def last_changed(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [last_changed, Tensor.bfloat16, lambda t: t[:-1]])
-def test_an_output_layer_that_is_not_the_embedding_of_a_tied_model_is_refused(
+def test_an_output_layer_that_differs_from_a_tied_embedding_is_refused(
     change: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
-    """By its last element, its dtype or its shape; in a shard of its own."""
+    """The layer differs in its last element, dtype or shape, and is in a separate shard."""
     folder = save_checkpoint(make_model("llama", tied=True), tmp_path / "model")
     tensors = load_file(folder / SINGLE)
     head = change(tensors["model.embed_tokens.weight"].clone())
@@ -196,7 +196,7 @@ def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, t
         read_config(tmp_path)
 
 
-def test_shards_keep_the_order_and_the_limit_and_a_larger_tensor_gets_its_own() -> None:
+def test_shards_keep_order_and_limit_and_a_larger_tensor_is_alone() -> None:
     num_bytes = {"a": 20, "b": 20, "c": 100, "d": 2, "e": 38}
     assert split_into_shards(num_bytes, 40) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
@@ -207,7 +207,7 @@ def test_shards_keep_the_order_and_the_limit_and_a_larger_tensor_gets_its_own() 
 
 
 @pytest.mark.parametrize("max_shard_bytes", [20_000, 5 << 30])
-def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tmp_path: Path, max_shard_bytes: int) -> None:
+def test_a_written_folder_loads_in_transformers_with_its_side_files(tmp_path: Path, max_shard_bytes: int) -> None:
     model = make_model("qwen3", tied=True)
     source = save_checkpoint(model, tmp_path / "source")
     (source / "config.json").write_text(json.dumps(read_config(source) | {"unknown_to_libraries": [1, 2]}))
@@ -239,7 +239,7 @@ def test_what_is_written_loads_in_transformers_and_has_the_sources_side_files(tm
     assert not out.with_name("out.partial").exists()
 
 
-def test_a_write_that_broke_off_leaves_the_old_checkpoint_and_the_next_one_replaces_it(tmp_path: Path) -> None:
+def test_an_interrupted_write_keeps_the_old_checkpoint_for_the_next_write(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     for folder in (source, out):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A converter never waits for a pipe or a device, nor trusts a hostile file: one line, exit code 2, nothing written."""
+"""A converter never waits for a pipe or device and never trusts a hostile file: one line, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Hugging Face model, a conversion of it, and a run with one checkpoint."""
+    """Return a folder with a Hugging Face model, its conversion, and a run with one checkpoint."""
     path = tmp_path_factory.mktemp("sound")
     save(CASES["llama2"], path / "hf", max_shard_size="100KB")
     convert_hf_to_mcore(path / "hf", path / "mcore", show_progress=False)
@@ -46,7 +46,7 @@ SPOILT = [
 
 
 def test_no_file_makes_a_converter_wait_or_end_with_a_traceback(sound: Path, tmp_path: Path) -> None:
-    """All cases in one process, whose end is waited for as long as no machine needs."""
+    """Run all cases in one process, with a timeout that no machine needs."""
     for i, (kind, name) in enumerate(SPOILT):
         case = tmp_path / str(i)
         shutil.copytree(sound, case)

@@ -1,4 +1,4 @@
-"""Plans of well-known models without their files: the table's fields against transformers, and the command in a fresh clone."""
+"""Plans of known models without their files: table fields compared with transformers, and the command in a fresh clone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mega.validation.model import shape_of
 from grpo_mega.weights.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PARAMETERS = {  # as the hub states them for the files of each model
+PARAMETERS = {  # number of parameters stated on the hub
     "llama-3-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.1-70b": 70_553_706_496,
@@ -33,13 +33,13 @@ PARAMETERS = {  # as the hub states them for the files of each model
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder without models and data, on a machine without a network."""
+    """Change to a working folder without models and data, on a machine without a network."""
     (tmp_path / "slurm").symlink_to(ROOT / "slurm")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("a plan asks no network for anything")
+        raise AssertionError("a plan must not use the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     return tmp_path
@@ -60,7 +60,7 @@ def test_every_known_model_is_checked() -> None:
     assert set(PARAMETERS) == set(KNOWN_MODELS)
 
 
-def test_a_folder_named_as_a_model_stands_for_it_and_for_no_other() -> None:
+def test_a_folder_named_like_a_known_model_stands_for_that_model() -> None:
     for folder in ("models/Meta-Llama-3-70B-Instruct", "/x/llama-3-70b", "META-LLAMA-3-70B-INSTRUCT"):
         assert model_of_folder(Path(folder)) is KNOWN_MODELS["llama-3-70b"]
     for folder in ("models/Meta-Llama-3.1-70B-Instruct", "llama-3-70b-mine", "runs/tiny/model", "."):
@@ -87,9 +87,7 @@ def test_the_recipes_are_planned_in_a_fresh_clone(
     assert f"is not here: planned with the fields of {source}'s config.json" in said
 
 
-def test_a_named_model_takes_the_place_of_the_configs_as_its_config_json_would(
-    clone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_model_replaces_the_model_of_the_config(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = KNOWN_MODELS["qwen3-30b-a3b"]
     (clone / "own.json").write_text(json.dumps(dict(known.fields)))
     plans = []
@@ -100,7 +98,7 @@ def test_a_named_model_takes_the_place_of_the_configs_as_its_config_json_would(
     assert not any("is not here" in note for note in plans[0]["notes"])
 
 
-def test_a_model_that_is_here_is_planned_though_its_folder_has_a_known_name(
+def test_an_existing_model_is_planned_even_if_its_folder_has_a_known_name(
     clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = clone / "models/Meta-Llama-3-70B-Instruct"
@@ -121,7 +119,7 @@ def test_a_model_that_is_here_is_planned_though_its_folder_has_a_known_name(
         (["--set", "model.path=models/mine"], "or plan with --model NAME (llama-3-70b, llama-3.1-405b, "),
     ],
 )
-def test_a_model_that_is_not_known_is_told_with_those_that_are(
+def test_an_unknown_model_is_reported_with_the_known_models(
     arguments: list[str], line: str, clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", "slurm/llama3_70b_bf16.yaml", *arguments]) == 2

@@ -1,6 +1,6 @@
-"""Converted checkpoints load in Megatron at any layout, and what Megatron saves there converts back to the same bits.
+"""Converted checkpoints load in Megatron in any layout, and Megatron's checkpoints convert back to the same bits.
 
-One launch of four ranks for all cases; loading, saving and the models are Megatron-core's own.
+Four ranks are launched once for all cases. Megatron-core loads, saves and builds the models.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
-    """By number of the layout the folder that Megatron saved, in one folder with "<model>-hf" and "<model>-megatron"."""
+    """Return the folder that Megatron saved, keyed by layout number. "<model>-hf" and "<model>-megatron" are next to it."""
     folder = tmp_path_factory.mktemp("layouts")
     for name in {model for model, _ in LAYOUTS}:
         save(CASES[name], folder / f"{name}-hf")
@@ -57,7 +57,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
-def test_what_megatron_loads_and_saves_converts_back_to_the_same_bits(saved: CaseValues, tmp_path: Path, number: int) -> None:
+def test_checkpoints_saved_by_megatron_convert_back_to_the_same_bits(saved: CaseValues, tmp_path: Path, number: int) -> None:
     megatron: Path = saved[str(number)]
     source = megatron.with_name(f"{LAYOUTS[number][0]}-hf")
     convert_mcore_to_hf(megatron, tmp_path / "back", config_folder=source, show_progress=False)

@@ -1,4 +1,4 @@
-"""The worked example of grpo_mega/weights/README.md, run as it stands there."""
+"""The worked example of grpo_mega/weights/README.md, executed as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupted conversions leave nothing that looks finished, and go on; memory does not depend on the tensors' sizes."""
+"""Interrupted conversions leave nothing that looks finished, and they resume. Memory does not depend on tensor sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LARGE = {
 
 
 def make_large(folder: Path) -> tuple[int, int]:
-    """About 0.7 GB of bfloat16; returns all bytes and those of the largest tensor."""
+    """Write about 0.7 GB of bfloat16. Return the bytes of all tensors and of the largest tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LARGE))
     shapes = family_of("llama").hf_tensors(ModelShape.from_hf_config(LARGE))
@@ -58,18 +58,18 @@ def make_large(folder: Path) -> tuple[int, int]:
 
 
 def _take_interrupts() -> None:
-    """A shell has what it starts in the background ignore them, the tests and their children too."""
+    """Handle SIGINT again, because background processes of a shell and their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(signal.SIGKILL, marks=pytest.mark.full), signal.SIGINT])
-def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Signals, tmp_path: Path) -> None:
-    """The tool is stopped once its journal names a tensor, while most of them are still to be written."""
+def test_an_interrupted_conversion_leaves_no_output_and_resumes(kind: signal.Signals, tmp_path: Path) -> None:
+    """Stop the tool as soon as its journal names a tensor, before most tensors are written."""
     make_large(tmp_path / "hf")
     out, journal = tmp_path / "out", tmp_path / "out.partial" / JOURNAL
     command = [sys.executable, str(TOOL), str(tmp_path / "hf"), str(out), "--workers", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for _ in range(5):  # on a busy machine it may be done before the signal is sent
+    for _ in range(5):  # on a busy machine the tool may end before the signal
         shutil.rmtree(out, ignore_errors=True)
         running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_take_interrupts)
         while running.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 1):
@@ -93,7 +93,7 @@ def test_an_interrupted_conversion_leaves_no_output_and_goes_on(kind: signal.Sig
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
-def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_remains_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
     source = save(CASES["qwen2"], tmp_path / "hf")
     partial = tmp_path / "out.partial"
     partial.mkdir()
@@ -103,8 +103,8 @@ def test_what_another_conversion_left_is_not_gone_on_with(tmp_path: Path) -> Non
     assert not partial.exists()
 
 
-def test_bytes_that_changed_on_the_disk_are_found_when_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An earlier start noted a tensor as written, but the file holds something else: as after a power cut."""
+def test_bytes_that_changed_on_disk_are_detected_when_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a power cut, the journal may list a tensor as written although the file holds other bytes."""
     source = save(CASES["qwen2"], tmp_path / "hf")
     convert(source, tmp_path / "whole", show_progress=False)
     noted = fingerprint_of(source, tmp_path)
@@ -155,8 +155,8 @@ for convert, source, target in ((convert_hf_to_mcore, hf, out), (convert_mcore_t
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_memory_stays_within_a_tensor_a_worker_and_64_mib(tmp_path: Path) -> None:
-    """In truth within a few blocks: the model has 700 MiB, its largest tensor 48."""
+def test_memory_stays_within_a_tensor_per_worker_plus_64_mib(tmp_path: Path) -> None:
+    """Actual use is a few blocks. The model has 700 MiB, its largest tensor 48 MiB."""
     _, largest = make_large(tmp_path / "hf")
     command = [sys.executable, "-c", MEASURED, *(str(tmp_path / name) for name in ("hf", "out", "back"))]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
@@ -165,7 +165,7 @@ def test_memory_stays_within_a_tensor_a_worker_and_64_mib(tmp_path: Path) -> Non
     assert max(there, back) < 64 << 20, (there, back)
 
 
-def test_progress_says_bytes_speed_and_the_time_left(
+def test_progress_shows_bytes_speed_and_the_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from grpo_mega.observe.progress import Bar

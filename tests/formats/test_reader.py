@@ -1,4 +1,4 @@
-"""Training reads a converted checkpoint as it reads the folder it came from."""
+"""Training reads the same weights from a converted checkpoint and from its source folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opened(folder: Path) -> CheckpointReader:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_every_box_is_the_same_from_either_form(folders: tuple[Path, Path], data: st.DataObject) -> None:
+def test_every_box_is_the_same_in_both_forms(folders: tuple[Path, Path], data: st.DataObject) -> None:
     tensors = tensors_of(folders[0])
     name = data.draw(st.sampled_from(sorted(tensors)))
     start = [data.draw(st.integers(0, n - 1)) for n in tensors[name].shape]
@@ -49,7 +49,7 @@ def test_every_box_is_the_same_from_either_form(folders: tuple[Path, Path], data
     assert read.dtype == torch.bfloat16 and torch.equal(read, tensors[name][region(box.start, box.shape)])
 
 
-def test_the_form_is_told_by_the_files_and_names_and_shapes_agree(folders: tuple[Path, Path]) -> None:
+def test_the_form_is_detected_from_files_and_names_and_shapes_agree(folders: tuple[Path, Path]) -> None:
     with opened(folders[0]) as hf, opened(folders[1]) as megatron:
         assert hf.names == megatron.names
         expected = {name: hf.shape(name) for name in hf.names}

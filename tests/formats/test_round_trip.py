@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face is the identity, for every family and form of the files."""
+"""Hugging Face -> Megatron -> Hugging Face is the identity for every family and file format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUIET = {"show_progress": False}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_round_trip_gives_back_every_bit(name: str, tmp_path: Path) -> None:
+def test_a_round_trip_returns_every_bit(name: str, tmp_path: Path) -> None:
     source = save(CASES[name], tmp_path / "hf", max_shard_size="40KB")
     report = convert_hf_to_mcore(source, tmp_path / "megatron", **QUIET)
     assert report.num_bytes == sum(t.nbytes for t in tensors_of(source).values())
@@ -34,7 +34,7 @@ def test_a_round_trip_gives_back_every_bit(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_shards_that_are_written_load_in_transformers(tmp_path: Path) -> None:
+def test_written_shards_load_in_transformers(tmp_path: Path) -> None:
     source = save(CASES["llama3"], tmp_path / "hf")
     convert_hf_to_mcore(source, tmp_path / "megatron", **QUIET)
     convert_mcore_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=9_000, **QUIET)
@@ -43,13 +43,13 @@ def test_the_shards_that_are_written_load_in_transformers(tmp_path: Path) -> Non
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-def test_pytorch_model_bin_gives_the_same_as_safetensors(tmp_path: Path) -> None:
+def test_pytorch_model_bin_converts_like_safetensors(tmp_path: Path) -> None:
     source = save(CASES["llama1"], tmp_path / "hf")
     tensors = tensors_of(source)
     other = save(CASES["llama1"], tmp_path / "bin")
     (other / "model.safetensors").unlink()
     names = list(tensors)
-    tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as old checkpoints have them
+    tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # old checkpoints store such tables
     shards = {"pytorch_model-00001.bin": names[:20], "pytorch_model-00002.bin": names[20:]}
     for file, part in shards.items():
         torch.save({n: tensors[n] for n in part} | tables, other / file)
@@ -60,7 +60,7 @@ def test_pytorch_model_bin_gives_the_same_as_safetensors(tmp_path: Path) -> None
     assert_same_folder(tmp_path / "back", source)
 
 
-def test_tensors_keep_each_its_own_dtype_unless_one_is_asked_for(tmp_path: Path) -> None:
+def test_each_tensor_keeps_its_dtype_unless_one_is_requested(tmp_path: Path) -> None:
     source = save(CASES["qwen2"], tmp_path / "hf")
     tensors = tensors_of(source)
     mixed = {n: t.float() if n.endswith("norm.weight") else t for n, t in tensors.items()}
@@ -76,8 +76,8 @@ def test_tensors_keep_each_its_own_dtype_unless_one_is_asked_for(tmp_path: Path)
     assert json.loads((tmp_path / "cast-back/config.json").read_text())["dtype"] == "float32"
 
 
-def test_block_quantised_fp8_is_dequantised(tmp_path: Path) -> None:
-    """Blocks of 16x16 here: 32 rows by 48 columns make whole and 102 rows broken ones."""
+def test_block_quantized_fp8_is_dequantized(tmp_path: Path) -> None:
+    """Blocks are 16x16. Sizes 32 and 48 split into whole blocks, size 102 does not."""
     source = save(CASES["qwen3_moe"], tmp_path / "hf")
     expected, stored = tensors_of(source), {}
     for name, tensor in tensors_of(source).items():
@@ -108,7 +108,7 @@ def test_a_stored_copy_of_a_tied_output_layer_is_left_out(tmp_path: Path) -> Non
     assert tensors_of(tmp_path / "back").keys() == tensors.keys()
 
 
-def test_every_saved_piece_is_an_archive_whose_checksums_hold(tmp_path: Path) -> None:
+def test_every_saved_piece_is_an_archive_with_valid_checksums(tmp_path: Path) -> None:
     source = save(CASES["mixtral"], tmp_path / "hf")
     convert_hf_to_mcore(source, tmp_path / "megatron", **QUIET)
     weights = find_checkpoint(tmp_path / "megatron").open()
@@ -126,7 +126,7 @@ def test_every_saved_piece_is_an_archive_whose_checksums_hold(tmp_path: Path) ->
 
 
 def test_a_piece_beyond_4_gib_is_an_archive_that_torch_loads(tmp_path: Path) -> None:
-    """Its bytes are a hole but for the last element."""
+    """The file is sparse except for the last element."""
     shape = (5, 1 << 30)
     blob = blob_of("BF16", shape)
     suffix = bytearray(blob.suffix)

@@ -1,4 +1,4 @@
-"""inspect_checkpoint.py and the dry run tell from config and headers what a checkpoint is and where its tensors go."""
+"""inspect_checkpoint.py and the dry run describe a checkpoint and the ranks of its tensors from config and headers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_folder_and_its_conversion_are_described_alike(tmp_path: Path, capsys:
 def test_a_checkpoint_of_a_run_is_found_with_its_config_step_and_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the run's folder, its checkpoints or one of them; config.yaml leads to the model."""
+    """Find it from the run folder, its checkpoints folder or one checkpoint. config.yaml names the model."""
     source = save(CASES["llama2"], tmp_path / "hf")
     run = tmp_path / "run"
     step = run / "checkpoints/step-000007"
@@ -74,9 +74,9 @@ def test_a_checkpoint_of_a_run_is_found_with_its_config_step_and_layout(
 @pytest.mark.parametrize(
     ("model", "layout", "tensors", "parameters"),
     [
-        # 6 tensors a layer and stage's tp rank, embedding, final norm and output layer
+        # 6 tensors per layer, plus embedding, final norm and output layer, on each tp rank
         ("llama-70b", "tp=4,pp=4", (80 * 6 + 3) * 4, "70.554 billion parameters"),
-        # 7 a layer without experts, on each of 8 ep ranks; 2 an expert
+        # 7 tensors per layer without experts, on each of 8 ep ranks; 2 tensors per expert
         ("qwen3-235b", "tp=4,pp=4,ep=8", (94 * 7 + 3) * 4 * 8 + 94 * 128 * 2 * 4, "235.094 billion parameters"),
     ],
 )

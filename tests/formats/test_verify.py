@@ -1,4 +1,4 @@
-"""verify_checkpoint.py names what differs: fields, tensors, bits, and the first layer whose outputs are others."""
+"""verify_checkpoint.py names differing fields, tensors and bits, and the first layer with different outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from tests.formats.families import CASES, edit_config, save, tensors_of
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
-def test_a_conversion_agrees_with_its_source_bit_for_bit_and_layer_by_layer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Megatron-core computes the converted one, transformers the source."""
+def test_a_conversion_agrees_with_its_source_in_every_bit_and_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-core computes the converted model, transformers the source model."""
     for name in ("llama3", "qwen3_moe"):
         save(CASES[name], tmp_path / name)
         convert_hf_to_mcore(tmp_path / name, tmp_path / f"{name}-megatron", show_progress=False)

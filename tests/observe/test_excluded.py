@@ -1,4 +1,4 @@
-"""Metrics and findings of samples without a reward, and of responses that are paid but wrong."""
+"""Metrics and findings of samples without a reward, and of responses that are rewarded but wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_samples_without_a_reward_are_counted() -> None:
     assert metrics_of(with_steps)["reward/excluded"] == 0
 
 
-def test_the_share_of_the_paid_that_the_oracle_calls_wrong() -> None:
+def test_the_share_of_rewarded_responses_that_the_oracle_calls_wrong() -> None:
     pairs = ["correct right", "correct wrong", "correct right", "wrong wrong", "wrong right", "timeout wrong"]
     samples = [sample(0.0, {"f": pair.split()[0], "o": f"oracle_{pair.split()[1]}"}) for pair in pairs]
     assert metrics_of(*samples)["reward/paid_but_wrong"] == pytest.approx(1 / 3)
@@ -56,11 +56,11 @@ def test_an_oracle_does_not_count_in_the_held_out_score() -> None:
         ("scored", 0.0, set()),
     ],
 )
-def test_a_failure_left_a_zero_or_nothing(verdict: str, score: float | None, kinds: set[str]) -> None:
+def test_a_failure_counts_as_zero_or_as_missing(verdict: str, score: float | None, kinds: set[str]) -> None:
     assert failures_of(sample(score, {"f": verdict})) == kinds
 
 
-def test_the_report_names_steps_with_excluded_samples_and_with_a_gap() -> None:
+def test_the_report_names_steps_with_excluded_samples_or_a_reward_gap() -> None:
     curves = {"reward/excluded": {1: 0.0, 2: 3.0}, "reward/paid_but_wrong": {1: 0.01, 2: 0.0101}}
     text = "; ".join(findings(curves, None))
     assert "samples had no reward and were excluded" in text and "more than 1% of the paid responses were wrong" in text

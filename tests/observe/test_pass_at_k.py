@@ -1,4 +1,4 @@
-"""pass@k, mean@k and majority@k, against the mean over every subset of k responses."""
+"""pass@k, mean@k and majority@k, compared with the mean over all subsets of k responses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from grpo_mega.observe.pass_at_k import majority_at_k, pass_at_k, sampled_metrics, tally
 
-Responses = list[tuple[str, bool]]  # (answer, whether it is right)
+Responses = list[tuple[str, bool]]  # (answer, whether it is correct)
 
 
 def random_responses(random: Random) -> Responses:
-    """Up to 9 responses with few answers, some without one, some answers right in only a part of their responses."""
+    """Return up to 9 responses with few distinct answers. Some have no answer. Equal answers may differ in correctness."""
     sure = {answer: random.random() < 0.4 for answer in "abcd"}
     found = []
     for _ in range(random.randint(1, 9)):
@@ -26,7 +26,7 @@ def random_responses(random: Random) -> Responses:
 
 
 def by_subsets(responses: Responses, k: int) -> tuple[Fraction, Fraction, Fraction]:
-    """pass@k, mean@k and majority@k as their definitions say, subset by subset."""
+    """Return pass@k, mean@k and majority@k by their definitions, as means over subsets."""
     subsets = list(combinations(responses, k))
     passed = sum(any(right for _, right in subset) for subset in subsets)
     right = sum(Fraction(sum(right for _, right in subset), k) for subset in subsets)
@@ -57,7 +57,7 @@ def test_estimates_are_the_means_over_all_subsets(seed: int) -> None:
 def test_a_large_n_is_neither_slow_nor_inexact() -> None:
     n, k = 128, 64
     assert pass_at_k(n, 4, k) == 1 - comb(124, 64) / comb(128, 64)
-    # Against a hundred answers of one response each, two of the 28 settle it; a single one is tied with 63 others.
+    # The other 100 answers have one response each: two of the 28 responses win, a single one ties with 63 others.
     none, one = comb(100, 64), 28 * comb(100, 63)
     expected = 1 - Fraction(none + one, comb(n, k)) + Fraction(one, comb(n, k)) / 64
     assert majority_at_k(n, ((1, 0),) * 100 + ((28, 28),), k) == pytest.approx(float(expected), abs=1e-14)
@@ -67,19 +67,19 @@ def test_a_large_n_is_neither_slow_nor_inexact() -> None:
     assert majority_at_k(1024, ((400, 0), (624, 624)), 256) == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_a_tie_is_worth_the_mean_of_what_is_tied() -> None:
+def test_a_tie_is_worth_the_mean_of_the_tied_answers() -> None:
     assert majority_at_k(4, ((2, 0), (2, 2)), 4) == 0.5
     assert majority_at_k(3, ((1, 0), (1, 0), (1, 1)), 3) == pytest.approx(1 / 3)
 
 
-def test_what_has_no_answer_does_not_vote() -> None:
+def test_responses_without_an_answer_do_not_vote() -> None:
     found = tally(["", "", "7"], [False, False, True])
     assert majority_at_k(3, found.votes, 3) == 1.0
     assert majority_at_k(3, found.votes, 1) == pytest.approx(1 / 3)
     assert majority_at_k(3, tally(["", "", ""], [False] * 3).votes, 2) == 0.0
 
 
-def test_metrics_are_means_over_prompts_and_tell_the_easy_and_the_hopeless() -> None:
+def test_metrics_are_means_over_prompts_with_easy_and_unsolved_shares() -> None:
     tallies = [tally(["1", "1"], [True, True]), tally(["1", "2"], [True, False]), tally(["", "3"], [False, False])]
     assert sampled_metrics(tallies, [1, 2]) == pytest.approx(
         {

@@ -1,4 +1,4 @@
-"""draw_curves: a picture from whatever metrics a run has."""
+"""draw_curves: a picture from the metrics that a run has."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_metrics_that_a_run_lacks_are_left_out(tmp_path: Path, name: str) -> Non
     assert is_png(tmp_path / "curves.png")
 
 
-def test_the_last_line_of_a_step_counts_and_a_half_written_end_is_passed_over(tmp_path: Path) -> None:
+def test_the_last_line_of_a_step_counts_and_a_half_written_line_does_not(tmp_path: Path) -> None:
     path = write(tmp_path / "metrics.jsonl", [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 1, "a": 3.0}])
     path.write_text(path.read_text() + '{"step": 2, "a"')
     assert read_curves(path) == {"a": {0: 1.0, 1: 3.0}}

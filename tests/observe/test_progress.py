@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line now and then elsewhere, nothing where it is off."""
+"""Progress: a bar on a terminal, occasional lines elsewhere, nothing if it is off."""
 
 import io
 
@@ -8,7 +8,7 @@ from rich.console import Console
 from grpo_mega.observe.progress import Bar, progress
 
 
-def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
+def test_without_a_terminal_a_line_is_printed_at_most_every_5_seconds() -> None:
     lines: list[str] = []
     now = 0.0
     bar = Bar(20, "sampling", "items", lines.append, lambda: now)
@@ -18,7 +18,7 @@ def test_without_a_terminal_a_line_comes_at_most_every_five_seconds() -> None:
     assert lines == ["sampling: 5/20 (5 s, 15 s left)", "sampling: 10/20 (10 s, 10 s left)"]
 
 
-def test_tokens_a_second_are_told_where_they_are_counted_and_nothing_is_foretold_without_a_total() -> None:
+def test_lines_show_tokens_per_second_and_no_time_left_without_a_total() -> None:
     lines: list[str] = []
     now = 0.0
     bar = Bar(None, "sampling", "items", lines.append, lambda: now)
@@ -39,7 +39,7 @@ def test_a_disabled_bar_can_be_advanced() -> None:
         bar.advance(2)
 
 
-def test_on_a_terminal_bars_nest_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_bars_nest_and_disappear_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
     monkeypatch.setattr("grpo_mega.console.get_console", lambda: console)

@@ -1,4 +1,4 @@
-"""The run's report: what is read of a run, what the page holds, and that neither trusts what a run wrote."""
+"""The run's report: reading a run, the content of the page, and distrust of the run's text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def data_of(path: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def test_the_page_holds_curves_samples_answers_config_environment_and_warnings(tmp_path: Path) -> None:
+def test_the_page_has_curves_samples_answers_config_and_warnings(tmp_path: Path) -> None:
     data = data_of(write_report(make_run(tmp_path / "run")))
     assert data["status"] == {"text": "finished", "kind": "good"} and data["steps_done"] == 12
     kl = data["metrics"]["series"]["kl/mean"]
@@ -37,24 +37,24 @@ def test_the_page_holds_curves_samples_answers_config_environment_and_warnings(t
     assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
     assert data["environment"]["starts"][0]["versions"] == {"torch": "2.13.0"}
     assert data["messages"][0]["text"] == "a gradient norm jumped"
-    assert data["experts"] is None  # as of a dense model, and of runs of earlier versions
+    assert data["experts"] is None  # dense models and older runs have no expert loads
 
 
-def test_loads_of_experts_are_those_of_the_last_step_and_their_file_may_be_broken(tmp_path: Path) -> None:
+def test_expert_loads_are_from_the_last_step_and_their_file_may_be_broken(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     log = RunLog([JsonLinesWriter(run)])
     for step in (11, 12):
         log.log_loads(step, [[], [step, 0, 5], [1, 2, 3]])
     expected = {"step": 12, "rows": [{"layer": 1, "tokens": [12, 0, 5]}, {"layer": 2, "tokens": [1, 2, 3]}]}
     assert data_of(write_report(run))["experts"] == expected
-    log.log_loads(13, [[], []])  # a dense model's
+    log.log_loads(13, [[], []])  # a dense model logs no loads
     assert data_of(write_report(run))["experts"] == expected
     for text in ("", "{}", "[1]", '{"step": 1, "tokens": [["x"]]}', '{"step": null, "tokens": []}'):
         (run / "experts.json").write_text(text)
         assert data_of(write_report(run))["experts"] is None
 
 
-def test_the_page_stands_alone(tmp_path: Path) -> None:
+def test_the_page_needs_no_other_files(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path / "run")).read_text()
     assert not re.search(
         r"""(src|href|action)\s*=\s*["'](?!data:)|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)""", text
@@ -70,7 +70,7 @@ def test_text_of_a_run_cannot_leave_its_element(tmp_path: Path) -> None:
     assert "<" not in embedded({"a": HOSTILE + "\ud800"}) and json.loads(embedded({"a": "<&>\u2028"})) == {"a": "<&>\u2028"}
 
 
-def test_a_run_that_has_not_begun_one_without_samples_and_one_under_way_say_so(tmp_path: Path) -> None:
+def test_the_status_of_a_run_that_is_starting_running_or_over(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_planned=20)
     assert data_of(write_report(run))["status"]["text"] == "not running here; step 12 of 20 is done"
     assert data_of(write_report(run, is_over=True))["status"]["text"] == "ended after step 12 of 20"
@@ -93,7 +93,7 @@ def test_a_run_that_has_not_begun_one_without_samples_and_one_under_way_say_so(t
     assert data_of(write_report(run))["status"]["text"] == "no step was logged"
 
 
-def test_values_that_are_no_numbers_and_broken_lines_are_told(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_and_broken_lines_are_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
@@ -112,7 +112,7 @@ def test_values_that_are_no_numbers_and_broken_lines_are_told(tmp_path: Path) ->
     ]
 
 
-def test_what_the_metrics_show_is_said_in_sentences() -> None:
+def test_findings_in_metrics_are_reported_in_sentences() -> None:
     found = {
         "dropped_mini_batches": dict.fromkeys(range(1, 9), 1.0),
         "mismatch/k3": {1: 0.01, 2: 0.5},
@@ -126,11 +126,14 @@ def test_what_the_metrics_show_is_said_in_sentences() -> None:
         "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
         "95% of the groups have zero reward variance and teach nothing, in the last step",
     ]
-    found |= {"mismatch/k3_stale_0": {2: 0.001}, "mismatch/k3_stale_1": {1: 0.03, 2: 0.9}}  # stale tokens are meant to differ
+    found |= {
+        "mismatch/k3_stale_0": {2: 0.001},
+        "mismatch/k3_stale_1": {1: 0.03, 2: 0.9},
+    }  # stale tokens may differ
     assert "mismatch_warn=0.02 at step 1" in metrics.findings(found, mismatch_warn=0.02)[2]
 
 
-def test_a_long_run_is_thinned_and_its_maxima_stay() -> None:
+def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:
     found = {"a": {s: float(s) for s in range(5000)}, "b/max": {s: float(s == 3) for s in range(5000)}, "eval/x": {0: 1.0}}
     series = metrics.series(found)
     assert series["points_averaged"] == 3
@@ -139,7 +142,7 @@ def test_a_long_run_is_thinned_and_its_maxima_stay() -> None:
     assert largest["v"][:3] == [0.0, 1.0, 0.0] and series["series"]["eval/x"]["v"] == [1.0]
 
 
-def test_the_page_is_bounded_and_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_bounded_and_reports_omissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", num_steps=300, num_planned=300, response="x" * 50)
     data = data_of(write_report(run))
     shown = [one["step"] for one in data["samples"]["steps"]]
@@ -152,14 +155,14 @@ def test_the_page_is_bounded_and_says_what_it_leaves_out(tmp_path: Path, monkeyp
     assert responses.heldout(run)["note"] == "in this page: 3 of 4 answers; all are in heldout-*.jsonl"
 
 
-def test_rows_of_older_runs_are_shown_without_colours(tmp_path: Path) -> None:
+def test_rows_of_older_runs_are_shown_without_colors(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_lines(run / "samples.jsonl", [{"step": 1, "prompt_id": 3, "index": 2, "prompt": "p", "response": "r", "reward": 1.0}])
     (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
     assert group["samples"][0]["t"] is None and group["samples"][0]["response"] == "r"
 
 
-def test_a_folder_that_is_no_runs_is_one_line_that_names_it(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_one_line_error_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has started"):
         write_report(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
@@ -168,7 +171,7 @@ def test_a_folder_that_is_no_runs_is_one_line_that_names_it(tmp_path: Path) -> N
     assert not list(tmp_path.glob("*/report*"))
 
 
-def test_the_report_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     before = write_report(run).read_text()
     monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -177,7 +180,7 @@ def test_the_report_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.Mo
     assert (run / "report.html").read_text() == before and not list(run.glob(".report*"))
 
 
-def test_a_file_with_a_half_written_end_is_read_up_to_it(tmp_path: Path) -> None:
+def test_a_file_is_read_up_to_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": ')
     assert read.read_lines(path) == ([{"a": 1}], 0)

@@ -1,4 +1,4 @@
-"""The report as a person sees it: opened from a file in a headless browser, in light and in dark."""
+"""The report as a user sees it: opened from a file in a headless browser, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def show(browser: Page, run: Path) -> None:
-    """Opens the run's report, which must draw itself without a complaint and ask for no other address."""
+    """Open the run's report. It must load without errors and request no other address."""
     browser.problems.clear()
     browser.requests.clear()
     path = write_report(run)
@@ -38,7 +38,7 @@ def check(browser: Page) -> None:
 
 
 def put(browser: Page, selector: str, value: object) -> None:
-    """Do what a person does who types into a field or moves a slider."""
+    """Set a field or slider like a user."""
     browser.run(
         f"(() => {{ const field = document.querySelector({selector!r}); field.value = {value!r};"
         "field.dispatchEvent(new Event('input')); })()"
@@ -53,7 +53,7 @@ def text(browser: Page, selector: str) -> str:
     return browser.run(f"document.querySelector({selector!r}).innerText")
 
 
-def test_every_chart_is_drawn_and_the_new_metric_has_one_too(browser: Page, tmp_path: Path) -> None:
+def test_every_chart_is_drawn_and_an_unknown_metric_has_one_too(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     titles = browser.run("[...document.querySelectorAll('#curves > .charts > .chart')].map((c) => c.dataset.title)")
     wanted = ["Reward", "Held-out", "Verdicts: accuracy", "KL to the reference", "Entropy", "Response length", "Clipped tokens"]
@@ -61,14 +61,14 @@ def test_every_chart_is_drawn_and_the_new_metric_has_one_too(browser: Page, tmp_
     assert titles == wanted
     browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 12")
     assert count(browser, '[data-title="Seconds per step, by phase"] path.area') == 3
-    assert "57%" in text(browser, ".shares")  # sampling: 2 of 3.5 s
+    assert "57%" in text(browser, ".shares")  # sampling takes 2 of 3.5 s
     browser.run("document.querySelector('details.more').open = true")
     browser.wait_for("document.querySelector('[data-title=\"new/metric\"] path.line')")
     check(browser)
 
 
-def test_loads_of_experts_are_a_map_that_tells_its_cells(browser: Page, tmp_path: Path) -> None:
-    """Two layers of three experts: an idle expert is blue, a busy one red, and one at the mean has the colour of the card."""
+def test_expert_loads_are_a_map_that_describes_its_cells(browser: Page, tmp_path: Path) -> None:
+    """Two layers of three experts. An idle expert is blue, a busy expert red, an average expert has the card's color."""
     run = make_run(tmp_path / "run")
     (run / "experts.json").write_text('{"step": 12, "tokens": [[], [0, 4, 2], [2, 2, 2]]}\n')
     show(browser, run)
@@ -88,7 +88,7 @@ def test_loads_of_experts_are_a_map_that_tells_its_cells(browser: Page, tmp_path
     check(browser)
 
 
-def test_the_pointer_tells_the_values_of_a_step_in_all_charts_and_dragging_zooms_them(browser: Page, tmp_path: Path) -> None:
+def test_the_pointer_shows_a_step_in_all_charts_and_dragging_zooms(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     browser.wait_for("document.querySelector('.chart path.line')")
 
@@ -114,7 +114,7 @@ def test_the_pointer_tells_the_values_of_a_step_in_all_charts_and_dragging_zooms
     check(browser)
 
 
-def test_samples_of_a_step_stand_side_by_side_and_their_tokens_are_coloured(browser: Page, tmp_path: Path) -> None:
+def test_samples_of_a_step_are_side_by_side_with_colored_tokens(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     browser.press("#tab-samples")
     assert count(browser, "#samples .member") == 3 and "what is 12?" in text(browser, "#samples .prompt")
@@ -133,11 +133,11 @@ def test_samples_of_a_step_stand_side_by_side_and_their_tokens_are_coloured(brow
     )
     assert "what is 3?" in text(browser, "#samples .prompt")
     put(browser, "#prompt-filter", "IS 1")
-    assert text(browser, "#samples-count") == "4 groups in all steps"  # 1, 10, 11 and 12
+    assert text(browser, "#samples-count") == "4 groups in all steps"  # prompts 1, 10, 11 and 12 match
     check(browser)
 
 
-def test_answers_config_environment_and_warnings_are_there(browser: Page, tmp_path: Path) -> None:
+def test_answers_config_environment_and_warnings_are_shown(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     browser.press("#tab-heldout")
     assert "learned (2)" in text(browser, "#heldout-kind")
@@ -151,7 +151,7 @@ def test_answers_config_environment_and_warnings_are_there(browser: Page, tmp_pa
     check(browser)
 
 
-def test_it_is_light_or_dark_as_the_person_prefers_until_told_otherwise(browser: Page, tmp_path: Path) -> None:
+def test_the_theme_follows_the_browser_until_the_user_changes_it(browser: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     light = "getComputedStyle(document.body).backgroundColor"
     browser.look(1300, 1000, is_dark=True)
@@ -165,7 +165,7 @@ def test_it_is_light_or_dark_as_the_person_prefers_until_told_otherwise(browser:
     assert browser.run(light) == "rgb(246, 247, 249)"
 
 
-def test_hostile_text_is_shown_and_does_nothing(browser: Page, tmp_path: Path) -> None:
+def test_hostile_text_is_shown_but_not_executed(browser: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", response=HOSTILE)
     write_lines(run / "messages.jsonl", [{"step": 1, "time": HOSTILE, "level": "warning", "text": HOSTILE}])
     write_lines(
@@ -181,7 +181,7 @@ def test_hostile_text_is_shown_and_does_nothing(browser: Page, tmp_path: Path) -
     check(browser)
 
 
-def test_a_run_that_has_not_begun_and_one_with_gaps_are_drawn(browser: Page, tmp_path: Path) -> None:
+def test_a_run_without_steps_and_a_run_with_gaps_are_drawn(browser: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_lines(
         run / "metrics.jsonl", [{"step": s, "kl/mean": "NaN" if s == 2 else 0.5, "grad_norm": "Infinity"} for s in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""The report of a run under way: fresh, beside the training, and never in its way."""
+"""The report of a run in progress: up to date, written in another process, without blocking training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from tests.helpers.run_folders import make_run
 
 
 def wait_for(writer: ReportWriter, step: int) -> None:
-    """Until the process that the writer started has ended, and the writer knows."""
+    """Wait until the writer's process has ended and the writer has noticed it."""
     assert writer._process is not None
     writer._process.wait(timeout=120)
     writer.write_step(step, {})
 
 
-def test_a_page_is_written_beside_the_training_at_every_interval_and_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refresh, "MAX_SHARE", 1e9)
     run, told = make_run(tmp_path / "run", num_planned=20), []
     writer = ReportWriter(run, 2, told.append)
@@ -32,20 +30,20 @@ def test_a_page_is_written_beside_the_training_at_every_interval_and_at_the_end(
     assert "not running here; step 12 of 20" in (run / "report.html").read_text()
     writer.write_step(4, {})
     began = writer._process
-    writer.write_step(6, {})  # while the last one is under way, or as soon as it has ended
+    writer.write_step(6, {})  # the previous page may still be in progress
     assert began is not None and writer._process is not None
     writer.close()
     assert "ended after step 12 of 20" in (run / "report.html").read_text() and told == []
     assert sorted(p.name for p in run.iterdir() if "report" in p.name) == ["report.html"]
 
 
-def test_pages_come_less_often_than_asked_where_they_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_written_less_often_if_they_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(refresh, "time", SimpleNamespace(monotonic=lambda: now))
     writer = ReportWriter(make_run(tmp_path / "run"), 1, pytest.fail)
     writer.write_step(1, {})
     wait_for(writer, 2)
-    assert writer._process is None and writer._not_before > 20 * 0.1  # 20 times the CPU seconds of a page
+    assert writer._process is None and writer._not_before > 20 * 0.1  # the wait is 20 times the CPU seconds of a page
     now = writer._not_before - 0.01
     writer.write_step(3, {})
     assert writer._process is None
@@ -68,7 +66,7 @@ def test_a_report_that_cannot_be_written_is_one_warning(tmp_path: Path, interval
     assert "gone is not the folder of a run" in said
 
 
-def test_a_warning_that_cannot_be_told_harms_nothing(tmp_path: Path) -> None:
+def test_a_warning_that_cannot_be_printed_is_harmless(tmp_path: Path) -> None:
     def fail(text: str) -> None:
         raise ValueError("I/O operation on closed file")
 

@@ -38,7 +38,7 @@ def test_a_nested_phase_is_not_counted_twice() -> None:
     assert timers.lap() == {"seconds/update": 5, "seconds/sync": 2, "seconds/other": 0, "seconds/step": 7}
 
 
-def test_a_lap_begins_where_the_last_one_ended() -> None:
+def test_a_lap_starts_where_the_last_one_ended() -> None:
     clock = Clock()
     timers = Timers(clock)
     with timers("sample"):

@@ -86,7 +86,7 @@ def console_output(num_steps: int, metrics: dict[str, float]) -> str:
     return output.getvalue()
 
 
-def test_the_console_says_what_matters_in_one_plain_line_of_at_most_120_columns() -> None:
+def test_the_console_prints_one_plain_line_of_at_most_120_columns() -> None:
     assert console_output(200, METRICS) == (
         "step  12/200  reward 1.423  kl 0.0123  length 812  clip 0.012  mismatch 1e-06  "
         "154 s: sample 101, update 45.0, sync 7.0\n"
@@ -98,20 +98,20 @@ def test_phases_of_a_short_step_are_all_shown() -> None:
     assert console_output(20, metrics) == "step 12/20  3.4 s: update 2.1, sample 1.2, other 0.1\n"
 
 
-def test_the_console_leaves_out_what_was_not_measured() -> None:
+def test_the_console_omits_values_that_were_not_measured() -> None:
     assert console_output(20, {"reward/mean": 0.5, "seconds/step": 3.21}) == "step 12/20  reward 0.500  3.2 s\n"
 
 
-def test_json_lines_are_flushed_and_say_what_is_not_a_number(tmp_path: Path) -> None:
+def test_json_lines_are_flushed_and_store_nonfinite_values_as_text(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = JsonLinesWriter(tmp_path)
     writer.write_step(3, {"a": 0.5, "b": float("nan"), "c": float("inf"), "d": float("-inf")})
-    text = path.read_text()  # before close
+    text = path.read_text()  # the writer is still open
     assert text == '{"step": 3, "a": 0.5, "b": "NaN", "c": "Infinity", "d": "-Infinity"}\n'
     assert float(json.loads(text)["c"]) == float("inf")
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_same_file(tmp_path: Path) -> None:
     for step in (1, 2):
         writer = JsonLinesWriter(tmp_path)
         writer.write_step(step, {})
@@ -149,7 +149,7 @@ def test_rank_0_writes_steps_evaluations_and_samples(tmp_path: Path, capsys: pyt
         "mismatch": [0.0, 0.000123],
     }
     assert (second["index"], second["response"], second["advantage"], "mismatch" in second) == (1, "BB", None, False)
-    assert len(others) == 2  # the whole group
+    assert len(others) == 2  # groups are logged completely
     told = [{**row, "time": ""} for row in read(tmp_path / "run/messages.jsonl")]
     assert told == [
         {"step": 0, "time": "", "level": "info", "text": "loaded [3] prompts"},
@@ -171,7 +171,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
-def test_wandb_goes_online_only_where_a_key_is_set(tmp_path: Path) -> None:
+def test_wandb_goes_online_only_if_a_key_is_set(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     assert wandb_mode(home) == "offline"
     assert wandb_mode({**home, "WANDB_MODE": "online"}) == "offline"
@@ -183,9 +183,7 @@ def test_wandb_goes_online_only_where_a_key_is_set(tmp_path: Path) -> None:
     assert wandb_mode({**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == "online"
 
 
-def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_and_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -214,7 +212,7 @@ def test_a_run_without_a_key_is_written_offline_with_the_names_of_trl_and_verl_a
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Read an offline run: a LevelDB log, records cut into blocks of 32 KiB, after a head of 7 bytes."""
+    """Read an offline run: a LevelDB log with a header of 7 bytes and records split into blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
@@ -225,13 +223,13 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield Record.FromString(record)
             record = b""
 
 
-def test_others_names_are_those_of_trls_own_source() -> None:
-    """And none of ours is overwritten by another figure."""
+def test_names_of_trl_are_in_its_source() -> None:
+    """No metric of ours is overwritten."""
     trl = Path(importlib.util.find_spec("trl").origin).parent / "trainer/grpo_trainer.py"  # type: ignore[union-attr, arg-type]
     source = trl.read_text() + '"loss" "grad_norm" "learning_rate" "step_time"'
     for first, *_ in (names for ours, names in SAME.items() if ours not in ("reward/min", "reward/max")):
@@ -242,8 +240,8 @@ def test_others_names_are_those_of_trls_own_source() -> None:
     assert {"val-core/heldout/score/mean@1", "val-core/gsm8k/score/mean@1", "rewards/accuracy/mean"} < found.keys()
 
 
-def test_texts_of_tokens_make_up_the_response_for_any_tokenizer() -> None:
-    """Bytes of one character, and words whose space depends on what stands before."""
+def test_token_texts_add_up_to_the_response_for_any_tokenizer() -> None:
+    """Tokens may be single bytes of a character, or words whose space depends on their position."""
     words = ["▁so", "▁", "e", "▁f", "ar"]
 
     def by_bytes(token_ids: list[int]) -> str:
