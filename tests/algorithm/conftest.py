@@ -1,4 +1,4 @@
-"""All of these tests compute on a few tokens."""
+"""Fixtures for tests that compute on a few tokens."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Several threads that share so little wait for one another: many times slower on a busy machine."""
+    """Use one thread. With so little work, several threads wait for each other and are much slower on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

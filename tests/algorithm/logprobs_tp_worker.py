@@ -1,4 +1,4 @@
-"""One of the ranks that test_logprobs_tp.py starts; each pair of cases and tensor-parallel sizes compares with the oracle."""
+"""A rank of test_logprobs_tp.py. It compares each pair of case and tensor-parallel size with the oracle."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ def check(case: Case, tp_size: int, rank: int, folder: Path) -> None:
 
 
 def check_collectives(rank: int, folder: Path) -> None:
-    """However many tiles and whatever is asked for, the forward costs two all-reduces and the backward none."""
+    """Check that the forward pass needs two all-reduces and the backward pass none, even with several tiles and entropy."""
     calls = []
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (calls.append(args), all_reduce(*args, **kwargs))[1]
@@ -50,7 +50,7 @@ def check_collectives(rank: int, folder: Path) -> None:
 
 @cache
 def _group(rank: int, tp_size: int) -> dist.ProcessGroup:
-    """Ranks side by side; every rank makes every group."""
+    """Return the rank's group of consecutive ranks. Every rank creates every group."""
     groups = [dist.new_group(range(begin, begin + tp_size)) for begin in range(0, 4, tp_size)]
     return groups[rank // tp_size]
 

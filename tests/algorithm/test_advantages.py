@@ -1,4 +1,4 @@
-"""Outcome advantages: worked examples, groups without spread, samples without a reward, whitening."""
+"""Outcome advantages: worked examples, groups of equal rewards, samples without a reward, whitening."""
 
 import math
 
@@ -27,7 +27,7 @@ def first_values(samples):
 
 
 @pytest.mark.parametrize(("rewards", "magnitude"), [([1.0, 0, 0, 1], 0.8660), ([0.0, 0, 1, 1], 0.8660), ([1.0, 0] * 4, 0.9354)])
-def test_right_and_wrong_answers_in_equal_number_have_the_worked_scores(rewards, magnitude):
+def test_equally_many_right_and_wrong_answers_have_the_worked_scores(rewards, magnitude):
     scores = group_zscore(torch.tensor(rewards), AlgorithmConfig())
     expected = [magnitude if reward else -magnitude for reward in rewards]
     assert scores.tolist() == pytest.approx(expected, abs=5e-5)
@@ -42,7 +42,7 @@ def test_the_scores_equal_python_arithmetic():
 
 
 def test_samples_of_several_policies_have_one_baseline():
-    """With partial rollouts one policy may begin a group and another end it; to leave samples out would prefer short ones."""
+    """With partial rollouts, several policies may generate a group. Excluding samples would favor short responses."""
     group = make_group([0.3, 1.5, 0.0, -2.0])
     for sample, spans in zip(
         group.samples, ([(4, 0, 3)], [(4, 0, 1), (5, 1, 3)], [(5, 0, 3)], [(3, 0, 2), (5, 2, 3)]), strict=True
@@ -61,7 +61,7 @@ def test_the_divisor_of_the_variance_can_be_the_group_size():
 
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1.0] * 4, [0.0, 0.0], [0.7], []])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_groups_without_spread_score_exactly_zero(rewards, ddof):
+def test_groups_of_equal_rewards_score_exactly_zero(rewards, ddof):
     assert group_zscore(torch.tensor(rewards), AlgorithmConfig(std_ddof=ddof)).tolist() == [0.0] * len(rewards)
 
 
@@ -72,14 +72,14 @@ def test_every_token_of_a_response_gets_its_samples_score():
     assert samples[1].advantages.tolist() == pytest.approx([-0.8660] * 4, abs=5e-5)
 
 
-def test_samples_come_back_flat_and_in_order_each_scored_within_its_own_group():
+def test_samples_keep_their_order_and_are_scored_within_their_group():
     groups = [make_group([1.0, 0], prompt_id=7), make_group([5.0, 5.0], prompt_id=8), make_group([0.0, 9.0], prompt_id=9)]
     samples = assigned(groups)
     assert [(sample.prompt.id, sample.index) for sample in samples] == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
     assert first_values(samples) == pytest.approx([0.7071, -0.7071, 0, 0, -0.7071, 0.7071], abs=5e-5)
 
 
-def test_samples_without_a_reward_get_zero_and_do_not_move_the_mean():
+def test_samples_without_a_reward_get_zero_and_do_not_change_the_mean():
     samples = assigned([make_group([1.0, None, 0.0, None])])
     assert first_values(samples) == pytest.approx([0.7071, 0, -0.7071, 0], abs=5e-5)
 
@@ -91,12 +91,12 @@ def test_groups_with_nothing_to_compare_get_zeros(rewards, normalize):
     assert first_values(samples) == [0.0] * len(rewards)
 
 
-def test_rewards_that_differ_by_rounding_only_give_next_to_nothing():
+def test_rewards_that_differ_only_by_rounding_have_tiny_advantages():
     samples = assigned([make_group([0.1 + 0.2, 0.3])])
     assert max(abs(value) for value in first_values(samples)) < 1e-9
 
 
-def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens():
+def test_normalized_advantages_have_mean_0_and_deviation_1_over_all_tokens():
     groups = [make_group([1.0, 0, 0, 1], [1, 9, 4, 2]), make_group([3.0, 0, None, 1], [3, 3, 5, 8])]
     samples = assigned(groups, AlgorithmConfig(normalize_advantages=True))
     values = torch.cat([sample.advantages for sample in samples if sample.reward is not None])
@@ -105,7 +105,7 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one_over_all_tokens(
     assert samples[6].advantages.eq(0).all()
 
 
-def test_no_groups_give_no_samples():
+def test_without_groups_there_are_no_samples():
     assert assigned([], AlgorithmConfig(normalize_advantages=True)) == []
 
 
@@ -131,11 +131,11 @@ def test_divisor_and_epsilon_reach_every_group():
 
 @pytest.mark.parametrize(("length", "expected"), [(7, 0.0), (8, -1 / 3), (9, -2 / 3), (10, -1.0)])
 def test_the_buffer_of_long_responses_is_rounded_to_whole_tokens(length, expected):
-    a = AlgorithmConfig(overlong_buffer=0.26)  # 2.6 of 10 tokens
+    a = AlgorithmConfig(overlong_buffer=0.26)  # 2.6 of 10 tokens is rounded to whole tokens
     assert overlong_penalty(length, a, 10) == pytest.approx(expected)
 
 
-def test_penalties_that_are_given_count_only_where_the_reward_has_them():
+def test_penalties_count_only_if_kl_is_in_the_reward():
     prompt = Prompt(0, "", (1,), "")
     for kl_in, share in (("loss", 0.0), ("reward", 0.5)):
         group = Group(prompt, [Sample(prompt, i, [3], [-1.0], "stop", reward=1.0 - i) for i in range(2)])

@@ -1,4 +1,4 @@
-"""Every advantage against the oracle on random ragged groups, and the worked examples of process supervision and RLOO."""
+"""All advantages compared with the oracle on random ragged groups, and worked examples of process supervision and RLOO."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def random_groups(seed):
-    """One to three groups of one to five samples of up to eight tokens, some without a reward or without steps."""
+    """Return 1 to 3 groups of 1 to 5 samples of up to 8 tokens. Some samples have no reward or no steps."""
     rng = random.Random(seed)
     groups = [
         cases.samples(rng.randrange(10**6), [rng.randint(0, 8) for _ in range(rng.randint(1, 5))])
@@ -38,12 +38,12 @@ def random_groups(seed):
 
 
 @pytest.mark.parametrize("adv_type", sorted(ADVANTAGES.keys() - {"none"}))
-def test_advantages_equal_the_oracles_for_any_groups_and_settings(adv_type):
+def test_advantages_equal_the_oracle_for_any_groups_and_settings(adv_type):
     num_nonzero = 0
     for seed, choice in enumerate(itertools.product(*OPTIONS.values())):
         settings = cases.ADVANTAGE_SETTINGS | dict(zip(OPTIONS, choice, strict=True)) | {"adv_type": adv_type}
         settings |= {"kl_beta": 0.2, "kl_penalty_type": cases.PENALTIES[seed % 5]}
-        if adv_type in ("grpo_process", "grpo_turn", "gdpo"):  # no config has a KL penalty in the reward of these
+        if adv_type in ("grpo_process", "grpo_turn", "gdpo"):  # these do not support a KL penalty in the reward
             settings |= {"kl_in": "loss"}
         if adv_type == "gdpo":
             settings |= {"overlong_buffer": 0.0, "reward_weights": {"accuracy": 0.7, "format": -0.3}}
@@ -68,8 +68,8 @@ def process_group(step_rewards, step_ends, lengths):
     return Group(prompt, samples)
 
 
-def test_a_tokens_advantage_is_the_sum_of_the_normalised_rewards_of_the_steps_that_end_at_or_after_it():
-    """Rewards .2 .8 1 0 .4 have mean .48 and deviation .4147, so that they are -.6751 .7716 1.2538 and -1.1574 -.1929."""
+def test_an_advantage_sums_the_normalized_rewards_of_this_and_later_steps():
+    """Rewards .2 .8 1 0 .4 have mean .48 and deviation .4147. Normalized: -.6751 .7716 1.2538 and -1.1574 -.1929."""
     group = process_group([[0.2, 0.8, 1.0], [0.0, 0.4]], [[3, 7, 9], [2, 5]], [10, 6])
     first, second = assigned([group], AlgorithmConfig(adv_type="grpo_process", std_eps=0.0))
     assert first.advantages.tolist() == pytest.approx([1.3503] * 4 + [2.0254] * 4 + [1.2538] * 2, abs=5e-5)
@@ -86,7 +86,7 @@ def test_tokens_after_the_last_step_have_no_advantage():
 
 @pytest.mark.parametrize("adv_type", ADVANTAGES)
 @pytest.mark.parametrize("normalize", [False, True])
-def test_steps_and_rewards_without_spread_give_exactly_zero(adv_type, normalize):
+def test_equal_rewards_and_steps_have_exactly_zero_advantages(adv_type, normalize):
     group = process_group([[0.1, 0.1], [0.1]], [[0, 2], [1]], [3, 3])
     for sample in group.samples:
         sample.reward = 0.3
@@ -95,7 +95,7 @@ def test_steps_and_rewards_without_spread_give_exactly_zero(adv_type, normalize)
         assert all(sample.advantages.eq(0).all() for sample in samples)
 
 
-def test_the_baseline_of_rloo_is_the_mean_of_the_others():
+def test_the_baseline_of_rloo_is_the_mean_of_the_other_samples():
     group = process_group([[]] * 4, [[]] * 4, [1] * 4)
     for sample, reward in zip(group.samples, [1.0, 0.0, 0.0, None], strict=True):
         sample.reward = reward
@@ -103,10 +103,10 @@ def test_the_baseline_of_rloo_is_the_mean_of_the_others():
     assert torch.cat([sample.advantages for sample in samples]).tolist() == [1.0, -0.5, -0.5, 0.0]
 
 
-def test_a_penalty_in_the_reward_of_reinforce_plus_plus_counts_for_its_token_and_those_before_it():
+def test_a_reward_penalty_in_reinforce_plus_plus_counts_for_earlier_tokens():
     group = process_group([[]], [[]], [3])
     group.samples[0].reward = 1.0
     penalties = [torch.tensor([0.0, 2.0, 0.5])]
     (sample,) = assigned([group], AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.1, kl_in="reward"), penalties)
-    returns = torch.tensor([0.75, 0.75, 0.95])  # 1 - .1 (2 + .5), the same, 1 - .1 .5
+    returns = torch.tensor([0.75, 0.75, 0.95])  # 1 - .1 (2 + .5) for the first two tokens, then 1 - .1 .5
     torch.testing.assert_close(sample.advantages, (returns - returns.mean()) / returns.std(), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The vectors for other trainers: ours agree, wrong implementations do not, and --write reproduces the committed file."""
+"""Test vectors for other trainers: our code agrees, wrong implementations do not, and --write reproduces the committed file."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tools.conformance import adapter, check
 ROOT = Path(__file__).resolve().parents[2]
 CASES = check.loads(check.FILE.read_text())
 
-# Other trainers' functions. The last is right, but for what it does not know.
+# Functions of other trainers. The last function is correct but implements only losses.
 TRAINER = """
 import copy
 from tools.conformance import adapter
@@ -75,18 +75,18 @@ def test_the_tool_runs_from_any_folder_and_finds_modules_there(tmp_path):
     assert (done.returncode, done.stdout) == (0, "9 of 9 agree\n"), done.stderr
 
 
-def test_the_committed_file_is_what_write_gives(tmp_path):
+def test_write_reproduces_the_committed_file(tmp_path):
     path = tmp_path / "again.json"
     assert check.main(["--write", "--file", str(path)]) == 0
     again = check.loads(path.read_text())
     assert len(again) == len(CASES)
     for case, committed in zip(again, CASES, strict=True):
-        for part in ("name", "kind", "inputs", "settings"):  # as text, since NaN is not equal to itself
+        for part in ("name", "kind", "inputs", "settings"):  # compared as text because NaN is not equal to itself
             assert json.dumps(case[part]) == json.dumps(committed[part])
         assert adapter.differences(committed["expected"], case["expected"], 1e-11) == []
 
 
-def test_a_perturbed_expectation_is_found(tmp_path, capsys):
+def test_a_perturbed_expectation_is_detected(tmp_path, capsys):
     cases = json.loads(check.FILE.read_text())
     case = next(case for case in cases if case["name"] == "loss: gspo, token-mean")
     case["expected"]["loss"] += 1e-6
@@ -115,7 +115,7 @@ def test_a_wrong_implementation_fails_and_its_cases_are_named(trainer, capsys, f
     assert int(agreed) < int(total) == len(CASES)
 
 
-def test_what_an_implementation_does_not_know_is_named_and_does_not_agree(trainer, capsys):
+def test_missing_parts_of_an_implementation_are_named_and_do_not_agree(trainer, capsys):
     code, lines = run(capsys, "knows_losses_alone")
     num_losses = sum(case["kind"] == "loss" for case in CASES)
     assert code == 1 and lines[-1] == f"{num_losses} of {len(CASES)} agree"
@@ -137,13 +137,13 @@ def test_a_wider_tolerance_lets_small_errors_pass(trainer, capsys):
         (["--file", "no_such_file.json"], "no_such_file.json"),
     ],
 )
-def test_what_cannot_be_checked_is_one_line_and_exit_code_2(capsys, options, text):
+def test_bad_options_are_a_one_line_error_with_exit_code_2(capsys, options, text):
     assert check.main(options) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
 
 
-def test_the_file_is_small_and_strict_json_and_covers_every_name_that_a_config_can_ask_for():
+def test_the_file_is_small_strict_json_and_covers_every_config_name():
     text = check.FILE.read_text()
     assert len(text) < 450_000 and "NaN" not in text and "Infinity" not in text
     names = [case["name"] for case in CASES]

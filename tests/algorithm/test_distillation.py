@@ -1,4 +1,4 @@
-"""The traps of distillation: what would lose a teacher's part of the advantages, or its scale."""
+"""Traps of distillation: code paths that could lose a teacher's part of the advantages, or its scale."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group(*rewards: float | None) -> Group:
 
 
 def gradient(inputs: LossInputs, a: configs.AlgorithmConfig) -> torch.Tensor:
-    """Return what the loss does to each token's log-prob."""
+    """Return the gradient of the loss for each token's log-prob."""
     logprobs = inputs.logprobs.clone().requires_grad_()
     policy_loss(replace(inputs, logprobs=logprobs), a).loss.backward()
     assert logprobs.grad is not None
@@ -51,7 +51,7 @@ def inputs(advantages: torch.Tensor, lead: torch.Tensor) -> LossInputs:
     return LossInputs(old, old, None, old, advantages, ones, ones, segments, 1, teacher_logprobs=old - lead)
 
 
-def test_groups_of_equal_rewards_and_samples_without_one_are_taught() -> None:
+def test_groups_of_equal_rewards_and_samples_without_rewards_are_taught() -> None:
     for algorithm in ({"recipe": "opd"}, {"distill_beta": 0.5}):
         one = config(**algorithm)
         for rewards in ((1.0, 1.0, 1.0), (None, None, None)):
@@ -62,7 +62,7 @@ def test_groups_of_equal_rewards_and_samples_without_one_are_taught() -> None:
     assert not contributes_to_loss(group(None).samples[0], without.algorithm)
 
 
-def test_alone_only_the_teacher_moves_the_policy_and_by_distill_beta() -> None:
+def test_in_pure_distillation_only_the_teacher_moves_the_policy() -> None:
     a = config(recipe="opd", distill_beta=0.3).algorithm
     samples = assign_advantages([group(1.0, 0.0, 0.5)], a, max_response_length=8)
     assert all(s.advantages is not None and not s.advantages.any() for s in samples)
@@ -70,7 +70,7 @@ def test_alone_only_the_teacher_moves_the_policy_and_by_distill_beta() -> None:
     assert torch.allclose(gradient(inputs(torch.zeros(3, dtype=torch.float64), lead), a), 0.3 * lead)
 
 
-def test_whitening_the_advantages_of_rewards_leaves_the_teachers_scale() -> None:
+def test_whitening_reward_advantages_keeps_the_teachers_scale() -> None:
     a = config(normalize_advantages=True, distill_beta=0.3).algorithm
     samples = assign_advantages([group(100.0, 0.0, 50.0)], a, max_response_length=8)
     whitened = torch.stack([s.advantages[0] for s in samples if s.advantages is not None]).double()
@@ -80,7 +80,7 @@ def test_whitening_the_advantages_of_rewards_leaves_the_teachers_scale() -> None
     assert torch.allclose(difference, 0.3 * lead)
 
 
-def test_a_teacher_that_is_far_away_gives_a_bounded_advantage() -> None:
+def test_a_very_different_teacher_has_a_bounded_advantage() -> None:
     a = config(recipe="opd").algorithm
     lead = torch.tensor([1e9, torch.inf, -1e9], dtype=torch.float64)
     assert gradient(inputs(torch.zeros(3, dtype=torch.float64), lead), a).tolist() == [20.0, 20.0, -20.0]

@@ -1,4 +1,4 @@
-"""KL penalties: values by hand, gradients against numeric ones, and the float32 accuracy that k3 needs."""
+"""KL penalties: values worked out by hand, numeric gradients, and the float32 accuracy that k3 needs."""
 
 import math
 
@@ -14,7 +14,7 @@ KINDS = ["kl", "abs", "mse", "low_var_kl"]
 @pytest.mark.parametrize(
     ("kind", "expected"), [("kl", 0.5), ("abs", 0.5), ("mse", 0.125), ("low_var_kl", math.exp(-0.5) - 1 + 0.5)]
 )
-def test_penalties_have_their_values_worked_by_hand(kind, expected):
+def test_penalties_have_the_values_worked_out_by_hand(kind, expected):
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     ref_logprobs = torch.tensor([-1.5, -2.0], dtype=torch.float64)
     torch.testing.assert_close(
@@ -36,7 +36,7 @@ def test_k3_is_accurate_in_float32_for_small_differences(difference):
     assert k3(d).item() == pytest.approx(exact, rel=2e-3)
 
 
-def test_k3_is_clamped_so_that_one_token_cannot_decide_the_step():
+def test_k3_is_clamped_so_one_token_cannot_dominate_the_step():
     logprobs = torch.tensor([-100.0, -3.0, -torch.inf], requires_grad=True)
     penalty = kl_penalty(logprobs, torch.tensor([0.0, 0.0, -1.0]), "low_var_kl")
     assert penalty.tolist() == [10.0, 10.0, 10.0]
@@ -44,7 +44,7 @@ def test_k3_is_clamped_so_that_one_token_cannot_decide_the_step():
     assert logprobs.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_the_mean_of_k1_and_of_k3_over_samples_of_the_policy_is_the_kl_divergence():
+def test_the_means_of_k1_and_k3_over_policy_samples_are_the_kl_divergence():
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     divergence = (policy * (policy / reference).log()).sum()
@@ -52,8 +52,8 @@ def test_the_mean_of_k1_and_of_k3_over_samples_of_the_policy_is_the_kl_divergenc
         torch.testing.assert_close(policy @ kl_penalty(policy.log(), reference.log(), kind), divergence)
 
 
-def test_the_weighted_k3_has_the_divergence_for_its_mean_and_its_gradient_for_its_gradient():
-    """Over tokens drawn from the policy before the update, of which the policy has moved away."""
+def test_the_weighted_k3_has_mean_and_gradient_of_the_kl_divergence():
+    """Tokens are drawn from the policy before the update. The current policy differs from it."""
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
     old = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
     logits = torch.tensor([0.1, -0.4, 0.3], dtype=torch.float64, requires_grad=True)
@@ -66,13 +66,13 @@ def test_the_weighted_k3_has_the_divergence_for_its_mean_and_its_gradient_for_it
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 
 
-# logprobs less the reference's, and less those before the update: past every clamp, never on the border of one.
+# Log-probs minus reference log-probs, and minus old log-probs. Values go beyond every clamp but never lie on its boundary.
 GAPS = torch.arange(-30.0, 30.05, 0.1, dtype=torch.float64) + 0.013
 MOVES = torch.tensor([-25.0, -18.0, -7.0, -2.6, -0.8, 0.0, 0.5, 2.2, 9.0, 23.0], dtype=torch.float64) + 0.007
 
 
 def penalties_and_slopes(kind, kl_clamp=10.0):
-    """[len(GAPS), len(MOVES)] values, gradients by autograd, and central differences, all in float64."""
+    """Return gaps, moves, values, autograd gradients and central differences, each [len(GAPS), len(MOVES)] in float64."""
     gaps, moves = (values.contiguous() for values in torch.broadcast_tensors(GAPS[:, None], MOVES))
     logprobs = torch.full_like(gaps, -1.5, requires_grad=True)
 
@@ -90,27 +90,27 @@ def penalties_and_slopes(kind, kl_clamp=10.0):
 @pytest.mark.parametrize("kl_clamp", [10.0, 0.3, None])
 @pytest.mark.parametrize("kind", [*KINDS, "low_var_kl_weighted"])
 def test_no_penalty_pushes_away_from_the_reference(kind, kl_clamp):
-    """A step against the gradient raises log-probs that are below the reference's, lowers those above, or leaves them."""
+    """A gradient step never moves a log-prob away from the reference log-prob."""
     gaps, _, values, gradients, differences = penalties_and_slopes(kind, kl_clamp)
-    if kind != "kl":  # k1 pulls one way, wherever the reference is
+    if kind != "kl":  # k1 always pulls in one direction
         assert (gradients * gaps >= 0).all()
-    within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")  # beyond, the ratio is held constant for the gradient alone
-    scale = torch.maximum(differences.abs().clamp(min=1.0), 1e-5 * values.abs())  # what differences of large values resolve
+    within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")  # beyond 20, only the gradient treats the ratio as constant
+    scale = torch.maximum(differences.abs().clamp(min=1.0), 1e-5 * values.abs())  # resolution of differences of large values
     torch.testing.assert_close((gradients / scale)[within], (differences / scale)[within], rtol=0, atol=1e-3)
 
 
-def test_the_weighted_k3_is_slimes_with_its_clamp_on_the_product():
-    """slime, with --use-unbiased-kl and low_var_kl: min(r (e^-d - 1 + d), 10), whose gradient is r d up to there and then 0."""
+def test_the_weighted_k3_equals_slime_and_clamps_the_product():
+    """slime with --use-unbiased-kl and low_var_kl: min(r (e^-d - 1 + d), 10). The gradient is r d below the clamp, else 0."""
     gaps, moves, values, gradients, _ = penalties_and_slopes("low_var_kl_weighted")
     product = moves.exp() * ((-gaps).exp() - 1 + gaps)
     expected = torch.where(product > 10, torch.zeros_like(gaps), moves.exp() * gaps)
-    is_within = (gaps.abs() < 20) & (moves.abs() < 20)  # where ours holds the logarithms, which slime does not
+    is_within = (gaps.abs() < 20) & (moves.abs() < 20)  # beyond 20 our code clamps the logarithms, slime does not
     assert ((product < 9) & ((-gaps).exp() > 11)).any() and ((product > 11) & ((-gaps).exp() < 9)).any()
     torch.testing.assert_close(values[is_within], product.clamp(max=10)[is_within], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(gradients[is_within], expected[is_within], rtol=1e-7, atol=1e-9)
 
 
-def test_the_clamp_of_k3_can_be_moved_and_removed():
+def test_the_clamp_of_k3_can_be_changed_and_removed():
     logprobs, reference = torch.tensor([-6.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     exact = math.exp(6) - 1 - 6
     assert kl_penalty(logprobs, reference, "low_var_kl", kl_clamp=25.0).item() == 25.0
@@ -119,34 +119,34 @@ def test_the_clamp_of_k3_can_be_moved_and_removed():
 
 
 # Ziegler et al. (arXiv 1909.08593), section 2.2, worked by hand for a target of 0.05, a horizon of 7,000 and a beta of 0.3:
-# the relative error of the KL, at most 0.2 in size, times 350 / 7,000 = 0.05, moves beta by that share.
+# The relative error of the KL, clipped to +-0.2, times 350 / 7,000 = 0.05 is the relative change of beta.
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        (0.05, 0.3),  # at the target
-        (0.0505, 0.3 * (1 + 0.01 * 0.05)),  # 1% above
+        (0.05, 0.3),  # the KL is at the target
+        (0.0505, 0.3 * (1 + 0.01 * 0.05)),  # 1% above the target
         (0.0495, 0.3 * (1 - 0.01 * 0.05)),
-        (0.0595, 0.3 * (1 + 0.19 * 0.05)),  # just within the clip
+        (0.0595, 0.3 * (1 + 0.19 * 0.05)),  # just inside the clip range
         (0.0405, 0.3 * (1 - 0.19 * 0.05)),
-        (0.0605, 0.303),  # just outside: 0.3 (1 + 0.2 * 0.05)
+        (0.0605, 0.303),  # just outside the clip range: 0.3 (1 + 0.2 * 0.05)
         (0.0395, 0.297),
-        (0.09, 0.303),  # far above: no further
+        (0.09, 0.303),  # far above, the change stays clipped
         (1e6, 0.303),
         (0.0, 0.297),
-        (-0.02, 0.297),  # an estimate may be negative
+        (-0.02, 0.297),  # KL estimates may be negative
         (math.nan, 0.3),
         (math.inf, 0.3),
         (-math.inf, 0.3),
     ],
 )
-def test_beta_moves_by_the_clipped_relative_error_of_the_kl(kl, expected):
-    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)  # kl_beta is where a run starts, not where it is
+def test_beta_changes_by_the_clipped_relative_error_of_the_kl(kl, expected):
+    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)  # kl_beta is the start value, not the current value
     assert adapted_beta(0.3, kl, 350, a) == pytest.approx(expected, rel=1e-12)
 
 
-def test_beta_moves_in_proportion_to_samples_and_over_the_horizon():
+def test_beta_changes_in_proportion_to_samples_over_the_horizon():
     a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)
     assert adapted_beta(0.3, 0.053, 700, a) == pytest.approx(0.3 * (1 + 0.06 * 0.1), rel=1e-12)
     half = a.model_copy(update={"kl_horizon": 3500.0})
     assert adapted_beta(0.3, 0.053, 350, half) == pytest.approx(0.3 * (1 + 0.06 * 0.1), rel=1e-12)
-    assert adapted_beta(0.3, 0.5, 350, AlgorithmConfig(kl_beta=0.9)) == 0.3  # without a target it stays
+    assert adapted_beta(0.3, 0.5, 350, AlgorithmConfig(kl_beta=0.9)) == 0.3  # without a target beta is constant

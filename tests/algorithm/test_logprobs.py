@@ -1,4 +1,4 @@
-"""vocab_parallel_logprobs on one rank against its oracle; tensor parallelism is in test_logprobs_tp.py."""
+"""vocab_parallel_logprobs on one rank, compared with its oracle. test_logprobs_tp.py covers tensor parallelism."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_the_oracle_in_float32(case):
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_values_from_bfloat16_are_those_of_float32_and_its_gradients_are_rounded_once(case):
+def test_bfloat16_has_values_of_float32_and_gradients_rounded_once(case):
     case = replace(case, dtype=torch.bfloat16, forbidden=0.0)
     assert_equal(case, of_ours(case), of_oracle(case))
 
@@ -72,12 +72,12 @@ def test_gradients_equal_numeric_gradients(with_entropy):
     assert torch.autograd.gradcheck(function, (hidden, weight))
 
 
-def test_the_entropy_is_left_out_unless_asked_for():
+def test_the_entropy_is_omitted_unless_requested():
     assert vocab_parallel_logprobs(*inputs(), vocab_size=7)[1] is None
 
 
 @pytest.mark.parametrize("moves", ["hidden", "weight", "entropy"])
-def test_gradients_that_nobody_wants_are_not_computed_and_the_others_are_the_same(moves):
+def test_gradients_that_are_not_needed_are_not_computed(moves):
     both, alone = inputs(), inputs()
     kwargs = {"vocab_size": 7, "with_entropy": True}
     index = 1 if moves == "entropy" else 0
@@ -110,7 +110,7 @@ def test_tokens_without_an_upstream_gradient_cost_the_backward_nothing():
     assert not {"addmm", "mm"} & largest.names
 
 
-def test_logits_of_minus_infinity_have_no_gradient_and_make_a_target_minus_infinity():
+def test_logits_of_minus_infinity_have_logprob_minus_inf_and_no_gradient():
     weight = torch.tensor([[0.0, 1.0], [-1e30, 1.0], [0.0, 2.0]], requires_grad=True)  # -1e30 * 1e30 overflows
     hidden = torch.tensor([[1e30, 0.5], [1e30, -0.5]], requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([1, 0]), vocab_size=3, with_entropy=True)
@@ -119,7 +119,7 @@ def test_logits_of_minus_infinity_have_no_gradient_and_make_a_target_minus_infin
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all() and weight.grad[1].eq(0).all()
 
 
-def test_logits_of_any_size_do_not_overflow_and_their_gradients_keep_their_precision():
+def test_logits_of_any_size_do_not_overflow_and_have_precise_gradients():
     weight = torch.tensor([[1e6], [0.0], [-1e6]], requires_grad=True)
     hidden = torch.tensor([[1.0], [1e-9], [-1.0]], requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([0, 1, 1]), vocab_size=3, with_entropy=True)
@@ -130,7 +130,7 @@ def test_logits_of_any_size_do_not_overflow_and_their_gradients_keep_their_preci
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(value):
+def test_a_row_that_is_not_finite_is_nan_and_does_not_affect_other_rows(value):
     hidden, weight, targets = inputs()
     with torch.no_grad():
         hidden[1, 0] = value
@@ -139,7 +139,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(value):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation gave, and the names of the operations."""
+    """Records the size of the largest tensor that any operation returned, and the names of the operations."""
 
     def __init__(self):
         super().__init__()
@@ -156,14 +156,14 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("needed", [0.7, 1.0])
 def test_no_tensor_is_larger_than_the_weight_or_a_tile(dtype, needed):
-    """So none of tokens times vocabulary exists, in any dtype: 60 * 100 elements here."""
+    """So no [tokens, vocabulary] tensor exists in any dtype. It would have 60 * 100 elements."""
     case = Case(num_tokens=60, vocab_size=97, width=100, hidden=4, dtype=dtype, tile=(16, 30), needed=needed, temperature=0.5)
     with LargestTensor() as largest:
         of_ours(case)
     assert largest.num_elements == 16 * 30
 
 
-def test_with_a_buffer_for_the_gradient_no_other_tensor_is_larger_than_a_tile():
+def test_with_a_gradient_buffer_no_other_tensor_is_larger_than_a_tile():
     hidden, weight, targets = inputs(num_tokens=60, vocab_size=100, hidden=50, dtype=torch.bfloat16)
     buffer = torch.zeros(100, 50)
     with LargestTensor() as largest:
@@ -172,4 +172,4 @@ def test_with_a_buffer_for_the_gradient_no_other_tensor_is_larger_than_a_tile():
         )
         (logprobs.sum() + entropy.sum()).backward()
     assert buffer.ne(0).any() and weight.grad is None
-    assert largest.num_elements == 60 * 50  # the hidden states
+    assert largest.num_elements == 60 * 50  # only the hidden states are this large

@@ -1,4 +1,4 @@
-"""vocab_parallel_logprobs at TP1, TP2 and TP4 against its oracle: all cases in one launch, which is mostly imports."""
+"""vocab_parallel_logprobs at TP1, TP2 and TP4, compared with its oracle. One launch runs all cases."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.helpers.ranks import launch
 
 
 @pytest.mark.distributed
-def test_any_split_of_the_vocabulary_gives_the_values_and_gradients_of_the_oracle(tmp_path):
+def test_any_vocabulary_split_has_values_and_gradients_of_the_oracle(tmp_path):
     results = launch(Path(__file__).with_name("logprobs_tp_worker.py"), 4, tmp_path)
     assert len(results) == 3 * 13 + 1
     assert not any(results.values()), results

@@ -1,4 +1,4 @@
-"""The clipped objective: worked examples, an oracle, numeric gradients, masked and extreme tokens, metrics."""
+"""The clipped objective: worked examples, an oracle, numeric gradients, masked tokens, extreme values, metrics."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "kl_penalty_type":
 
 
 def make_inputs(num_tokens=12, seed=0, dtype=torch.float64, **changes):
-    """Random tokens, about a quarter of them masked, with ratios of 0.5 to 2."""
+    """Return random tokens with ratios of 0.5 to 2. About a quarter of the tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low, high):
@@ -68,7 +68,7 @@ def one_token(ratio, advantage):
         (1.1, -1.0, -1.1, True),
     ],
 )
-def test_ratios_are_clipped_where_that_lowers_the_objective_and_nowhere_else(ratio, advantage, objective, has_gradient):
+def test_ratios_are_clipped_only_if_that_lowers_the_objective(ratio, advantage, objective, has_gradient):
     inputs = one_token(ratio, advantage)
     outputs = loss_of(inputs, **OPTIONS)
     outputs.loss.backward()
@@ -85,7 +85,7 @@ def test_each_side_of_the_clip_has_its_own_range():
 
 
 def naive_loss(inputs, clip_low, clip_high, kl_beta, kl_penalty_type, entropy_bonus):
-    """Token by token in Python floats, by the formulas as they are printed."""
+    """Compute the loss token by token in Python floats from the published formulas."""
     total = 0.0
     logprobs = inputs.logprobs.detach()
     entropy = inputs.entropy.detach()
@@ -134,7 +134,7 @@ def test_gradients_equal_numeric_gradients(kind):
     assert torch.autograd.gradcheck(function, (inputs.logprobs, inputs.entropy))
 
 
-def test_on_policy_the_gradient_is_the_papers_coefficient_and_the_ratio_is_one():
+def test_on_policy_the_gradient_is_the_papers_coefficient():
     """DeepSeekMath eq. 21: the gradient of a token's log-prob is multiplied by A + beta (pi_ref / pi - 1)."""
     inputs = make_inputs(20, 4)
     inputs = replace(inputs, old_logprobs=inputs.logprobs.detach())
@@ -147,8 +147,8 @@ def test_on_policy_the_gradient_is_the_papers_coefficient_and_the_ratio_is_one()
     assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max"] == 1.0 and metrics["clip/fraction"] == 0.0
 
 
-def test_icepop_is_slimes_and_nemo_rls():
-    """Both multiply the clipped term by exp(old - rollout) within the band and by 0 outside, and leave KL and entropy alone."""
+def test_icepop_equals_slime_and_nemo_rl():
+    """Both multiply the clipped term by exp(old - rollout) inside the band and by 0 outside, but not KL and entropy."""
     inputs = make_inputs(211, 5)
     old, rollout, mask = inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask
     mismatch = (old - rollout).exp()
@@ -170,7 +170,7 @@ def test_icepop_is_slimes_and_nemo_rls():
     metrics = finalize(outputs.sums, outputs.maxima)
     assert metrics["correction/masked"] == pytest.approx(float((weight == 0)[is_trained].double().mean()))
     assert metrics["correction/importance"] == pytest.approx(float(weight[is_trained].mean()))
-    # Masking drops the tokens' KL and entropy as well, and leaves the weight of the others at 1.
+    # Masking also drops KL and entropy of the tokens. Other tokens keep weight 1.
     masked = loss_of(inputs, correction=correction | {"importance": "none", "mask": "token"}, **options)
     (gradient,) = torch.autograd.grad(masked.loss, inputs.logprobs)
     assert gradient[weight == 0].eq(0).all()
@@ -178,7 +178,7 @@ def test_icepop_is_slimes_and_nemo_rls():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_masked_tokens_contribute_exactly_nothing_whatever_they_hold(garbage):
+def test_masked_tokens_contribute_exactly_nothing_for_any_values(garbage):
     options = OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}
     inputs = make_inputs(20, 5)
     is_masked = inputs.loss_mask == 0
@@ -200,7 +200,7 @@ def test_masked_tokens_contribute_exactly_nothing_whatever_they_hold(garbage):
     assert finalize(actual.sums, actual.maxima) == finalize(expected.sums, expected.maxima)
 
 
-def test_a_micro_batch_without_trained_tokens_gives_zeros_and_a_zero_gradient():
+def test_a_micro_batch_without_trained_tokens_has_zero_loss_and_gradient():
     inputs = make_inputs(8, 6)
     inputs = replace(inputs, loss_mask=torch.zeros(8))
     outputs = loss_of(inputs, **(OPTIONS | {"kl_beta": 0.3, "entropy_bonus": 0.1}))
@@ -259,9 +259,9 @@ def test_metrics_are_means_over_the_trained_tokens():
 
 @pytest.mark.parametrize("kl_clamp", [0.31, 10.0, 47.0, None])
 def test_the_mean_kl_is_the_loss_part_over_beta_for_any_clamp(kl_clamp):
-    """With token-mean and low_var_kl; kl_target steers by the mean, so both must have the same bound."""
+    """With token-mean and low_var_kl. kl_target controls beta by the mean, so loss and mean must have the same bound."""
     inputs = make_inputs(41, 11)
-    gaps = torch.linspace(-4.4, 4.4, 41, dtype=torch.float64)  # k3 up to 76
+    gaps = torch.linspace(-4.4, 4.4, 41, dtype=torch.float64)  # k3 reaches 76
     weights = inputs.loss_mask / inputs.loss_mask.sum()
     inputs = replace(inputs, ref_logprobs=inputs.logprobs.detach() + gaps, loss_weights=weights)
     metrics = finalize(*accumulate([loss_of(inputs, kl_beta=0.37, kl_clamp=kl_clamp, loss_agg_func="token-mean")]))
@@ -269,11 +269,11 @@ def test_the_mean_kl_is_the_loss_part_over_beta_for_any_clamp(kl_clamp):
     expected = [min(math.exp(gap) - 1 - gap, math.inf if kl_clamp is None else kl_clamp) for gap in kept]
     assert metrics["kl/mean"] == pytest.approx(sum(expected) / len(expected), rel=1e-9)
     assert metrics["loss/kl"] == pytest.approx(0.37 * metrics["kl/mean"], rel=1e-12)
-    assert kl_clamp is None or max(math.exp(gap) - 1 - gap for gap in kept) > kl_clamp  # a token is clamped
+    assert kl_clamp is None or max(math.exp(gap) - 1 - gap for gap in kept) > kl_clamp  # at least one token is clamped
 
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl_weighted"])
-def test_the_mean_kl_is_the_same_whatever_the_penalty_is(kind):
+def test_the_mean_kl_is_the_same_for_every_penalty(kind):
     inputs = make_inputs(30, 12)
     options = OPTIONS | {"kl_beta": 0.3, "kl_clamp": 0.2}
     expected, found = (loss_of(inputs, **(options | {"kl_penalty_type": name})) for name in ("low_var_kl", kind))
@@ -282,7 +282,7 @@ def test_the_mean_kl_is_the_same_whatever_the_penalty_is(kind):
     assert in_reward.sums["kl/mean"] == expected.sums["kl/mean"]
 
 
-def test_metrics_of_what_is_not_computed_are_left_out():
+def test_metrics_that_are_not_computed_are_omitted():
     inputs = replace(make_inputs(), ref_logprobs=None, entropy=None)
     outputs = loss_of(inputs, **OPTIONS)
     names = set(finalize(outputs.sums, outputs.maxima))
@@ -301,7 +301,7 @@ def test_micro_batches_accumulate_to_the_metrics_of_the_whole():
     assert list(accumulate(parts)[0]) == list(whole.sums)
 
 
-def test_a_config_can_ask_for_every_loss_and_every_advantage_and_for_no_other():
+def test_a_config_accepts_exactly_the_existing_losses_and_advantages():
     fields = AlgorithmConfig.model_fields
     assert set(get_args(fields["loss_type"].annotation)) == set(OBJECTIVES)
     assert set(get_args(fields["adv_type"].annotation)) == set(ADVANTAGES)

@@ -1,4 +1,4 @@
-"""Every loss with every aggregation and correction against the oracle, on ragged mini-batches cut into micro-batches."""
+"""Every loss, aggregation and correction compared with the oracle, on ragged mini-batches split into micro-batches."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ PENALTIES = itertools.cycle(cases.PENALTIES)
 
 
 def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
-    """As in the conformance cases, some tokens masked; `by_token`: advantages that differ within a response."""
+    """Return responses like the conformance cases, with masked tokens. `by_token`: advantages differ within a response."""
     responses = cases.responses(seed, list(lengths), has_gaps=True)
     rng = random.Random(seed)
     for item in responses if by_token else []:
@@ -28,7 +28,7 @@ def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
 
 
 def ours(responses, settings, num_parts=1, seed=0):
-    """Loss and gradients by log-probs and entropy, of the responses in random order and in so many micro-batches."""
+    """Return the loss and its gradients for log-probs and entropy, with responses shuffled and split into `num_parts`."""
     whole = adapter.pack(responses, settings)
     whole.entropy.requires_grad_()
     order = list(range(len(responses)))
@@ -47,7 +47,7 @@ def ours(responses, settings, num_parts=1, seed=0):
 
 
 def by_oracle(responses, settings):
-    """Compute the same by the oracle, in the same layout: each response is followed by a position without a gradient."""
+    """Return the same values from the oracle. A position without a gradient follows each response, as in our layout."""
     items = [
         oracle_losses.Response(
             **item | {name: [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in item[name]] for name in LEAVES}
@@ -67,7 +67,7 @@ def by_oracle(responses, settings):
 
 @pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_loss_and_gradients_equal_the_oracles_in_any_micro_batches_and_under_any_correction(loss_type, aggregation):
+def test_loss_and_gradients_equal_the_oracle_with_any_micro_batches(loss_type, aggregation):
     corrections = [{}, *cases.CORRECTIONS.values()]
     for seed, (correction, kind) in enumerate(zip(corrections, PENALTIES, strict=False)):
         settings = cases.LOSS_SETTINGS | {
@@ -87,8 +87,8 @@ def test_loss_and_gradients_equal_the_oracles_in_any_micro_batches_and_under_any
                 torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
 
 
-def test_the_random_batches_reach_both_sides_of_every_limit():
-    """The cases above have ratios on both sides of both clips, responses and tokens kept and dropped, for either sign."""
+def test_random_batches_reach_both_sides_of_every_limit():
+    """Ratios are on both sides of both clips, and tokens and responses are kept and dropped, for both signs."""
     responses = [item for seed in range(8) for item in random_responses(seed)]
     tokens = [
         (item["logprobs"][t] - item["old_logprobs"][t], item["advantages"][t] > 0)
@@ -110,10 +110,10 @@ def used(row, item):
 
 
 @pytest.mark.parametrize("loss_type", sorted(OBJECTIVES.keys() - {"cispo", "gspo_token"}))
-def test_gradients_of_losses_that_stop_none_equal_numeric_gradients(loss_type):
+def test_gradients_of_losses_without_stop_gradient_equal_numeric_ones(loss_type):
     settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
     inputs = adapter.pack(cases.responses(3, [4, 3, 2]), settings)
-    kept = inputs.loss_mask > 0  # numeric gradients would shift the NaN of the others
+    kept = inputs.loss_mask > 0  # masked tokens are NaN
 
     def loss(logprobs, entropy):
         full = [torch.zeros_like(inputs.logprobs).masked_scatter(kept, values) for values in (logprobs, entropy)]
@@ -135,7 +135,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss_type, aggregati
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 @pytest.mark.parametrize("old", [-math.inf, math.inf, -1e4, 1e4])
-def test_ratios_beyond_any_number_give_finite_losses_and_gradients(loss_type, old):
+def test_infinite_ratios_have_finite_losses_and_gradients(loss_type, old):
     for correction, dtype in itertools.product([{}, *cases.CORRECTIONS.values()], [torch.float32, torch.float64]):
         responses = cases.responses(5, [3, 1, 2])
         responses[0]["old_logprobs"][1] = responses[1]["old_logprobs"][0] = old
@@ -152,7 +152,7 @@ def test_ratios_beyond_any_number_give_finite_losses_and_gradients(loss_type, ol
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_masked_tokens_that_hold_nan_and_responses_without_tokens_contribute_exactly_nothing(loss_type):
+def test_masked_nan_tokens_and_empty_responses_contribute_exactly_nothing(loss_type):
     for correction in [{}, *cases.CORRECTIONS.values()]:
         settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
         settings |= {"correction": correction, "loss_agg_func": "seq-mean-token-sum"}
@@ -169,7 +169,7 @@ def test_masked_tokens_that_hold_nan_and_responses_without_tokens_contribute_exa
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
-def test_a_mini_batch_with_nothing_to_train_on_has_loss_and_gradient_zero(loss_type):
+def test_a_mini_batch_without_trained_tokens_has_zero_loss_and_gradient(loss_type):
     settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.1, "entropy_bonus": 0.1}
     all_masked = [item | {"mask": [0] * len(item["mask"])} for item in cases.responses(7, [3, 0, 2])]
     no_tokens = cases.responses(7, [0, 0])
@@ -179,12 +179,12 @@ def test_a_mini_batch_with_nothing_to_train_on_has_loss_and_gradient_zero(loss_t
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo"])
-def test_a_dropped_token_is_no_part_of_its_responses_mean_ratio(loss_type):
-    """The rest of a response has the loss that it would have alone, but for the length that it is divided by."""
+def test_a_dropped_token_does_not_count_in_the_mean_ratio_of_its_response(loss_type):
+    """The remaining tokens have the same loss as a shorter response, except for the divisor of length means."""
     responses = cases.responses(8, [4])
     (item,) = responses
     item["rollout_logprobs"] = list(item["old_logprobs"])
-    item["rollout_logprobs"][2] += 1.0  # a ratio of 0.37
+    item["rollout_logprobs"][2] += 1.0  # the ratio becomes 0.37
     settings = cases.LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "seq-mean-token-sum"}
     dropped, gradient, _ = ours(responses, settings | {"correction": {"mask": "token"}})
     rest = [{name: [*values[:2], *values[3:]] for name, values in item.items()}]

@@ -1,6 +1,6 @@
-"""Our loss and TRL's: the real GRPOTrainer._compute_loss on the same log-probabilities, which are not on-policy.
+"""Our loss compared with TRL's: the real GRPOTrainer._compute_loss on the same off-policy log-probs.
 
-(On-policy the value is 0 whatever the formula, and proves nothing.)
+On-policy the value is 0 for every formula, so a comparison would verify nothing.
 """
 
 import math
@@ -16,7 +16,7 @@ from grpo_mega.algorithm.losses import finalize
 from grpo_mega.algorithm.token_weights import token_weights
 from tests.helpers.losses import loss_of
 
-# By TRL's loss_type and importance_sampling_level: our loss_type and aggregation.
+# (TRL's loss_type, importance_sampling_level) -> our (loss_type, aggregation)
 OURS = {
     ("grpo", "token"): ("actor", "seq-mean-token-mean"),
     ("dr_grpo", "token"): ("actor", "seq-mean-token-sum-norm"),
@@ -35,7 +35,7 @@ TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.5
 
 
 def make_batch(seed, dtype):
-    """Padded [B, MAX_LENGTH] tensors with responses of 1 to MAX_LENGTH tokens and ratios of 0.5 to 2."""
+    """Return padded [B, MAX_LENGTH] tensors with responses of 1 to MAX_LENGTH tokens and ratios of 0.5 to 2."""
     generator = torch.Generator().manual_seed(seed)
     shape = (6, MAX_LENGTH)
 
@@ -57,7 +57,7 @@ def make_batch(seed, dtype):
 
 
 def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ratio=None, off_policy=None):
-    """TRL's own code on a trainer that has only what that code reads. Returns (loss, TRL's metrics)."""
+    """Run TRL's code on a trainer with only the attributes that it reads. Return (loss, TRL's metrics)."""
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     trainer.__dict__.update(
         aux_loss_enabled=False,
@@ -67,7 +67,7 @@ def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ra
         beta=KL_BETA,
         loss_type=loss_type,
         epsilon_low=CLIP_LOW,
-        epsilon_high=1 + CLIP_HIGH if loss_type == "cispo" else CLIP_HIGH,  # of CISPO TRL is given the ratio itself
+        epsilon_high=1 + CLIP_HIGH if loss_type == "cispo" else CLIP_HIGH,  # for CISPO, TRL expects the ratio
         use_vllm=engine_ratio is not None,
         vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
@@ -104,7 +104,7 @@ def trl_loss(batch, loss_type, level="token", *, is_kl_weighted=False, engine_ra
 
 
 def our_outputs(batch, loss_type, aggregation, *, rollout_logprobs=None, **options):
-    """Ours on the padded batch laid flat, padding masked."""
+    """Run our loss on the flattened batch with padding masked."""
     weights = token_weights(
         batch.lengths,
         aggregation,
@@ -127,7 +127,7 @@ def our_outputs(batch, loss_type, aggregation, *, rollout_logprobs=None, **optio
     )
     settings = {
         "loss_type": loss_type,
-        "clip_low": 1.0 if loss_type == "cispo" else CLIP_LOW,  # CISPO's only limit is the upper one
+        "clip_low": 1.0 if loss_type == "cispo" else CLIP_LOW,  # CISPO has only an upper limit
         "clip_high": CLIP_HIGH,
         "tau_positive": TAU_POSITIVE,
         "tau_negative": TAU_NEGATIVE,
@@ -137,7 +137,7 @@ def our_outputs(batch, loss_type, aggregation, *, rollout_logprobs=None, **optio
 
 
 def mean_absolute_term(batch):
-    """The scale that errors are relative to: the value itself may cancel to nearly 0."""
+    """Return the scale for relative errors. The loss itself may cancel to nearly 0."""
     ratio = (batch.logprobs.detach() - batch.old_logprobs).exp()
     return ((ratio * batch.advantages[:, None]).abs() * batch.mask).sum().item() / sum(batch.lengths)
 
@@ -145,14 +145,14 @@ def mean_absolute_term(batch):
 @pytest.mark.parametrize(("loss_type", "level"), OURS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_equal_trls(loss_type, level, dtype, tolerance, seed):
+def test_loss_and_gradient_equal_trl(loss_type, level, dtype, tolerance, seed):
     batch = make_batch(seed, dtype)
     expected, _ = trl_loss(batch, loss_type, level)
     assert_same(batch, our_outputs(batch, *OURS[loss_type, level]).loss, expected, tolerance)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_kl_weighted_by_the_importance_ratio_equals_trls(seed):
+def test_a_kl_weighted_by_the_importance_ratio_equals_trl(seed):
     batch = make_batch(seed, torch.float64)
     expected, _ = trl_loss(batch, "grpo", is_kl_weighted=True)
     assert_same(batch, our_outputs(batch, *OURS["grpo", "token"], kl_penalty_type="low_var_kl_weighted").loss, expected)
@@ -161,8 +161,8 @@ def test_a_kl_weighted_by_the_importance_ratio_equals_trls(seed):
 @pytest.mark.parametrize(("loss_type", "level"), [("grpo", "token"), ("cispo", "token"), ("dapo", "sequence")])
 @pytest.mark.parametrize("importance", ["token", "sequence", "icepop"])
 @pytest.mark.parametrize("seed", range(3))
-def test_importance_weighs_the_policys_term_as_trls_does(loss_type, level, importance, seed):
-    """The ratios are computed here, as TRL does it elsewhere; that they spare the KL is TRL's own code."""
+def test_importance_weights_the_policy_term_as_in_trl(loss_type, level, importance, seed):
+    """The test computes the ratios like other TRL code. TRL's loss applies them to the policy term but not to the KL."""
     batch = make_batch(seed, torch.float64)
     rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
     log_ratio = (batch.old_logprobs - rollout_logprobs) * batch.mask
@@ -179,7 +179,7 @@ def test_importance_weighs_the_policys_term_as_trls_does(loss_type, level, impor
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_off_policy_masking_is_trls(seed):
+def test_off_policy_masking_equals_trl(seed):
     batch = make_batch(seed, torch.float64)
     rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
     without, _ = trl_loss(batch, "grpo")
@@ -190,7 +190,7 @@ def test_off_policy_masking_is_trls(seed):
 
 
 def assert_same(batch, actual, expected, tolerance=1e-12):
-    """Values and gradients."""
+    """Compare values and gradients."""
     scale = mean_absolute_term(batch)
     (expected_gradient,) = torch.autograd.grad(expected, batch.logprobs)
     (gradient,) = torch.autograd.grad(actual, batch.logprobs)
@@ -200,7 +200,7 @@ def assert_same(batch, actual, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clip_fractions_kl_and_entropy_are_the_numbers_that_trl_logs(seed):
+def test_clip_fractions_kl_and_entropy_equal_the_metrics_of_trl(seed):
     batch = make_batch(seed, torch.float64)
     _, theirs = trl_loss(batch, "grpo")
     outputs = our_outputs(batch, *OURS["grpo", "token"])

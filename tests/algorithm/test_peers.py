@@ -1,6 +1,6 @@
-"""Variants of the loss and of advantages against the figures of other trainers on the same tensors.
+"""Variants of losses and advantages, compared with values of other trainers on the same tensors.
 
-peer_figures.yaml names each one's function and commit. Its figures have ten digits.
+peer_figures.yaml names each trainer's function and commit. Its values have ten digits.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from tools.conformance import adapter, cases
 FIGURES = yaml.safe_load(Path(__file__).with_name("peer_figures.yaml").read_text())
 LENGTHS = [7, 3, 1, 5, 9]
 RESPONSES = cases.responses(300, LENGTHS)
-LOSS = cases.LOSS_SETTINGS | {"loss_agg_func": "token-mean"}  # clips at 0.8 and 1.28
+LOSS = cases.LOSS_SETTINGS | {"loss_agg_func": "token-mean"}  # ratios are clipped at 0.8 and 1.28
 
 
 def assert_same(found, name, tolerance=1e-8):
@@ -26,8 +26,8 @@ def assert_same(found, name, tolerance=1e-8):
 
 
 @pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
-def test_losses_by_covariance_are_verls_where_tokens_are_chosen_by_the_log_probs_that_it_takes(loss_type):
-    """verl takes those of the policy that is updated, and the micro-batch for the whole."""
+def test_covariance_losses_equal_verl_with_the_same_log_probs(loss_type):
+    """verl chooses tokens by log-probs of the updated policy, within the micro-batch. The test passes the same log-probs."""
     settings = LOSS | {"loss_type": loss_type} | cases.OWN_SETTINGS[loss_type]
     packed, a = adapter.pack(RESPONSES, settings), adapter.algorithm_config(settings)
     now = replace(packed, old_logprobs=packed.logprobs.detach())
@@ -39,12 +39,12 @@ def test_losses_by_covariance_are_verls_where_tokens_are_chosen_by_the_log_probs
     assert 2 < packed.is_chosen.sum() < 12
 
 
-def test_the_straight_through_penalty_is_verls():
+def test_the_straight_through_penalty_equals_verl():
     case = next(c for c in cases.kl_cases() if c["name"] == "kl: low_var_kl+")
     assert_same(adapter.ours("kl", case["inputs"], case["settings"]), "verl low_var_kl+")
 
 
-def test_the_adapted_weight_of_the_kl_is_verls():
+def test_the_adaptive_kl_coefficient_equals_verl():
     (case,) = cases.beta_cases()
     assert_same(adapter.ours("beta", case["inputs"], case["settings"]), "verl AdaptiveKLController")
 
@@ -56,7 +56,7 @@ def test_the_adapted_weight_of_the_kl_is_verls():
         for level, above in {"token": 0.05, "seq_sum": 0.4, "seq_mean": 0.08, "seq_max": 0.17}.items()
     ),
 )
-def test_rejected_tokens_are_verls(reject, above):
+def test_rejected_tokens_equal_verl(reject, above):
     found = adapter.ours("correction", {"responses": RESPONSES}, {"correction": {"reject": reject, "reject_above": above}})
     assert {"kept": found["kept"]} == FIGURES[f"verl {reject}"]
     assert {x for row in found["kept"] for x in row} == {0, 1}
@@ -71,7 +71,7 @@ def test_rejected_tokens_are_verls(reject, above):
         ({"importance": "token", "min_importance": 0.8, "max_importance": 1.3}, "slime tis_clip_low"),
     ],
 )
-def test_importance_weights_are_the_peers(correction, name):
+def test_importance_weights_equal_other_trainers(correction, name):
     found = adapter.ours("correction", {"responses": RESPONSES}, {"correction": correction})
     assert_same({"importance": found["importance"]}, name)
 
@@ -83,13 +83,13 @@ def test_importance_weights_are_the_peers(correction, name):
         ({"correction": {"importance": "token", "min_importance": 0.8, "max_importance": 1.3}}, "AReaL decoupled clamp"),
     ],
 )
-def test_decoupled_ppo_is_areals(settings, name):
+def test_decoupled_ppo_equals_areal(settings, name):
     found = adapter.ours("loss", {"responses": RESPONSES}, LOSS | settings)
-    assert_same(found, name, 1e-7)  # its weights are in float32
+    assert_same(found, name, 1e-7)  # AReaL's weights are in float32
 
 
-def test_off_policy_masking_leaves_out_the_responses_that_slime_leaves_out():
-    """Its delta is to the policy that sampled, as it has it with --use-rollout-logprobs."""
+def test_off_policy_masking_excludes_the_same_responses_as_slime():
+    """slime's delta is relative to the sampling policy, as with --use-rollout-logprobs."""
     figures = FIGURES["slime opsm"]
     responses = cases.responses(figures["seed"], [*LENGTHS, 4])
     reinforce = LOSS | {"loss_type": "reinforce", "correction": {"off_policy_threshold": 0.05}}
@@ -97,7 +97,7 @@ def test_off_policy_masking_leaves_out_the_responses_that_slime_leaves_out():
     assert [[float(x != 0) for x in row] for row in found["gradients"]] == figures["kept"]
 
 
-def test_the_likelihood_of_right_answers_is_nemos():
+def test_the_likelihood_of_correct_answers_equals_nemo_rl():
     rewarded = [item | {"reward": reward} for item, reward in zip(RESPONSES, (1.0, 0.0, 0.4, 0.0, 0.7), strict=True)]
     without = adapter.ours("loss", {"responses": RESPONSES}, LOSS)
     found = adapter.ours("loss", {"responses": rewarded}, LOSS | {"positive_nll": 0.1})
@@ -107,7 +107,7 @@ def test_the_likelihood_of_right_answers_is_nemos():
 
 
 GROUPS = cases.with_scores([cases.samples(301, [3, 5, 1, 4]), cases.samples(302, [2, 8, 6])])
-# Of TRL all groups have one size; NeMo-RL knows no function that does not apply.
+# In TRL all groups have the same size. In NeMo-RL every reward function applies to every sample.
 THREES = [GROUPS[0][:3], GROUPS[1]]
 for group in GROUPS:
     group[2]["scores"]["format"] = 0.25
@@ -125,14 +125,14 @@ for group in GROUPS:
         (THREES, {"adv_type": "grpo", "std_over": "batch", "std_eps": 1e-4}, "TRL scale_rewards batch"),
     ],
 )
-def test_advantages_of_responses_are_the_peers(groups, settings, name):
+def test_advantages_of_responses_equal_other_trainers(groups, settings, name):
     settings = cases.ADVANTAGE_SETTINGS | settings | {"reward_weights": cases.REWARD_WEIGHTS}
     found = adapter.ours("advantages", {"groups": groups}, settings)["advantages"]
     assert [row[0] for group in found for row in group] == pytest.approx(FIGURES[name], rel=2e-6, abs=1e-7)
 
 
-def test_advantages_of_turns_are_mt_grpos():
-    """Two turns, of which the first has a reward of its own."""
+def test_advantages_of_turns_equal_mt_grpo():
+    """Each response has two turns. The first turn has a separate reward."""
     turns = zip([(2, 3), (1, 4), (4, 2)], [0.2, 0.9, 0.5], [1.0, 0.0, 0.3], strict=True)
     group = [cases.stepped(x + y, [turn], [x - 1]) | {"reward": outcome} for (x, y), turn, outcome in turns]
     settings = cases.ADVANTAGE_SETTINGS | {"adv_type": "grpo_turn", "std_eps": 1e-4}
@@ -141,10 +141,10 @@ def test_advantages_of_turns_are_mt_grpos():
         assert row == pytest.approx(figures, rel=1e-6)
 
 
-def test_clip_cov_draws_its_tokens_among_the_candidates():
+def test_clip_cov_draws_its_tokens_from_the_candidates():
     settings = LOSS | {"loss_type": "clip_cov"} | cases.OWN_SETTINGS["clip_cov"]
     packed = adapter.pack(RESPONSES, settings)
-    few = adapter.algorithm_config(settings | {"cov_share": 0.08})  # 2 of 25
+    few = adapter.algorithm_config(settings | {"cov_share": 0.08})  # 2 of 25 tokens are chosen
     drawn = [covariance.choose(packed, few, torch.Generator().manual_seed(seed)) for seed in range(40)]
     assert all(choice.sum() == 2 and (packed.is_chosen[choice > 0] == 1).all() for choice in drawn)
     assert torch.equal(torch.stack(drawn).amax(0), packed.is_chosen) and packed.is_chosen.sum() > 3

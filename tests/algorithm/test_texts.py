@@ -1,4 +1,4 @@
-"""Recipes that are named after texts on GRPO, and keys of RLinf's, by the formulas and listings of these texts in loops."""
+"""Recipes named after texts on GRPO, and RLinf's keys, compared with formulas and listings of these texts in loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_mega.config import AlgorithmConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.losses import assigned
 
-# RLinf's page on GRPO, its listing of an LLM's math task.
+# The listing of an LLM math task on RLinf's page on GRPO.
 RLINF = """
 adv_type: grpo
 loss_type: actor
@@ -32,11 +32,11 @@ normalize_advantages: True
 early_stop_imp_ratio: 5.0
 use_valid_token_scale: False
 """
-SIZES = ((5, [1.0, 0.0, 0.0, 1.0, 0.5]), (3, [0.0, 0.25, 1.0]), (4, [1.0, 1.0, 1.0, 1.0]))  # the last gives no gradient
+SIZES = ((5, [1.0, 0.0, 0.0, 1.0, 0.5]), (3, [0.0, 0.25, 1.0]), (4, [1.0, 1.0, 1.0, 1.0]))  # the last group has no gradient
 
 
 def rollout() -> list[Group]:
-    """Return groups of odd sizes and lengths; a sample's log-probs are those before the update."""
+    """Return groups of various sizes and lengths. Samples have the log-probs before the update."""
     rng = random.Random(3)
     prompts = [Prompt(number, "q", (1,), "a") for number in range(len(SIZES))]
     return [
@@ -52,7 +52,7 @@ def rollout() -> list[Group]:
 
 
 def ours(groups: list[Group], a: AlgorithmConfig, shifts: list[float], ref_shifts: list[float]) -> tuple[float, list[float]]:
-    """Return the loss and its gradient where log-probs have moved by `shifts`, and the reference's differ by `ref_shifts`."""
+    """Return the loss and its gradient after log-probs changed by `shifts`. Reference log-probs differ by `ref_shifts`."""
     samples = assigned(groups, a)
     old = torch.tensor([value for s in samples for value in s.rollout_logprobs], dtype=torch.float64)
     weights = mini_batch_weights([samples], a, max_response_length=20)[0]
@@ -118,13 +118,13 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_its_texts_formula(recipe: str) -> None:
+def test_a_recipe_equals_the_formula_of_its_text(recipe: str) -> None:
     groups = rollout()
     num_tokens = sum(s.response_len for group in groups for s in group.samples)
     rng = random.Random(5)
     shifts = [rng.uniform(-0.5, 0.5) for _ in range(num_tokens)]
     ref_shifts = [rng.uniform(-1, 1) for _ in range(num_tokens)]
-    if recipe in ("deepseekmath", "open_r1"):  # no bound on the penalty of a token
+    if recipe in ("deepseekmath", "open_r1"):  # the penalty of a token has no bound
         ref_shifts[0] = shifts[0] + 4.0
     loss, gradient = ours(groups, AlgorithmConfig(recipe=recipe), shifts, ref_shifts)
     assert loss == pytest.approx(of_the_texts(groups, shifts, ref_shifts, **RECIPES[recipe]), rel=1e-6)
@@ -136,8 +136,8 @@ def test_a_recipe_is_its_texts_formula(recipe: str) -> None:
         assert gradient[t] == pytest.approx(slope / 2e-5, rel=1e-4, abs=1e-7)
 
 
-def test_on_policy_the_clipped_objective_has_the_gradient_of_the_groups_advantage_times_the_log_prob() -> None:
-    """A text on open-r1 has L = E[r_g log pi] - beta KL; nothing is clipped where the policy is still the one that sampled."""
+def test_on_policy_the_clipped_objective_has_the_reinforce_gradient() -> None:
+    """A text on open-r1 has L = E[r_g log pi] - beta KL. On-policy nothing is clipped."""
     groups = rollout()
     nothing = [0.0] * sum(s.response_len for group in groups for s in group.samples)
     _, clipped = ours(groups, AlgorithmConfig(recipe="open_r1"), nothing, nothing)
@@ -145,7 +145,7 @@ def test_on_policy_the_clipped_objective_has_the_gradient_of_the_groups_advantag
     assert clipped == pytest.approx(plain, rel=1e-9) and max(map(abs, clipped)) > 0.01
 
 
-def test_rlinfs_listing_is_the_recipe() -> None:
+def test_the_listing_of_rlinf_equals_the_recipe() -> None:
     listed = AlgorithmConfig(**yaml.safe_load(RLINF))
     assert listed.model_copy(update={"recipe": "rlinf"}) == AlgorithmConfig(recipe="rlinf")
     assert listed != AlgorithmConfig()
@@ -177,10 +177,13 @@ def test_rlinfs_listing_is_the_recipe() -> None:
         ({"adv_type": "reinpp", "use_reinpp_baseline": False, "reinpp_kl_beta": 0.0}, {"adv_type": "reinforce_plus_plus"}),
         ({"kl_penalty_type": "k1"}, {"kl_penalty_type": "kl"}),
         ({"kl_penalty_type": "k3"}, {"kl_penalty_type": "low_var_kl"}),
-        ({"recipe": "dapo", "clip_ratio_high": 0.3}, {"recipe": "dapo", "ratio_clip_eps_high": 0.3}),  # given, so it wins
+        (
+            {"recipe": "dapo", "clip_ratio_high": 0.3},
+            {"recipe": "dapo", "ratio_clip_eps_high": 0.3},
+        ),  # explicit, so it wins
     ],
 )
-def test_rlinfs_keys_are_read(theirs: dict, as_ours: dict) -> None:
+def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:
     assert AlgorithmConfig(**theirs) == AlgorithmConfig(**as_ours)
 
 
@@ -201,7 +204,7 @@ def test_rlinfs_keys_are_read(theirs: dict, as_ours: dict) -> None:
         ),
     ],
 )
-def test_rlinfs_keys_that_are_elsewhere_or_contradict_are_refused_with_what_to_set(given: dict, error: str) -> None:
+def test_misplaced_or_contradicting_keys_of_rlinf_are_refused(given: dict, error: str) -> None:
     with pytest.raises(ValidationError) as raised:
         AlgorithmConfig(**given)
     assert error in str(raised.value)

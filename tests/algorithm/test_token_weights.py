@@ -1,4 +1,4 @@
-"""Token weights: a batch of three responses worked by hand."""
+"""Token weights: a batch of three responses worked out by hand."""
 
 import pytest
 
@@ -16,7 +16,7 @@ LENGTHS = [2, 5, 3]
         ("seq-mean-token-sum-norm", [1 / 24, 1 / 24, 1 / 24]),
     ],
 )
-def test_weights_have_their_values_worked_by_hand(kind, expected):
+def test_weights_have_the_values_worked_out_by_hand(kind, expected):
     weights = token_weights(LENGTHS, kind, max_response_length=8, num_samples=3, num_tokens=10)
     assert weights == pytest.approx(expected, rel=1e-15)
 

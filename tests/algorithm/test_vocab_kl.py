@@ -1,4 +1,4 @@
-"""vocab_parallel_kl on one rank against softmaxes of whole logits in float64; tensor parallelism is in tests/distributed."""
+"""vocab_parallel_kl on one rank, compared with full softmaxes in float64. tests/distributed covers tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, 
 @pytest.mark.parametrize("is_reverse", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("tile", [(2, 5), (4, 37), None])
-def test_values_and_gradients_equal_those_of_whole_softmaxes(
+def test_values_and_gradients_equal_full_softmaxes(
     is_reverse: bool, dtype: torch.dtype, tolerance: float, tile: tuple[int, int] | None
 ) -> None:
     hidden, weight, teacher_hidden, teacher_weight, needed = inputs(dtype)
@@ -56,7 +56,7 @@ def test_values_and_gradients_equal_those_of_whole_softmaxes(
         assert (ours - oracle).abs().max() <= tolerance * oracle.abs().max(), (ours - oracle).abs().max()
 
 
-def test_models_with_the_same_probabilities_have_no_divergence_and_no_gradient() -> None:
+def test_models_with_equal_probabilities_have_no_divergence_or_gradient() -> None:
     hidden, weight, _, _, needed = inputs()
     kl = vocab_parallel_kl(
         hidden, weight, hidden.detach()[needed], weight.detach(), is_reverse=True, needed_T=needed, vocab_size=V
@@ -65,7 +65,7 @@ def test_models_with_the_same_probabilities_have_no_divergence_and_no_gradient()
     assert kl.abs().max() < 1e-14 and hidden.grad is not None and hidden.grad.abs().max() < 1e-14
 
 
-def test_no_tensor_of_tokens_times_vocabulary_is_ever_made() -> None:
+def test_no_tensor_of_tokens_times_vocabulary_is_created() -> None:
     class Largest(TorchDispatchMode):
         numel = 0
 

@@ -1,4 +1,4 @@
-"""The examples that texts on GRPO work through by hand, from rewards to the loss, by the losses and by the oracle."""
+"""Worked examples of texts on GRPO, from rewards to the loss, computed by our losses and by the oracle."""
 
 import math
 
@@ -13,11 +13,11 @@ from tests.helpers.losses import assigned, loss_of
 from tools.conformance import adapter
 
 PROMPT = Prompt(id=0, text="Calculate 2 + 2 x 6", token_ids=(1,), answer="14")
-RIGHT = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]  # of eight answers to it, 14 is given four times
+RIGHT = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]  # four of eight answers are 14
 
 
 def advantages(*rewards_of_groups, **settings):
-    """A group of answers of one token each."""
+    """Return the advantages of groups of answers with one token each."""
     groups = [
         Group(PROMPT, [Sample(PROMPT, i, [5], [-0.5], "stop", reward=r) for i, r in enumerate(rewards)])
         for rewards in rewards_of_groups
@@ -26,7 +26,7 @@ def advantages(*rewards_of_groups, **settings):
 
 
 def inputs_of(ratios, advantages_T, old=0.5):
-    """Answers of one token each, which the policy gave with probability `old` before."""
+    """Return the inputs for answers of one token each, with probability `old` under the old policy."""
     num = len(ratios)
     logprobs = torch.tensor([math.log(ratio * old) for ratio in ratios], dtype=torch.float64)
     before = torch.full((num,), math.log(old), dtype=torch.float64)
@@ -44,15 +44,16 @@ def inputs_of(ratios, advantages_T, old=0.5):
     )
 
 
-def test_two_groups_of_four_with_two_right_answers_each_score_plus_and_minus_0_866():
+def test_groups_with_half_of_the_answers_correct_score_plus_minus_0_866():
     scores = advantages([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0])
     expected = [0.8660, -0.8660, -0.8660, 0.8660, -0.8660, -0.8660, 0.8660, 0.8660]
     assert scores.tolist() == pytest.approx(expected, abs=5e-5)
 
 
 def test_two_and_two_times_six_from_eight_answers_to_the_loss():
-    """Mean 0.5, deviation 0.53, advantages +-0.94; the first right answer's probability goes from 0.5 to 0.7, a ratio of 1.4
-    that is clipped to 1.2: the objective is 0.2 of an advantage by 8 answers above 0, and that answer pulls no more."""
+    """Mean 0.5, deviation 0.53, advantages +-0.94. The probability of the first correct answer rises from 0.5 to 0.7. Its ratio
+    of 1.4 is clipped to 1.2, so the objective is 0.2 * advantage / 8, and this answer has no gradient.
+    """
     scores = advantages(RIGHT)
     assert scores.tolist() == pytest.approx([0.9354 if right else -0.9354 for right in RIGHT], abs=5e-5)
     assert torch.tensor(RIGHT).std().item() == pytest.approx(0.53, abs=5e-3)
@@ -62,7 +63,7 @@ def test_two_and_two_times_six_from_eight_answers_to_the_loss():
     assert outputs.loss.item() == pytest.approx(-0.2 * 0.9354 / 8, rel=1e-4)
     assert inputs.logprobs.grad[0] == 0
     assert inputs.logprobs.grad[1:].tolist() == pytest.approx([-a / 8 for a in scores.tolist()[1:]], rel=1e-6)
-    with_kl = loss_of(inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04)  # the paper's coefficient; k3 of 0.5 by 0.7
+    with_kl = loss_of(inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04)  # kl_beta is the paper's; k3 is computed for 0.5 / 0.7
     assert with_kl.loss.item() - outputs.loss.item() == pytest.approx(0.04 * (5 / 7 - 1 - math.log(5 / 7)) / 8, rel=1e-9)
 
 
@@ -70,9 +71,10 @@ def test_two_and_two_times_six_from_eight_answers_to_the_loss():
     ("ratio", "advantage", "objective"),
     [(1.8, 1.0, 1.2), (1.4, 1.0, 1.2), (0.4, 1.0, 0.4), (1.8, -1.0, -1.8), (1.4, -1.0, -1.4), (0.4, -1.0, -0.8)],
 )
-def test_a_ratio_is_clipped_only_where_that_makes_the_objective_smaller(ratio, advantage, objective):
-    """0.9 by 0.5 is 1.8, clipped to 1.2; 0.2 by 0.5 is 0.4, clipped to 0.8. But 0.4 A of a good answer and 1.8 A of a bad one
-    stay what they are, and keep their gradient."""
+def test_a_ratio_is_clipped_only_if_that_lowers_the_objective(ratio, advantage, objective):
+    """The ratio 0.9 / 0.5 = 1.8 is clipped to 1.2, and 0.2 / 0.5 = 0.4 to 0.8. But 0.4 A of a good
+    answer and 1.8 A of a bad answer are not clipped and keep their gradient.
+    """
     inputs = inputs_of([ratio], [advantage])
     outputs = loss_of(inputs, clip_low=0.2, clip_high=0.2)
     outputs.loss.backward()
@@ -90,7 +92,7 @@ def test_a_ratio_is_clipped_only_where_that_makes_the_objective_smaller(ratio, a
 @pytest.mark.parametrize(
     ("ratio", "advantage", "objective"), [(5.0, -1.0, -3.0), (2.9, -1.0, -2.9), (5.0, 1.0, 1.2), (0.4, -1.0, -0.8)]
 )
-def test_the_dual_clip_bounds_the_objective_of_bad_answers_from_below_too(ratio, advantage, objective):
+def test_the_dual_clip_also_bounds_the_objective_of_bad_answers_from_below(ratio, advantage, objective):
     inputs = inputs_of([ratio], [advantage], old=0.1)
     outputs = loss_of(inputs, loss_type="dual_clip", clip_low=0.2, clip_high=0.2, clip_c=3.0)
     outputs.loss.backward()

@@ -1,4 +1,4 @@
-"""A rendered prompt holds the text of every message, or the row is refused."""
+"""A rendered prompt contains the text of every message, otherwise the row is refused."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from tests.data.test_dataset import make_tokenizer
 TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
 ALL = "{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>"
 TRIMS = ALL.replace("m.content", "m.content | trim")
-# As Qwen3's: the thought of an assistant's turn is left out.
+# Like Qwen3's template: omits the thought of an assistant turn.
 STRIPS_THOUGHTS = ALL.replace(
     "m.content", "m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content"
 )
 TOJSON = ALL.replace("m.content", "m.content | tojson if m.role == 'tool' else m.content")
-SYSTEM_LAST = (  # as Mistral's: the system message is in the last turn of the user
+SYSTEM_LAST = (  # like Mistral's template: the system message is in the last user turn
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]"
     "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}{% endfor %}"
 )
@@ -68,7 +68,7 @@ def test_a_message_of_a_role_that_the_template_ignores_is_refused(text: str) -> 
         "{{ messages[-1].content[:21] }}{{ messages[-1].role }}",
     ],
 )
-def test_a_template_that_changes_some_texts_is_refused_at_those(template: str) -> None:
+def test_a_template_that_changes_some_texts_is_refused_for_these_texts(template: str) -> None:
     assert refused(template, ("user", "Why is </think> behind 3 < 4, cat?")) == 0
     assert "dog" in render(template, ("user", "dog"))
 
@@ -96,7 +96,7 @@ def test_the_thoughts_of_earlier_turns_of_the_assistant_may_be_missing(answer: s
     assert "long" not in text and "why?" in text
 
 
-def test_what_the_assistant_says_around_its_thoughts_may_not_be_missing() -> None:
+def test_text_of_the_assistant_around_its_thoughts_may_not_be_missing() -> None:
     drops = STRIPS_THOUGHTS.replace("[-1]", "[0]")
     assert refused(drops, ("user", "2+2"), ("assistant", "<think>long</think>four"), ("user", "why?")) == 1
     assert refused(STRIPS_THOUGHTS, ("user", "2+2"), ("assistant", "Well <think>long</think>four"), ("user", "why?")) == 1
@@ -117,12 +117,12 @@ def test_json_that_is_equal_by_value_is_not_missing(template: str, text: str) ->
     assert render(template, ("user", 'a "b and {c'.replace(" ", "")), ("tool", text)).endswith("<|assistant|>")
 
 
-def test_json_of_another_value_is_missing() -> None:
+def test_json_with_another_value_is_missing() -> None:
     template = ALL.replace("m.content", "m.content | replace('2', '3')")
     assert refused(template, ("user", '{"a": [1, 2]}')) == 0
 
 
-def test_calls_of_tools_without_text_and_templates_that_read_texts_are_taken() -> None:
+def test_tool_calls_without_text_and_templates_that_read_text_are_accepted() -> None:
     calls = "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m.content }}{% endfor %}"
     call = [{"function": {"name": "f", "arguments": {"a": 1}}}]
     assert '"name": "f"' in render(calls, ("assistant", ""), ("tool", "3"), tool_calls=call)
@@ -132,7 +132,7 @@ def test_calls_of_tools_without_text_and_templates_that_read_texts_are_taken() -
     assert "1+1" in render(reads, ("user", "1+1"))
 
 
-def test_one_renderer_judges_every_row_by_itself() -> None:
+def test_one_renderer_checks_every_row_separately() -> None:
     renderer = Renderer(tokenizer(roles("system", "user")))
     turns = [{"role": "user", "content": "q"}]
     assert renderer.render(turns, "a:1") == renderer.render(turns, "a:2") == "<|user|>q<|end|><|assistant|>"

@@ -1,4 +1,4 @@
-"""load_prompts: rows become rendered, tokenised prompts; a bad row names its line and the remedy."""
+"""load_prompts: rows become rendered, tokenized prompts. The error for a bad row names its line and the remedy."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ OPENS_THOUGHT = TURNS + "{% if add_generation_prompt %}<|assistant|><think>\n{% 
 
 
 def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
-    """A character-level tokenizer; it would prepend <bos> if asked for special tokens."""
+    """Return a character-level tokenizer. It prepends <bos> if special tokens are requested."""
     characters = ["<unk>", "<bos>", *map(chr, range(32, 127)), "\n"]
     backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r".|\n"), "isolated")
@@ -45,12 +45,12 @@ def load(path: Path, template: str | None = PLAIN, **changes: Any) -> tuple[list
     return load_prompts(config.train[0], config, make_tokenizer(template), first_id=first_id)
 
 
-def test_a_text_becomes_a_user_message_and_the_prompt_is_what_the_template_writes(tmp_path: Path) -> None:
+def test_a_text_becomes_a_user_message_rendered_by_the_template(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "1+1=?", "answer": "2", "level": "easy"}])
     [prompt], _, note = load(path)
     assert prompt.text == "<|user|>1+1=?<|end|><|assistant|>"
     assert make_tokenizer(PLAIN).decode(prompt.token_ids).replace(" ", "") == prompt.text
-    assert len(prompt.token_ids) == len(prompt.text)  # nothing is added to it, such as <bos>
+    assert len(prompt.token_ids) == len(prompt.text)  # no token is added, such as <bos>
     assert (prompt.id, prompt.answer, prompt.prefill, prompt.extras) == (0, "2", "", {"level": "easy"})
     assert note == f"{path}: 1 prompts of at most 33 tokens"
 
@@ -68,7 +68,7 @@ def test_messages_are_kept_and_the_system_prompt_goes_before_them(tmp_path: Path
     assert prompt.answer == "7"
 
 
-def test_long_prompts_are_dropped_and_counted_and_ids_stay_line_indices(tmp_path: Path) -> None:
+def test_long_prompts_are_dropped_and_counted_but_ids_stay_line_indices(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (5, 90, 7, 91, 9)]
     prompts, num_too_long, note = load(write_rows(tmp_path / "a.jsonl", rows), max_prompt_length=60)
     assert [prompt.id for prompt in prompts] == [0, 2, 4]
@@ -90,7 +90,7 @@ def test_ids_count_from_the_sets_first_id(tmp_path: Path) -> None:
         ({"answer": "1", "gold": 3.5}, "gold", "3.5"),
     ],
 )
-def test_the_answer_is_the_column_given_else_answer_else_solution(
+def test_the_answer_column_is_the_given_one_else_answer_else_solution(
     tmp_path: Path, row: dict[str, Any], given: str | None, answer: str
 ) -> None:
     [prompt], *_ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "a"} | row]), answer_column=given)
@@ -98,19 +98,19 @@ def test_the_answer_is_the_column_given_else_answer_else_solution(
     assert set(prompt.extras) == {column for column, value in row.items() if str(value) != answer}
 
 
-def test_without_answer_or_solution_the_columns_are_told(tmp_path: Path) -> None:
+def test_without_answer_or_solution_the_columns_are_listed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "gold": "1"}])
     with pytest.raises(ConfigError, match=r"neither 'answer' nor 'solution' among the columns prompt, gold; set data.ans"):
         load(path, answer_column=None)
 
 
-def test_blank_lines_are_passed_over_but_counted_in_the_ids(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_but_counted_in_the_ids(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n')
     assert [prompt.id for prompt in load(path)[0]] == [0, 2]
 
 
-QWEN_LIKE = (  # writes an empty thought into the last assistant turn, none into those before it
+QWEN_LIKE = (  # writes an empty thought only into the last assistant turn
     "{% for m in messages %}<|{{ m.role }}|>\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
 )
@@ -147,9 +147,7 @@ NO_GENERATION_PROMPT += "{% endif %}{% endfor %}"
         pytest.param(NO_GENERATION_PROMPT, "", id="no-generation-prompt"),
     ],
 )
-def test_the_prefill_is_what_the_generation_prompt_has_beyond_the_assistants_header(
-    tmp_path: Path, template: str, prefill: str
-) -> None:
+def test_the_prefill_is_the_generation_prompt_after_the_assistant_header(tmp_path: Path, template: str, prefill: str) -> None:
     [prompt], *_ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "1"}]), template)
     assert prompt.prefill == prefill
     assert prompt.text.endswith(prefill)

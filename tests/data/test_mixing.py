@@ -1,4 +1,4 @@
-"""Several sets: shares of every step, order, ids and held-out prompts are functions of the data and the seed alone."""
+"""Several data sets: shares per step, order, ids and held-out prompts depend only on the data and the seed."""
 
 import itertools
 import json
@@ -23,8 +23,8 @@ MIXES = [
     ((100, 50), (1.0, 1.0), 8),
     ((100, 30, 7), (5.0, 3.0, 0.4), 10),
     ((40, 40, 40), (1.0, 1.0, 1.0), 10),
-    ((9, 200), (1.0, 2.0), 12),  # a set hardly larger than its share of one step
-    ((300, 5), (1.0, 0.01), 16),  # a set of which most steps take nothing
+    ((9, 200), (1.0, 2.0), 12),  # one set is hardly larger than its share of a step
+    ((300, 5), (1.0, 0.01), 16),  # most steps take nothing from one set
 ]
 
 
@@ -35,7 +35,7 @@ def counts_of(sampler: Sampler, sizes: tuple[int, ...], step: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("sizes", "weights", "prompts_per_step"), MIXES)
-def test_every_step_holds_each_sets_share_rounded_up_or_down(
+def test_every_step_has_the_share_of_each_set_rounded_up_or_down(
     sizes: tuple[int, ...], weights: tuple[float, ...], prompts_per_step: int
 ) -> None:
     shares = [prompts_per_step * w / sum(weights) for w in weights]
@@ -44,19 +44,19 @@ def test_every_step_holds_each_sets_share_rounded_up_or_down(
         counts = [counts_of(sampler, sizes, step) for step in range(200)]
         assert all(sum(count) == prompts_per_step for count in counts)
         assert all(abs(c - share) < 1 for count in counts for c, share in zip(count, shares, strict=True))
-        for done in (20, 200):  # in the mean it is the share
+        for done in (20, 200):  # the mean equals the share
             drawn = [sum(column) for column in zip(*counts[:done], strict=True)]
             assert all(abs(d - done * share) < 4 for d, share in zip(drawn, shares, strict=True))
 
 
-def test_over_the_seeds_the_mean_of_the_very_first_step_is_the_share() -> None:
+def test_over_many_seeds_the_mean_of_the_first_step_is_the_share() -> None:
     draws = [counts_of(Sampler((9, 9), (1.0, 3.0), 2, seed, shuffle=True), (9, 9), 0)[0] for seed in range(400)]
     assert abs(sum(draws) / len(draws) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize(("sizes", "weights", "prompts_per_step"), MIXES)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_no_step_of_several_sets_holds_a_prompt_twice_and_every_epoch_of_a_set_is_whole(
+def test_steps_of_several_sets_have_unique_prompts_and_whole_epochs(
     sizes: tuple[int, ...], weights: tuple[float, ...], prompts_per_step: int, shuffle: bool
 ) -> None:
     sampler = Sampler(sizes, weights, prompts_per_step, 3, shuffle=shuffle)
@@ -69,7 +69,7 @@ def test_no_step_of_several_sets_holds_a_prompt_twice_and_every_epoch_of_a_set_i
             assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(first, first + size))
 
 
-def test_a_step_of_several_sets_is_the_same_for_a_sampler_that_never_saw_the_steps_before() -> None:
+def test_a_step_of_several_sets_does_not_depend_on_earlier_steps() -> None:
     sizes, weights = (30, 11, 50), (1.0, 0.7, 2.0)
     sampler = Sampler(sizes, weights, 9, 1, shuffle=True)
     before = [sampler.indices(step) for step in range(60)]
@@ -86,7 +86,7 @@ def test_mini_batches_of_a_step_are_mixed_too() -> None:
             assert sum(index >= 100 for index in mini_batch) == 2
 
 
-def test_sets_of_one_size_have_orders_of_their_own_and_the_first_is_that_of_a_single_set() -> None:
+def test_sets_of_equal_size_have_different_orders() -> None:
     sampler = Sampler((64, 64), (1.0, 1.0), 32, 0, shuffle=True)
     drawn = [index for step in range(4) for index in sampler.indices(step)]
     first, second = [i for i in drawn if i < 64], [i - 64 for i in drawn if i >= 64]
@@ -110,7 +110,7 @@ def load(**data: Any) -> RunData:
     return load_data(DataConfig.model_validate(data), make_tokenizer())
 
 
-def test_ids_are_unique_and_do_not_move_when_another_set_grows(tmp_path: Path) -> None:
+def test_ids_are_unique_and_do_not_change_when_another_set_grows(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a.jsonl", ["p", "q"]), write(tmp_path / "b.jsonl", ["r", "s"], "solution")
     before = load(train=[one, {"path": other, "weight": 2}])
     assert [p.id for p in before.train] == [0, 1, IDS_PER_SET, IDS_PER_SET + 1]
@@ -119,7 +119,7 @@ def test_ids_are_unique_and_do_not_move_when_another_set_grows(tmp_path: Path) -
     assert {p.text: p.id for p in before.train}.items() <= {p.text: p.id for p in load(train=[one, other]).train}.items()
 
 
-def test_each_set_has_its_own_columns_and_what_it_does_not_name_is_the_datas(tmp_path: Path) -> None:
+def test_each_set_has_its_own_columns_with_the_defaults_of_data(tmp_path: Path) -> None:
     one = write(tmp_path / "a.jsonl", ["p"])
     (tmp_path / "b.json").write_text(json.dumps([{"problem": "r", "gold": 5}]))
     other = {"path": str(tmp_path / "b.json"), "prompt_column": "problem", "answer_column": "gold"}
@@ -133,7 +133,7 @@ def prompts(texts: list[str], first_id: int = 0) -> list[Prompt]:
     return [Prompt(first_id + i, text, (1,), "a") for i, text in enumerate(texts)]
 
 
-def test_no_text_is_on_both_sides_of_a_split_and_the_order_of_the_rows_does_not_matter() -> None:
+def test_no_text_is_on_both_sides_of_a_split_for_any_order_of_rows() -> None:
     texts = [f"question {i % 40}" for i in range(60)]
     train, heldout = split_off([prompts(texts), prompts(texts[:10], 100)], 10)
     held = {p.text for p in heldout}
@@ -178,8 +178,8 @@ def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
         check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())
 
 
-def test_digests_tell_what_was_read_and_not_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file, Parquet and a set of the hub have the same one; a changed gold answer, extra, order or size gives another."""
+def test_digests_depend_on_the_rows_and_not_on_their_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JSONL file, Parquet and a hub data set have equal digests. Changed answers, extras, order or sizes change them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows: list[dict[str, Any]] = [{"prompt": q, "answer": str(i), "level": {"of": i}} for i, q in enumerate("pqr")]

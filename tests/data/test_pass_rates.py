@@ -1,4 +1,4 @@
-"""Training prompts are kept or dropped by how often they were solved, counted, and only by a file of the same prompts."""
+"""Training prompts are kept or dropped by their pass rate. Dropped prompts are counted. The file must match the prompts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from grpo_mega.errors import ConfigError
 from tests.helpers.hostile_text import LINE_ENDS
 from tests.helpers.models import make_tokenizer
 
-SOLVED = [0, 1, 4, 8, None, 7, 8]  # of 8 samples, prompt by prompt; None: the gold answer cannot be read
+SOLVED = [0, 1, 4, 8, None, 7, 8]  # correct samples of 8, per prompt; None if the gold answer cannot be read
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sets, a.jsonl of five prompts and b.jsonl of three, and rates.jsonl, which lacks the last prompt."""
+    """Write two data sets, a.jsonl with five prompts and b.jsonl with three, and rates.jsonl without the last prompt."""
     texts = [f"q{i}" for i in range(8)]
     for name, part in (("a", texts[:5]), ("b", texts[5:])):
         write(tmp_path / f"{name}.jsonl", [{"prompt": text, "answer": "1"} for text in part])
@@ -69,12 +69,12 @@ def test_prompts_never_or_always_solved_are_dropped_and_counted(folder: Path) ->
     )
 
 
-def test_the_limits_themselves_are_kept_and_either_may_be_left_out(folder: Path) -> None:
+def test_limits_are_inclusive_and_each_may_be_omitted(folder: Path) -> None:
     assert texts(load(folder, min_pass_rate=0.125)) == ["q1", "q2", "q3", "q4", "q5", "q6", "q7"]
     assert texts(load(folder, max_pass_rate=0.5)) == ["q0", "q1", "q2", "q4", "q7"]
 
 
-def test_held_out_prompts_are_split_off_before_and_do_not_depend_on_the_rates(folder: Path) -> None:
+def test_held_out_prompts_do_not_depend_on_the_pass_rates(folder: Path) -> None:
     with_rates, without = load(folder, min_pass_rate=0.1, heldout_size=2), load(folder, pass_rates=None, heldout_size=2)
     assert with_rates.heldout_sets == without.heldout_sets
     assert set(texts(with_rates)) == set(texts(without)) - {"q0"}
@@ -93,7 +93,7 @@ def test_a_file_of_other_prompts_is_refused(folder: Path) -> None:
         load(folder, min_pass_rate=0.1)
 
 
-def test_limits_that_keep_nothing_of_a_set_are_refused(folder: Path) -> None:
+def test_limits_that_drop_a_whole_set_are_refused(folder: Path) -> None:
     rates = folder / "rates.jsonl"
     write(rates, [row | {"solved": 0} for row in read(rates)])
     with pytest.raises(ConfigError, match=r"keep none of the 5 prompts of data\.train\.0; widen them"):

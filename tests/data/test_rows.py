@@ -1,4 +1,4 @@
-"""Rows as data sets have them: numbers of every type, nested columns as in verl's files, and contents in parts."""
+"""Rows of real data sets: numbers of every type, nested columns as in verl's files, and message content in parts."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from grpo_mega.data.sources import Row
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.math.accuracy import accuracy
 
-VERL = [  # rows as those of DAPO-Math-17k
+VERL = [  # rows like in DAPO-Math-17k
     {
         "data_source": "math_dapo",
         "prompt": [{"content": f"What is {n} + {n}?\u2028Think first.", "role": "user"}],
@@ -61,7 +61,7 @@ def read(path: Path, **settings: Any) -> list[Conversation]:
         (np.float64(2.5), "5/2"),
     ],
 )
-def test_a_number_of_every_type_is_an_answer_that_a_right_response_gets(value: Any, right: str) -> None:
+def test_a_number_of_any_type_is_an_answer_that_a_response_can_match(value: Any, right: str) -> None:
     gold = answer_of(row(answer=value), "answer")
     assert Fraction(gold) == Fraction(str(value))
     assert accuracy("", rf"\boxed{{{right}}}", gold, {}).value == 1.0
@@ -79,13 +79,13 @@ def test_an_answer_that_is_not_finite_is_refused_with_its_row(value: Any) -> Non
 
 
 @pytest.mark.parametrize("value", [True, False, np.bool_(True), None, "", " \u2028", [1], {"a": 1}, 1j, b"3"], ids=repr)
-def test_what_is_neither_text_nor_number_is_no_answer(value: Any) -> None:
+def test_values_that_are_neither_text_nor_number_are_no_answer(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^set\.jsonl:5: gold=.* is not an answer; write a text or a number"):
         answer_of(row(gold=value), "gold")
 
 
 @pytest.mark.parametrize("text", ["Nan", "infinity", r"\infty", "information", "nano", "3.0", " 7 "])
-def test_texts_that_only_look_like_numbers_that_are_not_finite_stay(text: str) -> None:
+def test_texts_that_look_like_nonfinite_numbers_are_kept(text: str) -> None:
     assert answer_of(row(gold=text), "gold") == text
 
 
@@ -120,7 +120,7 @@ def test_verls_files_load_unchanged(tmp_path: Path, form: str) -> None:
         assert one.given["reward_model.ground_truth"] == one.answer and one.given["prompts"] == one.messages
 
 
-def test_a_name_with_a_dot_of_its_own_comes_before_nested_values() -> None:
+def test_a_column_name_with_a_dot_wins_over_nested_values() -> None:
     nested = {"a.b": "whole", "a": {"b": "nested", "b.c": "inner", "b.d": {"e": "deep"}}}
     assert answer_of(row(**nested), "a.b") == "whole"
     assert answer_of(row(a=nested["a"]), "a.b") == "nested"
@@ -140,13 +140,13 @@ def test_a_name_with_a_dot_of_its_own_comes_before_nested_values() -> None:
         (".", "its columns are: data_source"),
     ],
 )
-def test_a_nested_column_that_is_missing_is_named_with_the_keys_there(column: str, problem: str) -> None:
+def test_a_missing_nested_column_is_named_with_the_existing_keys(column: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         answer_of(row(**VERL[0]), column)
     assert str(caught.value).startswith(f"set.jsonl:5: answer_column={column!r} is not a column of this row; {problem}")
 
 
-def test_parts_of_text_are_joined_and_null_keys_left_out() -> None:
+def test_text_parts_are_joined_and_null_keys_are_omitted() -> None:
     parts = [{"type": "text", "text": "What\u2028is "}, {"type": "text", "text": "1+1?", "image": None}]
     call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
     messages = [
@@ -190,7 +190,7 @@ def test_any_other_content_is_refused_with_its_row(content: Any) -> None:
 @pytest.mark.parametrize(
     "message", ["a", None, 3, {}, {"content": "a"}, {"role": None, "content": "a"}, {"role": 1, "content": "a"}]
 )
-def test_what_has_no_role_is_no_message(message: Any) -> None:
+def test_a_message_without_a_role_is_refused(message: Any) -> None:
     with pytest.raises(ConfigError, match=r"^set\.jsonl:5: prompt\[0\]=.* is not a message with role and content"):
         messages_of(row(prompt=[message]), "prompt", None)
 

@@ -1,4 +1,4 @@
-"""Sampler over one set: (seed, step) alone decides what a step draws."""
+"""Sampler over one data set: only (seed, step) decides the prompts of a step."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ def draw(sampler: Sampler, num_steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(100, 8), (10, 7), (12, 4), (9, 9), (20, 7), (23, 12)])
-def test_every_epoch_is_a_permutation_even_where_steps_span_epochs(num_prompts: int, prompts_per_step: int) -> None:
+def test_every_epoch_is_a_permutation_even_if_steps_span_epochs(num_prompts: int, prompts_per_step: int) -> None:
     sampler = Sampler([num_prompts], [1.0], prompts_per_step, seed=3, shuffle=True)
     drawn = draw(sampler, num_steps=5 * num_prompts)
     for epoch in range(5):
@@ -23,21 +23,21 @@ def test_every_epoch_is_a_permutation_even_where_steps_span_epochs(num_prompts: 
 
 
 @pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(100, 8), (10, 7), (9, 9), (20, 7), (23, 12), (3, 2)])
-def test_no_step_holds_a_prompt_twice(num_prompts: int, prompts_per_step: int) -> None:
+def test_no_step_has_a_prompt_twice(num_prompts: int, prompts_per_step: int) -> None:
     for seed in range(10):
         sampler = Sampler([num_prompts], [1.0], prompts_per_step, seed=seed, shuffle=True)
         for step in range(60):
             assert len(set(sampler.indices(step))) == prompts_per_step
 
 
-def test_a_step_is_the_same_for_a_sampler_that_never_saw_the_steps_before() -> None:
+def test_a_step_does_not_depend_on_earlier_steps() -> None:
     sampler = Sampler([50], [1.0], 8, seed=1, shuffle=True)
     before = [sampler.indices(step) for step in range(40)]
     for step in (39, 7, 0, 23):
         assert Sampler([50], [1.0], 8, seed=1, shuffle=True).indices(step) == before[step]
 
 
-def test_epochs_and_seeds_differ_in_their_order() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     one, other = (Sampler([64], [1.0], 64, seed=seed, shuffle=True) for seed in (0, 1))
     assert one.indices(0) != one.indices(1)
     assert one.indices(0) != other.indices(0)
@@ -67,7 +67,7 @@ FROZEN_CASES = [
 
 
 def test_the_order_of_prompts_never_changes() -> None:
-    """A checkpoint holds no order, so a resumed run is right only if every version of the code draws the same prompts."""
+    """Checkpoints do not store the order, so every version of the code must draw the same prompts for resumed runs."""
     digest = hashlib.sha256()
     for sizes, weights, prompts_per_step in FROZEN_CASES:
         for seed in (0, 7, 2**31 - 1):

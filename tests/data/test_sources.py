@@ -1,4 +1,4 @@
-"""read_rows: the same rows from JSONL, JSON, Parquet, folders and hub names; what cannot be read is named with the remedy."""
+"""read_rows: equal rows from JSONL, JSON, Parquet, folders and hub names. Errors name the unreadable source and the remedy."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def make_saved_splits(folder: Path) -> str:
 
 
 def make_hub_copy(folder: Path) -> str:
-    """`datasets` takes a folder of that name before it asks the hub."""
+    """Make a folder with the hub name. `datasets` uses it instead of the hub."""
     write_parquet(folder / "owner" / "test.parquet", ROWS)
     (folder / "owner").rename(folder / "name")
     (folder / "owner").mkdir()
@@ -103,7 +103,7 @@ MAKERS = [
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-def test_the_rows_are_the_same_from_whatever_holds_them(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_the_same_from_every_source(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = make(tmp_path)
@@ -130,7 +130,7 @@ def test_messages_in_parquet_and_in_folders_are_lists_of_mappings(tmp_path: Path
         ("hub:o/n@train[:10%]", ("o/n", None, "train[:10%]")),
     ],
 )
-def test_a_hub_name_says_owner_name_config_and_split(
+def test_a_hub_name_has_owner_name_config_and_split(
     path: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
@@ -174,7 +174,7 @@ def spoil(tmp_path: Path) -> None:
         ("hub:a b", r"'hub:a b' is not of the form hub:owner/name\[:config\]\[@split\]"),
     ],
 )
-def test_what_cannot_be_read_is_named_in_one_line_with_the_remedy(
+def test_an_unreadable_source_is_named_in_one_line_with_the_remedy(
     path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,7 +194,7 @@ def test_a_hub_set_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch: p
         rows_of("hub:o/n")
 
 
-def test_two_paths_to_one_set_are_the_same(tmp_path: Path) -> None:
+def test_two_paths_to_one_data_set_are_equal(tmp_path: Path) -> None:
     write_parquet(tmp_path / "set/train.parquet", ROWS)
     folder = str(tmp_path / "set")
     assert is_same(folder, f"{tmp_path}/./set@train")
