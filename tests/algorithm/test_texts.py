@@ -177,10 +177,7 @@ def test_the_listing_of_rlinf_equals_the_recipe() -> None:
         ({"adv_type": "reinpp", "use_reinpp_baseline": False, "reinpp_kl_beta": 0.0}, {"adv_type": "reinforce_plus_plus"}),
         ({"kl_penalty_type": "k1"}, {"kl_penalty_type": "kl"}),
         ({"kl_penalty_type": "k3"}, {"kl_penalty_type": "low_var_kl"}),
-        (
-            {"recipe": "dapo", "clip_ratio_high": 0.3},
-            {"recipe": "dapo", "ratio_clip_eps_high": 0.3},
-        ),  # explicit, so it wins
+        ({"recipe": "dapo", "clip_ratio_high": 0.3}, {"recipe": "dapo", "ratio_clip_eps_high": 0.3}),  # explicit, so it wins
     ],
 )
 def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:

@@ -1,4 +1,4 @@
-"""Balance: every sample once, budgets kept, equal numbers of micro-batches, little imbalance at full size."""
+"""Balance: every sample once, budgets kept, equally many micro-batches per rank, little imbalance at full size."""
 
 import random
 
@@ -17,9 +17,7 @@ from grpo_mega.errors import PlanError
     token_budget=st.integers(50, 200),
     multiple=st.integers(1, 4),
 )
-def test_each_sample_is_placed_once_within_the_budget_and_all_ranks_have_as_many_micro_batches(
-    lengths, dp_size, token_budget, multiple
-):
+def test_samples_are_placed_once_and_ranks_have_equally_many_micro_batches(lengths, dp_size, token_budget, multiple):
     ranks = balance(lengths, dp_size=dp_size, token_budget=token_budget, micro_batch_multiple=multiple)
     assert len(ranks) == dp_size
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
@@ -43,8 +41,8 @@ def test_ranks_and_micro_batches_are_even_for_8192_samples_on_64_ranks():
     assert len(ranks[0]) == -(-sum(lengths) // (64 * budget))
 
 
-def test_ranks_have_the_same_work_where_attention_costs_as_much_as_all_else():
-    """Tokens alone leave 4% at this size."""
+def test_ranks_have_equal_work_even_if_attention_is_half_of_it():
+    """Balancing only tokens leaves an imbalance of 4% at this size."""
     generator = random.Random(2)
     lengths = [min(32_768, int(generator.lognormvariate(8.3, 0.9))) for _ in range(1000)]
 
@@ -59,7 +57,7 @@ def test_ranks_have_the_same_work_where_attention_costs_as_much_as_all_else():
     assert busiest(4e-5) < 1.003 and busiest(0.0) > 1.01
 
 
-def test_micro_batches_are_evened_out_no_further_than_rounding_up_their_length_hides():
+def test_micro_batches_are_balanced_up_to_the_length_multiple():
     generator = random.Random(1)
     lengths = [min(8192, int(generator.lognormvariate(7.3, 0.8))) for _ in range(1024)]
     for multiple in (1, 64, 1024):
@@ -69,13 +67,13 @@ def test_micro_batches_are_evened_out_no_further_than_rounding_up_their_length_h
         assert -(-longest // multiple) <= -(-int(1.001 * mean) // multiple)
 
 
-def test_a_mini_batch_that_just_fits_gets_no_further_micro_batches():
-    """Longest first alone does not get 4, 4, 3, 3, 2, 2, 2 into two of 10: it needs an exchange."""
+def test_a_mini_batch_that_just_fits_gets_no_extra_micro_batches():
+    """Longest-first does not pack 4, 4, 3, 3, 2, 2, 2 into two bins of 10. An exchange is needed."""
     lengths = [40, 40, 30, 30, 20, 20, 20]
     assert [[len(rank) for rank in balance(lengths, dp_size=2, token_budget=100)]] == [[1, 1]]
 
 
-def test_samples_of_which_no_two_share_a_micro_batch_get_one_each():
+def test_samples_too_long_to_share_a_micro_batch_get_one_each():
     ranks = balance([60] * 8, dp_size=2, token_budget=100)
     assert [len(micro_batches) for micro_batches in ranks] == [4, 4]
 
@@ -84,10 +82,10 @@ def test_fewer_samples_than_ranks_leave_empty_micro_batches():
     assert sorted(balance([5, 7], dp_size=4, token_budget=10)) == [[[]], [[]], [[0]], [[1]]]
 
 
-def test_a_mini_batch_without_samples_still_has_a_micro_batch_on_every_rank():
+def test_a_mini_batch_without_samples_has_a_micro_batch_on_every_rank():
     assert balance([], dp_size=2, token_budget=10, micro_batch_multiple=3) == [[[], [], []], [[], [], []]]
 
 
-def test_a_sample_longer_than_the_budget_is_refused_with_its_length_and_the_remedy():
+def test_a_sample_longer_than_the_budget_is_refused_with_the_remedy():
     with pytest.raises(PlanError, match=r"sample of 120 tokens.*tokens_per_micro_batch=100; raise it to at least 120"):
         balance([10, 120], dp_size=1, token_budget=100)

@@ -1,4 +1,4 @@
-"""Floating-point operations against counts by hand, and against torch's counter on transformers' own models."""
+"""Floating-point operations, compared with counts by hand and with torch's counter on transformers models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config, make_model
 
-# Llama-3.1-8B: 32 heads of 128 over 8 key-value heads.
+# Llama-3.1-8B: 32 heads of 128, 8 key-value heads.
 LLAMA = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, False)
-# Qwen2.5-1.5B: tied, 12 heads of 128 over 2.
+# Qwen2.5-1.5B: tied embeddings, 12 heads of 128, 2 key-value heads.
 QWEN2 = ModelShape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True)
-# Qwen3-30B-A3B: 8 of 128 experts a token; queries of 4096 from a hidden size of 2048.
+# Qwen3-30B-A3B: 8 of 128 experts per token; queries of size 4096 from a hidden size of 2048.
 MIXTURE = ModelShape("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151936, False, 128, 768)
 
 
@@ -26,24 +26,24 @@ def test_a_llama_with_grouped_queries_counts_as_by_hand() -> None:
     assert found.linear == 2 * 4096 * 32 * layer
     assert found.attention == 32 * 4 * 4096 * (4096 * 4097 // 2)
     assert found.output == 2 * 4096 * 4096 * 128256
-    # 7.5e9 weights that multiply, 6 operations each, and 6 % more for attention.
+    # 7.5e9 weights in products, 6 operations each, and 6% more for attention.
     assert found.training / 4096 == pytest.approx(6 * 7.505e9 + 3 * 32 * 4 * 4096 * 4097 / 2, rel=1e-4)
 
 
-def test_a_tied_output_layer_counts_once_and_the_lookup_not_at_all() -> None:
+def test_a_tied_output_layer_counts_once_and_the_lookup_is_free() -> None:
     layer = 1536 * (1536 + 2 * 256) + 1536 * 1536 + 3 * 1536 * 8960
     found = flops.count(QWEN2, [1])
     assert found.linear == 2 * 28 * layer and found.output == 2 * 1536 * 151936
     assert found.attention == 28 * 4 * 1536
-    assert found.linear + found.output == 2 * (1_543_714_304 - 57_344 - 87_552)  # its parameters less biases and norms
+    assert found.linear + found.output == 2 * (1_543_714_304 - 57_344 - 87_552)  # all parameters minus biases and norms
 
 
-def test_a_mixture_counts_its_router_and_the_experts_that_a_token_takes() -> None:
+def test_a_mixture_counts_its_router_and_the_chosen_experts() -> None:
     layer = 2048 * (4096 + 2 * 512) + 4096 * 2048 + 2048 * 128 + 8 * 3 * 2048 * 768
     found = flops.count(MIXTURE, [10], experts_per_token=8)
     assert found.linear == 2 * 10 * 48 * layer
     assert found.attention == 48 * 4 * 4096 * 55
-    assert (found.linear + found.output) / 20 == pytest.approx(3.03e9, rel=0.01)  # "A3B": 3.3e9 with the embedding
+    assert (found.linear + found.output) / 20 == pytest.approx(3.03e9, rel=0.01)  # "A3B" is 3.3e9 with the embedding
 
 
 def test_a_mixture_without_its_number_of_chosen_experts_is_refused() -> None:
@@ -65,8 +65,8 @@ def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:
     ("family", "tied"),
     [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3_moe", False), ("deepseek_v2", False), ("deepseek_v3", False)],
 )
-def test_transformers_forward_pass_counts_the_same(family: str, tied: bool) -> None:
-    """Eager attention multiplies all n x n pairs; rotary angles are a product of [head_dim / 2, 1] and [1, n] there."""
+def test_the_forward_pass_of_transformers_has_the_same_count(family: str, tied: bool) -> None:
+    """Eager attention in transformers computes n x n pairs, and rotary angles as a product of [head_dim / 2, 1] and [1, n]."""
     n = 24
     hf_config = make_config(family, tied=tied)
     shape = ModelShape.from_hf_config(hf_config.to_dict())

@@ -1,4 +1,4 @@
-"""Loss, gradient and metrics do not depend on how a mini-batch is cut into micro-batches and spread over ranks."""
+"""Loss, gradient and metrics do not depend on how a mini-batch is split into micro-batches and distributed over ranks."""
 
 import math
 
@@ -27,7 +27,7 @@ LAYOUTS = [  # (dp_size, token_budget, length_multiple, micro_batch_multiple)
 
 
 def make_samples(generator):
-    """Six groups of four samples with responses of 0 to 20 tokens."""
+    """Return six groups of four samples with responses of 0 to 20 tokens."""
     groups = []
     for prompt_id in range(6):
         prompt = Prompt(prompt_id, "", tuple(range(1, 2 + prompt_id)), "")
@@ -43,7 +43,7 @@ def make_samples(generator):
 
 
 class Policy:
-    """Stands in for a model: fixed random values for each response token, wherever it is packed."""
+    """A fake model with fixed random values for each response token, independent of packing."""
 
     def __init__(self, samples, generator):
         def uniform(low, high):
@@ -95,7 +95,7 @@ def loss_gradient_and_metrics(policy, weights, layout, **more):
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_loss_gradient_and_metrics_are_the_same_for_any_packing_and_any_number_of_ranks(kind, layout):
+def test_loss_gradient_and_metrics_do_not_depend_on_packing_or_ranks(kind, layout):
     generator = torch.Generator().manual_seed(0)
     samples = make_samples(generator)
     policy = Policy(samples, generator)
@@ -120,7 +120,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: "-".join(map(str, c.values())))
-def test_what_looks_at_whole_responses_is_the_same_for_any_packing_too(loss_type, correction):
+def test_losses_over_whole_responses_do_not_depend_on_packing(loss_type, correction):
     generator = torch.Generator().manual_seed(0)
     samples = make_samples(generator)
     policy = Policy(samples, generator)
@@ -138,7 +138,7 @@ def test_what_looks_at_whole_responses_is_the_same_for_any_packing_too(loss_type
 
 
 def naive_seq_mean_token_mean(policy):
-    """Padding-free loops over samples and tokens, in Python floats: DeepSeekMath eq. 3."""
+    """Compute DeepSeekMath eq. 3 in Python floats, looping over samples and tokens without padding."""
     total = 0.0
     for i, sample in enumerate(policy.samples):
         terms = []
@@ -164,5 +164,5 @@ def test_from_rewards_to_loss_the_packed_path_equals_the_oracle():
         lengths, "seq-mean-token-mean", max_response_length=20, num_samples=len(samples), num_tokens=sum(lengths)
     )
     loss = loss_gradient_and_metrics(policy, weights, (2, 50, 8, 1))[0]
-    # The batch carries weights in float32.
+    # The batch stores weights in float32.
     assert loss.item() == pytest.approx(naive_seq_mean_token_mean(policy), rel=1e-6)

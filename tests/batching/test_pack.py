@@ -1,4 +1,4 @@
-"""Packing: what stands where in a micro-batch, fillers, equal shapes on all ranks, and the way back to samples."""
+"""Packing: the layout of a micro-batch, fillers, equal shapes on all ranks, and unpacking to samples."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def make_sample(prompt_ids, response_ids, prompt_id=0, advantage=0.0):
 
 
 def make_samples(shapes):
-    """Samples of (prompt length, response length) whose tokens are all different, and never 0."""
+    """Return samples of (prompt length, response length). All tokens are different and nonzero."""
     samples, token = [], 1
     for i, (prompt_len, response_len) in enumerate(shapes):
         ids = range(token, token + prompt_len + response_len)
@@ -34,7 +34,7 @@ def pack_one(samples, weights=None, **options):
     return pack([samples], [weights], **({"dp_size": 1, "dp_rank": 0, "token_budget": 1000} | options))[0]
 
 
-def test_a_micro_batch_of_two_samples_and_padding_reads_as_worked_by_hand():
+def test_a_micro_batch_of_two_samples_and_padding_equals_a_worked_example():
     first, second = make_sample([1, 2, 3], [4, 5], advantage=1.5), make_sample([6], [7, 8, 9], advantage=-2.0)
     (batch,) = pack_one([first, second], [0.5, 0.125], length_multiple=4)
     assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0]
@@ -53,8 +53,8 @@ def test_a_micro_batch_of_two_samples_and_padding_reads_as_worked_by_hand():
     assert {x.dtype for x in (batch.loss_mask, batch.loss_weights, batch.advantages)} == {torch.float32}
 
 
-def test_two_context_parallel_ranks_hold_the_chunks_that_were_worked_by_hand():
-    """Five tokens become eight, in chunks of two; one token becomes four, in chunks of one; eight of padding fill the row."""
+def test_two_context_parallel_ranks_have_the_chunks_worked_out_by_hand():
+    """Five tokens are padded to eight in chunks of two, one token to four in chunks of one. Eight padding tokens follow."""
     first, second = make_sample([1, 2, 3], [4, 5], advantage=1.5), make_sample([6], [], advantage=-2.0)
     outer, inner = (pack_one([first, second], cp_size=2, cp_rank=rank, length_multiple=5)[0] for rank in (0, 1))
     assert outer.tokens.tolist() == [1, 2, 0, 0, 6, 0, 0, 0, 0, 0]
@@ -100,7 +100,7 @@ def test_prompts_and_responses_are_kept_apart_for_empty_responses_too():
 
 
 @pytest.mark.parametrize("broken", ["advantages", "rollout_logprobs"])
-def test_samples_that_lack_a_value_a_token_are_not_packed(broken):
+def test_samples_without_a_value_per_token_are_refused(broken):
     sample = make_sample([1], [2, 3])
     setattr(sample, broken, None if broken == "advantages" else [-0.1])
     with pytest.raises(AssertionError, match=f"sample 0 .*{broken}"):
@@ -134,7 +134,7 @@ LAYOUT = {
 
 @settings(max_examples=80, deadline=None)
 @given(**LAYOUT)
-def test_all_ranks_together_hold_every_token_once_in_equal_shapes(shapes, dp_size, token_budget, **options):
+def test_all_ranks_together_have_every_token_once_in_equal_shapes(shapes, dp_size, token_budget, **options):
     samples = make_samples(shapes)
     options["token_budget"], cp_size = token_budget, options["cp_size"]
     places = [(dp_rank, cp_rank) for dp_rank in range(dp_size) for cp_rank in range(cp_size)]
@@ -168,7 +168,7 @@ def test_values_go_from_packed_rows_to_samples_and_back_unchanged(shapes, dp_siz
             rows.append((batch, values))
             for index, places in zip(batch.sample_indices, response_places(batch, samples), strict=True):
                 for in_row, in_response in places:
-                    assert values_of[index][in_response].isnan().all()  # no other rank holds them
+                    assert values_of[index][in_response].isnan().all()  # other ranks do not have these values
                     targets[index][in_response] = batch.targets[in_row].float()
                     values_of[index][in_response] = values[in_row]
     assert [row.tolist() for row in targets] == [sample.response_ids for sample in samples]
@@ -177,7 +177,7 @@ def test_values_go_from_packed_rows_to_samples_and_back_unchanged(shapes, dp_siz
         assert packed.equal(values * batch.loss_mask)
 
 
-def test_a_row_made_of_samples_passes_gradients_back_to_them():
+def test_a_row_of_samples_passes_gradients_back_to_them():
     samples = make_samples([(2, 3), (1, 2)])
     (batch,) = pack_one(samples, length_multiple=4)
     rows = [torch.zeros(s.response_len, requires_grad=True) for s in samples]

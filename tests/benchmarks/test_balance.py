@@ -1,4 +1,4 @@
-"""The benchmark of packing: its peers plan every sample once, its bound holds, and its last line is the headline."""
+"""The benchmark of packing: other planners place every sample once, its bound holds, its last line is the headline."""
 
 import json
 import random
@@ -18,12 +18,12 @@ from tools.benchmarks.balance import (
 
 
 def test_largest_differences_splits_the_textbook_example():
-    """Karmarkar and Karp's 4, 5, 6, 7, 8 in two parts: 16 and 14, where the best is 15 and 15."""
+    """Karmarkar and Karp split 4, 5, 6, 7, 8 into 16 and 14. The optimum is 15 and 15."""
     parts = largest_differences([4, 5, 6, 7, 8], list(range(5)), 2, is_equal_size=False)
     assert sorted(sum([4, 5, 6, 7, 8][i] for i in part) for part in parts) == [14, 16]
 
 
-def test_with_equal_sizes_all_ranks_get_as_many_samples():
+def test_with_equal_sizes_all_ranks_get_equally_many_samples():
     generator = random.Random(0)
     lengths = [generator.randint(1, 1000) for _ in range(64)]
     plan = karmarkar_karp_plan(lengths, 8, 4000)

@@ -1,4 +1,4 @@
-"""The comparison of times with modelled operations: its verdict on times that are known, and a run of it."""
+"""The comparison of times with modeled operations: its verdict on known times, and one run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tools.benchmarks.flops import main, report
 
 
 @pytest.mark.parametrize(("times", "code"), [([2.0, 30.0], 0), ([2.0, 20.0], 1)])
-def test_times_are_judged_by_what_comes_closer_to_them(
+def test_the_verdict_is_the_model_that_is_closer_to_the_times(
     times: list[float], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By hand: 4.13M weights and 304 x 768 of the output for every second token; 3,072 operations for each pair of tokens."""
+    """By hand: 4.13M weights, 304 x 768 output weights for every second token, and 3,072 operations per pair of tokens."""
     linear, output, pair = 2 * 768 * 768 * (4 + 3), 2 * 768 * 304 / 2, 2 * 2 * 768
     per_token = [linear + output + pair * (n + 1) / 2 for n in (1024, 8192)]
     assert report([1024, 8192], times) == code

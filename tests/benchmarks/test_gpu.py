@@ -1,4 +1,4 @@
-"""The benchmarks for a machine with a GPU, at sizes and with an engine that a CPU can do: all of their code but CUDA itself."""
+"""The GPU benchmarks with sizes and an engine for a CPU. The tests cover all of their code except CUDA calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.benchmarks.gpu.rank import Figure, extra_gib
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 TOOL = Path(bench_gpu.__file__)
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +49,28 @@ def test_every_section_measures_and_a_cpu_meets_no_target(found: dict[str, Any])
 
 
 @needs_no_gpu
-def test_what_is_left_out_is_said_in_a_line_with_the_reason(output: list[str]) -> None:
+def test_omitted_sections_are_reported_in_a_line_with_the_reason(output: list[str]) -> None:
     assert sum(line.startswith("mfu: tiny in fp8") and "needs a GPU" in line for line in output) == 2
     assert any(line.startswith("engine: no GPU here") for line in output)
 
 
-def test_the_table_has_a_line_for_every_figure(output: list[str], found: dict[str, Any]) -> None:
+def test_the_table_has_a_line_for_every_value(output: list[str], found: dict[str, Any]) -> None:
     table = [line for line in output if line.startswith("| ")]
     assert len(table) == 2 + len(found["rows"])
     assert {line.count(" | ") for line in table} == {5}
 
 
-def test_the_work_of_a_step_is_the_formulas(found: dict[str, Any]) -> None:
-    """2 micro-batches of 2 segments of 32 tokens, 24 of which go to the output layer; 2 layers of hidden 64."""
+def test_the_work_of_a_step_follows_the_formula(found: dict[str, Any]) -> None:
+    """2 micro-batches of 2 segments of 32 tokens, 24 of them in the output layer. 2 layers with hidden size 64."""
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
     by_hand = 2 * 3 * (2 * 64 * 2 * layer + 2 * 2 * 4 * 64 * (32 * 33 // 2) + 2 * 64 * 304 * 2 * 24)
     [note] = [row["note"] for row in found["rows"] if row["name"] == "of the dense peak"]
     assert f"{by_hand / 1e12:.4g} TFLOP in" in note
 
 
-def test_log_probs_of_every_path_are_right(found: dict[str, Any]) -> None:
+def test_log_probs_of_every_path_are_correct(found: dict[str, Any]) -> None:
     errors = {row["name"]: float(row["note"].split()[-1]) for row in found["rows"] if row["name"].endswith(": time")}
-    assert len(errors) == 4 and max(errors.values()) < 0.05  # of bf16 logits, where paths make them
+    assert len(errors) == 4 and max(errors.values()) < 0.05  # some paths compute bf16 logits
     assert errors["ours: time"] < 1e-5 > errors["ours with entropy: time"]
 
 
@@ -81,7 +81,7 @@ def test_phases_of_a_step_add_up(found: dict[str, Any]) -> None:
     assert sum(step.values()) == pytest.approx(whole, rel=0.02)
 
 
-def test_a_figure_meets_its_target_from_the_right_side() -> None:
+def test_a_value_meets_its_target_from_the_correct_side() -> None:
     assert Figure("s", "c", "n", 0.9, "GiB", 1.0).is_met is True
     assert Figure("s", "c", "n", 1.1, "GiB", 1.0).is_met is False
     assert Figure("s", "c", "n", 1.4, "times", 1.3, "more").is_met is True
@@ -89,14 +89,14 @@ def test_a_figure_meets_its_target_from_the_right_side() -> None:
     assert Figure("s", "c", "n", None, "%", 50.0).is_met is None is Figure("s", "c", "n", 1.0, "s").is_met
 
 
-def test_peaks_go_by_the_name_of_the_card() -> None:
+def test_peak_flops_are_looked_up_by_the_name_of_the_card() -> None:
     assert peak_tflops("NVIDIA H100 80GB HBM3", "bf16") == peak_tflops("NVIDIA H200", "bf16") == 989
     assert peak_tflops("NVIDIA H100 PCIe", "fp8") == 1513 and peak_tflops("NVIDIA B200", "fp8") == 4500
     assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp8") is None is peak_tflops("NVIDIA GeForce RTX 3090", "bf16")
 
 
-def test_a_model_gets_as_many_layers_as_there_is_room_for() -> None:
-    """Each layer of Qwen3-8B takes 18 x 193e6 = 3.5 GB, and with 16,384 tokens 2.8 GB more; its two vocabularies take 22 GB."""
+def test_a_model_gets_as_many_layers_as_fit_in_memory() -> None:
+    """A layer of Qwen3-8B needs 18 x 193e6 = 3.5 GB, plus 2.8 GB with 16,384 tokens. Its two vocabulary matrices need 22 GB."""
     shape = shape_of("qwen3-8b")
     assert layers_that_fit(shape, 16384, None) == shape.num_layers == 36
     assert layers_that_fit(shape, 16384, 140 << 30) == 16
@@ -104,7 +104,7 @@ def test_a_model_gets_as_many_layers_as_there_is_room_for() -> None:
     assert layers_that_fit(shape, 16384, 1 << 30) == 1
 
 
-def test_a_section_that_fails_leaves_the_others_alone(
+def test_a_failing_section_does_not_affect_other_sections(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(options: Any) -> list[Figure]:
@@ -121,7 +121,7 @@ def test_a_section_that_fails_leaves_the_others_alone(
 
 
 @needs_no_gpu
-def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
+def test_memory_is_not_measured_without_a_gpu() -> None:
     done: list[int] = []
     assert extra_gib(lambda: done.append(1), torch.device("cpu")) is None and done == [1]
 
@@ -133,9 +133,7 @@ def test_memory_is_not_measured_where_there_is_no_gpu() -> None:
         pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_one_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         bench_gpu.main(arguments.split())
     [line] = capsys.readouterr().err.splitlines()

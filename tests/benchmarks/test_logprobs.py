@@ -1,4 +1,4 @@
-"""The benchmark of log-probs: all paths compute the same, and its last line has what it promises; at tiny sizes."""
+"""The benchmark of log-probs at tiny sizes: all paths compute equal values, and the last line has the documented keys."""
 
 import json
 
@@ -13,7 +13,7 @@ TINY = "--tokens 64 --vocab 500 --hidden 16"
 
 
 @pytest.mark.parametrize("name", bench_logprobs.PATHS)
-def test_each_path_gives_the_values_and_gradients_of_ours(name):
+def test_each_path_has_the_values_and_gradients_of_our_code(name):
     expected, found = bench_logprobs.inputs(12, 50, 6, 0.5), bench_logprobs.inputs(12, 50, 6, 0.5)
     needed = expected[3]
     assert needed.sum() == 6
@@ -24,14 +24,14 @@ def test_each_path_gives_the_values_and_gradients_of_ours(name):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_the_columns_of_trls_tiles_are_trls_own():
+def test_the_tile_columns_of_trl_are_taken_from_trl():
     from trl.trainer import utils
 
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == bench_logprobs.TRL_CHUNK
     assert utils._ChunkedLogProbFunction.__module__ == "trl.kernels.chunked_logprob"
 
 
-def test_an_error_in_a_value_is_seen():
+def test_an_error_in_a_value_is_detected():
     given = bench_logprobs.inputs(12, 50, 6, 1.0)
     logprobs, entropy = bench_logprobs.step("ours", *given)
     assert bench_logprobs.max_error(*given, logprobs, entropy) < 1e-5
@@ -59,7 +59,7 @@ def test_the_last_line_is_json_with_ratios_and_the_error(capsys):
         ("--vocab many", "invalid int value: 'many'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_one_line(arguments, message, capsys):
+def test_invalid_arguments_are_refused_in_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         bench_logprobs.main(arguments.split())
     [line] = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""The comparison of methods: its figures from curves written by hand, its F ratio, its task and its arguments."""
+"""The comparison of methods: values from handwritten curves, the F ratio, the task and the arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_samples_of_dynamic_sampling_are_counted_by_rollouts(tmp_path: Path) -> 
     lines = [
         {"step": 0, evaluation: 0.2, "eval/sampled_response_length": 40.0},
         {"step": 1, "seconds/step": 1.0, "rollouts": 3.0, "entropy/mean": 0.7},
-        {"step": 2, "seconds/step": 1.0, "rollouts": 1.0},  # no update
+        {"step": 2, "seconds/step": 1.0, "rollouts": 1.0},  # this step has no update
         {"step": 2, evaluation: 0.6, "eval/sampled_response_length": 44.0},
         {"step": 3, "seconds/step": 1.0, "rollouts": 2.0, "entropy/mean": 0.5},
         {"step": 3, evaluation: 1.0, "eval/sampled_response_length": 42.0},
@@ -49,7 +49,7 @@ def test_samples_of_dynamic_sampling_are_counted_by_rollouts(tmp_path: Path) -> 
     assert bench_methods._read(metrics).samples == [0, 2 * per_rollout, 3 * per_rollout]
 
 
-def test_figures_are_read_at_equal_samples() -> None:
+def test_values_are_read_at_equal_numbers_of_samples() -> None:
     run = Run([0, 100, 300], [0.2, 0.6, 1.0], [40, 44, 40], [0.7, 0.5, 0.3])
     assert run.at("score", 200) == pytest.approx(0.8) and run.at("length", 200) == pytest.approx(42)
     assert run.mean_score(100) == pytest.approx(0.4)
@@ -96,7 +96,7 @@ def test_demonstrations_dither_and_drop_carries_and_nothing_else() -> None:
     assert num_blank / num_lines == pytest.approx(task.BLANK_LINE / (1 - task.BLANK_LINE), rel=0.05)
 
 
-def test_the_limit_of_responses_is_that_of_the_config() -> None:
+def test_the_response_limit_is_from_the_config() -> None:
     assert load(YAML).rollout.max_response_length == task.MAX_RESPONSE_TOKENS
 
 
@@ -111,16 +111,14 @@ def test_the_limit_of_responses_is_that_of_the_config() -> None:
         ("--seeds -1", "--seeds=-1 must not be negative"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_one_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         bench_methods.main(arguments.split())
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and len(error.splitlines()) == 1
 
 
-def test_a_finished_run_of_another_length_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_finished_run_of_another_length_is_not_reused(tmp_path: Path) -> None:
     (tmp_path / "grpo-0" / "hf").mkdir(parents=True)
     (tmp_path / "grpo-0" / "metrics.jsonl").write_text('{"step": 7, "seconds/step": 1.0}\n')
     bench_methods._train(tmp_path, "grpo", 0, 7)

@@ -1,4 +1,4 @@
-"""The benchmark of offloading at tiny sizes: it runs the trainer's own code, and its last line has what it promises."""
+"""The benchmark of offloading at tiny sizes: it runs the trainer's code, and the last line has the documented keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.benchmarks import offload as bench_offload
 from tools.benchmarks.gpu.models import shape_of
 
 
-def test_the_last_line_has_finite_ratios_of_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_has_finite_ratios_of_measured_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_offload.main(["--model", "tiny", "--gib", "0.002", "--repeat", "2"]) == 0
     output = capsys.readouterr().out
     found = json.loads(output.splitlines()[-1])
@@ -25,19 +25,21 @@ def test_the_last_line_has_finite_ratios_of_what_was_measured(capsys: pytest.Cap
         assert found["met"] is None and "which has no target" in output
 
 
-def test_what_moves_is_a_trainers_14_bytes_a_parameter() -> None:
-    """The embedding of 304 x 64 and two layers of known sizes fit; one of them where there is half the room."""
+def test_the_benchmark_moves_14_bytes_per_parameter_like_a_trainer() -> None:
+    """The embedding of 304 x 64 and two layers of known sizes fit. With half the memory, fewer of them fit."""
     shape = shape_of("tiny")
     both = bench_offload.parameter_sizes(shape, 2 << 20)
     matrices = 304 * 64 + 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
-    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (64 + 2 * 32)  # norms, and the biases of queries, keys, values
+    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (64 + 2 * 32)  # norms, then biases of queries, keys and values
     assert 0 < len(bench_offload.parameter_sizes(shape, 14 * 70_000)) < len(both)
     weights, state = bench_offload.make(both, torch.device("cpu"))
     assert len({t.untyped_storage().data_ptr() for t in weights}) == 1
     assert len({t.untyped_storage().data_ptr() for t in state}) == 3 * len(both)
 
 
-def test_a_bit_that_changed_on_the_way_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bit_that_changed_in_transfer_is_detected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken(weights: list[torch.Tensor], *rest: object) -> dict[str, float]:
         weights[-1][-1] += 1
         return dict.fromkeys(("offload", "plain_offload", "onload", "plain_onload"), 1.0)
@@ -56,9 +58,7 @@ def test_a_bit_that_changed_on_the_way_is_seen(monkeypatch: pytest.MonkeyPatch, 
         ("--model gpt", "invalid choice: 'gpt'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_one_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = bench_offload.main(["--model", "qwen2.5-0.5b", *arguments.split()])
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""The gap between the built-in rewards and an oracle: its figure, its exit code, its task and its oracle."""
+"""The gap between built-in rewards and an oracle: value, exit code, task and oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_worst_step_decides() -> None:
     assert reward_gap.gap_of(CURVES | {"reward/paid_but_wrong": {1: 0.0, 2: 0.01, 3: 0.0}}, "len").is_within
 
 
-def test_a_step_without_a_figure_and_a_run_without_pay_are_errors() -> None:
+def test_a_step_without_a_value_and_a_run_without_rewards_are_errors() -> None:
     with pytest.raises(SystemExit, match="step 2 has no reward/paid_but_wrong"):
         reward_gap.gap_of(CURVES | {"reward/paid_but_wrong": {1: 0.0, 3: 0.0}}, "len")
     with pytest.raises(SystemExit, match="accuracy called no response correct"):
@@ -39,7 +39,7 @@ def test_a_step_without_a_figure_and_a_run_without_pay_are_errors() -> None:
 
 
 @pytest.mark.parametrize(("worst", "code"), [(0.01, 0), (0.02, 1)])
-def test_the_exit_code_and_the_last_line_tell_of_a_gap(
+def test_the_exit_code_and_the_last_line_report_a_gap(
     worst: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(run: Path, *_: object) -> None:
@@ -54,7 +54,7 @@ def test_the_exit_code_and_the_last_line_tell_of_a_gap(
     assert last["is_within"] == (code == 0) and last["runs"]["bare-accuracy"]["worst"] == worst
 
 
-def test_every_built_in_reward_is_trained_on_but_the_oracle_and_the_served_one() -> None:
+def test_every_built_in_reward_but_oracle_and_server_is_trained_on() -> None:
     assert set(reward_gap.REWARDS) == set(BUILT_IN) - {"arithmetic_oracle", "reward_model"}
     for reward in reward_gap.REWARDS:
         names = [function["name"] for function in reward_gap.functions_of(reward, False)]
@@ -64,7 +64,7 @@ def test_every_built_in_reward_is_trained_on_but_the_oracle_and_the_served_one()
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "process_supervision.yaml"])
-def test_the_examples_with_sums_watch_the_oracle(name: str) -> None:
+def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
     functions = {function.name: function.weight for function in load(reward_gap.ROOT / "examples" / name).rewards.functions}
     assert functions["arithmetic_oracle"] == 0.0
 
@@ -86,7 +86,7 @@ def test_the_examples_with_sums_watch_the_oracle(name: str) -> None:
         ("", False),
     ],
 )
-def test_the_oracle_wants_the_answers_exact_text_and_no_other(response: str, is_right: bool) -> None:
+def test_the_oracle_requires_the_exact_text_of_the_answer(response: str, is_right: bool) -> None:
     score = resolve("arithmetic_oracle")("p", response, "58", {})
     assert (score.value, score.verdict) == (float(is_right), "oracle_right" if is_right else "oracle_wrong")  # type: ignore[union-attr]
 

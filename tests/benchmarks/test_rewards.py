@@ -1,4 +1,4 @@
-"""The benchmark of rewards: its corpus is the same every time, and its last line is the headline."""
+"""The benchmark of rewards: its corpus is deterministic, and its last line is the headline."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of shared prompts at a tiny size: it runs the trainer's own updates, and both kinds have one gradient."""
+"""The benchmark of shared prompts at a tiny size: it runs the trainer's updates, and both kinds have the same gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tools.benchmarks import share_prompts
 
 
-def test_fewer_tokens_give_the_same_loss_and_gradient(
+def test_fewer_tokens_have_the_same_loss_and_gradient(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = {"num_hidden_layers": 2, "hidden_size": 40, "intermediate_size": 72, "head_dim": 8, "vocab_size": 307}

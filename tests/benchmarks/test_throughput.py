@@ -1,5 +1,6 @@
-"""The throughput benchmark on a tiny model: a run with sampled responses over two data-parallel ranks, and one with synthetic
-ones over two pipeline stages."""
+"""The throughput benchmark on a tiny model: a run with sampled responses on two data-parallel ranks, and a run with synthetic
+responses on two pipeline stages.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(folder: Path, name: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
-    """The tool's JSON and the lines before it."""
+    """Return the tool's JSON and the lines before it."""
     command = [sys.executable, str(ROOT / "tools" / "benchmarks" / "throughput"), str(folder / "config.json")]
     command += ["--set", f"run_dir={folder / name}", "--steps", str(STEPS), "--out", str(folder / f"{name}.json"), *arguments]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
@@ -60,7 +61,7 @@ def synthetic(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["real", pytest.param("synthetic", marks=pytest.mark.full)])
-def test_phases_cover_the_step_on_every_rank_whatever_the_layout(name: str, request: pytest.FixtureRequest) -> None:
+def test_phases_cover_the_step_on_every_rank_in_any_layout(name: str, request: pytest.FixtureRequest) -> None:
     found, _ = request.getfixturevalue(name)
     assert problem(found) is None
     assert found["phases_cover"] == pytest.approx(1, abs=0.02) and found["worst_cover"] == pytest.approx(1, abs=0.02)
@@ -71,7 +72,7 @@ def test_phases_cover_the_step_on_every_rank_whatever_the_layout(name: str, requ
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["real", "synthetic"])
-def test_rates_are_work_by_time(name: str, request: pytest.FixtureRequest) -> None:
+def test_rates_are_work_divided_by_time(name: str, request: pytest.FixtureRequest) -> None:
     found, _ = request.getfixturevalue(name)
     rows = [row for row in [*found["phases"].values(), found["step"]] if row["tokens"] is not None]
     assert len(rows) == (5 if name == "real" else 4)
@@ -84,8 +85,8 @@ def test_rates_are_work_by_time(name: str, request: pytest.FixtureRequest) -> No
 
 
 @pytest.mark.distributed
-def test_the_flops_of_an_update_are_those_counted_by_hand(real: tuple[dict[str, Any], list[str]]) -> None:
-    """2 layers of hidden 64, 4 heads over 2 key-value heads of 16, ffn 192, 304 tokens; 3 forward passes' worth."""
+def test_the_flops_of_an_update_equal_a_count_by_hand(real: tuple[dict[str, Any], list[str]]) -> None:
+    """2 layers, hidden 64, 4 heads, 2 key-value heads of 16, ffn 192, vocabulary 304; an update counts as 3 forward passes."""
     found, _ = real
     update, reference = found["phases"]["update"], found["phases"]["reference"]
     tokens, responses = found["prompt_tokens"] + found["response_tokens"], found["response_tokens"]
@@ -93,28 +94,28 @@ def test_the_flops_of_an_update_are_those_counted_by_hand(real: tuple[dict[str, 
     without_attention = 3 * (2 * 2 * layer * tokens + 2 * 64 * 304 * responses)
     counted = update["tflops"] * 1e12 * update["seconds"]
     mean_length = tokens / (PROMPTS * GROUP)
-    attention = 3 * 2 * 4 * 64 * tokens * (mean_length + 1) / 2  # at the least: were all samples equally long
+    attention = 3 * 2 * 4 * 64 * tokens * (mean_length + 1) / 2  # lower bound: equal lengths
     assert without_attention + attention <= counted * (1 + 1e-9) and counted < without_attention + 1.2 * attention
     assert counted == pytest.approx(3 * reference["tflops"] * 1e12 * reference["seconds"])
     assert update["tokens"] == tokens and found["phases"]["sample"]["tokens"] == responses
 
 
 @pytest.mark.distributed
-def test_a_sampled_step_has_all_phases_that_there_are_on_a_cpu(real: tuple[dict[str, Any], list[str]]) -> None:
+def test_a_sampled_step_has_all_phases_that_exist_on_a_cpu(real: tuple[dict[str, Any], list[str]]) -> None:
     found, lines = real
     missing = {name for name, row in found["phases"].items() if row["seconds"] is None}
     assert missing == {"sleep/wake"}
     assert found["steps"] == STEPS and found["samples"] == PROMPTS * GROUP
     assert (found["layout"]["cp"], found["layout"]["dp"]) == (2, 1)
     assert found["bubble"] == 0 and found["bubble_measured"] is None and 0 <= found["padding_waste"] < 1
-    assert found["dp_imbalance"] >= 0 and found["sync_received_bytes"] == 0  # either rank has all weights
+    assert found["dp_imbalance"] >= 0 and found["sync_received_bytes"] == 0  # each rank has all weights
     assert found["step"]["peak_memory_gib"] > 0.1
     assert found["plan"]["seconds"]["update"] > 0 and found["plan"]["peak_memory_gib"] is None
     assert any(line.startswith("sleep/wake") and " - " in line for line in lines)
 
 
 @pytest.mark.distributed
-def test_synthetic_responses_are_trained_on_as_real_ones(synthetic: tuple[dict[str, Any], list[str]]) -> None:
+def test_synthetic_responses_are_trained_on_like_real_responses(synthetic: tuple[dict[str, Any], list[str]]) -> None:
     found, lines = synthetic
     assert all(found["phases"][name]["seconds"] is None for name in SKIPPED)
     assert 4 <= found["response_tokens"] / found["samples"] <= 16 and found["samples"] == PROMPTS * GROUP
@@ -122,13 +123,13 @@ def test_synthetic_responses_are_trained_on_as_real_ones(synthetic: tuple[dict[s
     assert all(found["phases"][name]["seconds"] > 0 for name in ("logprobs", "reference", "update", "sync", "idle"))
     number = found["micro_batches"]
     assert found["bubble"] == pytest.approx(1 / (number + 1)) and 0 < found["bubble_measured"] < 1
-    assert found["sync_received_bytes"] > 0  # each rank has half of what its engine wants
+    assert found["sync_received_bytes"] > 0  # each rank has half of its engine's weights
     assert CARDS["h100"].title in found["plan"]["source"] and found["plan"]["peak_memory_gib"] > 0
     assert any("synthetic responses (uniform:4,16)" in line for line in lines)
 
 
 @pytest.mark.distributed
-def test_a_run_is_the_same_as_itself_and_its_folder_is_gone(real: tuple[dict[str, Any], list[str]], folder: Path) -> None:
+def test_a_run_compares_equal_to_itself_and_its_folder_is_removed(real: tuple[dict[str, Any], list[str]], folder: Path) -> None:
     found, _ = real
     path = folder / "real.json"
     before = throughput_compare.read(path)
@@ -143,7 +144,7 @@ def test_a_run_is_the_same_as_itself_and_its_folder_is_gone(real: tuple[dict[str
 
 
 @pytest.mark.distributed
-def test_runs_of_another_config_are_not_compared_and_other_layouts_are_named(
+def test_runs_of_other_configs_are_not_compared_and_layouts_are_named(
     real: tuple[dict[str, Any], list[str]], folder: Path
 ) -> None:
     before, path = real[0], folder / "real.json"
@@ -166,8 +167,8 @@ def test_a_file_of_another_config_is_refused_before_anything_starts(
     assert "synthetic is None there and 'fixed:8' here; compare runs that differ in layout only" in line
 
 
-def test_the_work_of_a_step_is_what_is_counted_by_hand() -> None:
-    """A layer of hidden 4 with 2 heads of 2 over one key-value head, ffn 8, vocabulary 10; prompts are sampled from once."""
+def test_the_work_of_a_step_equals_a_count_by_hand() -> None:
+    """A layer with hidden 4, 2 heads of 2, one key-value head, ffn 8, vocabulary 10. Each prompt is processed once."""
     shape = ModelShape("llama", 1, 4, 8, 2, 1, 2, 10, False)
     layer = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8
     work = work_of(shape, 0, [(3, [2, 1])])
@@ -183,8 +184,8 @@ def row(*seconds: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("now", "before", "verdict"),
     [
-        (row(1.0, 1.0, 1.0), row(1.04, 1.04, 1.04), "same"),  # by less than 5 %
-        (row(1.0, 1.2, 1.4), row(1.2, 1.4, 1.6), "same"),  # quartiles 1.1..1.3 and 1.3..1.5
+        (row(1.0, 1.0, 1.0), row(1.04, 1.04, 1.04), "same"),  # the difference is below 5%
+        (row(1.0, 1.2, 1.4), row(1.2, 1.4, 1.6), "same"),  # quartiles are 1.1..1.3 and 1.3..1.5
         (row(1.0, 1.1, 1.2), row(1.3, 1.4, 1.5), "faster"),
         (row(1.3, 1.4, 1.5), row(1.0, 1.1, 1.2), "slower"),
         (row(0.0), row(0.0), "same"),
@@ -201,7 +202,7 @@ def test_a_verdict_is_judged_against_the_noise(now: dict[str, Any], before: dict
     ("text", "mean", "longest"),
     [("fixed:12", 12, 12), ("uniform:10,30", 20, 30), ("lognormal:mean=40,sigma=0.5,max=1000", 40, 1000), ("", 246, 1000)],
 )
-def test_lengths_have_the_distribution_that_was_asked_for(text: str, mean: float, longest: int) -> None:
+def test_lengths_have_the_requested_distribution(text: str, mean: float, longest: int) -> None:
     lengths = throughput_synthetic.lengths_of(text, 1000)
     drawn = [lengths.sample(np.random.default_rng((0, i))) for i in range(4000)]
     assert np.mean(drawn) == pytest.approx(mean, rel=0.04) and 1 <= min(drawn) <= max(drawn) <= longest == lengths.longest
@@ -246,7 +247,7 @@ def test_bad_arguments_are_refused_in_one_line_before_anything_starts(
     assert not run_dir.exists() and not run_dir.with_name("never-throughput").exists()
 
 
-def test_a_table_whose_phases_miss_the_step_is_not_trusted() -> None:
+def test_a_table_whose_phases_do_not_cover_the_step_is_not_trusted() -> None:
     good = {"phases_cover": 1.01, "worst_cover": 0.985}
     assert problem(good) is None
     assert "the rows sum to 97.0% of the step's wall time" in (problem(good | {"phases_cover": 0.97}) or "")

@@ -1,4 +1,4 @@
-"""The bench against TRL's trainer: that both do the same work, and that it says no to what cannot be compared."""
+"""The comparison with TRL's trainer: both do the same work, and sizes that cannot be compared are refused."""
 
 import json
 import random
@@ -17,7 +17,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "benchmarks" / "vs_trl"
 
 @pytest.mark.parametrize("ratio", [3, 8])
 @pytest.mark.parametrize("num", [10, 16, 64])
-def test_given_lengths_have_the_mean_and_the_longest_asked_for(num, ratio):
+def test_given_lengths_have_the_requested_mean_and_maximum(num, ratio):
     for seed in range(20):
         lengths = vs_trl_task.ragged_lengths(num, 24, ratio, random.Random(seed))
         assert len(lengths) == num
@@ -25,7 +25,7 @@ def test_given_lengths_have_the_mean_and_the_longest_asked_for(num, ratio):
 
 
 @pytest.mark.full
-def test_both_trainers_find_the_same_losses_and_gradients_from_the_same_responses():
+def test_both_trainers_have_equal_losses_and_gradients():
     found = run("--mean-length", "4", "--prompt-length", "8")
     assert found.returncode in (0, 1), found.stderr
     result = json.loads(found.stdout.splitlines()[-1])
@@ -44,7 +44,7 @@ def test_both_trainers_find_the_same_losses_and_gradients_from_the_same_response
         (("--mean-length", "2"), "--mean-length=4"),
     ],
 )
-def test_sizes_that_do_not_fit_end_in_one_line(arguments, named):
+def test_invalid_sizes_are_refused_in_one_line(arguments, named):
     found = run(*arguments)
     assert found.returncode == 2
     assert named in found.stderr and len(found.stderr.strip().splitlines()) == 1

@@ -1,6 +1,6 @@
-"""The benchmark of a weight sync: its bounds are counted element by element here, and bad arguments end in one line.
+"""The benchmark of the weight sync: bounds compared with counted elements, and bad arguments refused in one line.
 
-What its ranks do is in weight_sync_worker.py, which holds the assertions.
+The ranks run weight_sync_worker.py, which contains the assertions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY = "--source tp=2,pp=2 --target tp=2,engines=2 --repeat 2 --ranks-per-node 2
 
 
 def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], list[str]]:
-    """Exit code, lines of output, lines of errors."""
+    """Return exit code, lines of output, and lines of errors."""
     try:
         code = bench_weight_sync.main(arguments.split())
     except SystemExit as end:
@@ -41,13 +41,13 @@ def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[s
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
-def test_the_bounds_are_what_counting_elements_gives(case: Case) -> None:
+def test_the_bounds_equal_counted_elements(case: Case) -> None:
     trainer, servers = case.trainer(), case.servers()
     tensors = numbered(case.family, case.shape)
     held, wanted = shards_by_rank(trainer), shards_by_rank(servers)
     held += [{}] * (len(wanted) - len(held))
     expected = sum(counted_lower_bound(have, want, tensors) for have, want in zip(held, wanted, strict=True))
-    moved = plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved  # 4: some elements are always float32
+    moved = plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved  # some elements are always float32
     assert (lower_bound(trainer, servers), moved) == (expected, 4 * expected)
 
     total = sum(t.numel() for t in tensors.values())
@@ -57,21 +57,21 @@ def test_the_bounds_are_what_counting_elements_gives(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "bytes_of_model"), [(LLAMA, 141_107_412_992), (QWEN, 470_187_269_120)])
-def test_the_last_line_tells_what_the_sync_of_a_large_model_moves(
+def test_the_last_line_has_the_bytes_that_a_large_model_moves(
     arguments: str, bytes_of_model: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, lines, errors = run(arguments, capsys)
     found: dict[str, Any] = json.loads(lines[-1])
     assert (code, errors) == (0, [])
     assert found["bytes_moved"] == found["lower_bound"]
-    assert 7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model  # eight engines, of which a part is at hand
+    assert 7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model  # eight engines, a part of the weights is local
     assert 59 * bytes_of_model < found["full_gather_bytes"] < 64 * bytes_of_model
     assert 0 < found["between_nodes_bytes"] < found["bytes_moved"]
     assert found["plan_seconds"] > 0
     assert found["seconds"] is found["full_gather_seconds"] is None
 
 
-def test_both_orders_stand_side_by_side_and_the_better_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_orders_are_compared_and_the_better_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines, _ = run(LLAMA, capsys)
     [row] = [line for line in lines if line.startswith("between nodes")]
     by_default, stages_near = map(float, row.split()[-2:])
@@ -84,7 +84,7 @@ def test_both_orders_stand_side_by_side_and_the_better_one_is_named(capsys: pyte
     assert "only the order tp-dp-pp is possible with experts spread over pipeline stages" in lines
 
 
-def test_by_default_the_sync_moves_at_most_half_of_what_a_full_gather_does() -> None:
+def test_by_default_the_sync_moves_at_most_half_of_a_full_gather() -> None:
     spec = bench_weight_sync.spec_of(bench_weight_sync.parse([]))
     assert (spec.source.tp, spec.source.pp, spec.target.tp) == (2, 2, 2)
     found = dry_run(spec)
@@ -92,7 +92,7 @@ def test_by_default_the_sync_moves_at_most_half_of_what_a_full_gather_does() -> 
 
 
 def test_a_large_model_is_planned_in_less_than_a_second() -> None:
-    """With its rounds; the best of a few, since other processes may take the cores."""
+    """Including rounds. The best of a few tries counts, because other processes may use the cores."""
     spec = bench_weight_sync.spec_of(bench_weight_sync.parse(LLAMA.split()))
     assert min(dry_run(spec).plan_seconds for _ in range(5)) < 1
 
@@ -111,24 +111,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.distributed
-def test_sync_and_full_gather_fill_engines_alike_and_what_they_move_is_counted(measured: Results) -> None:
+def test_sync_and_full_gather_load_equal_weights_and_bytes_are_counted(measured: Results) -> None:
     layouts = {case: failures for case, failures in measured.items() if " to " in case}
     assert len(layouts) == 10
     assert not any(layouts.values()), layouts
 
 
 @pytest.mark.distributed
-def test_a_bit_that_differs_is_found_and_its_tensor_named(measured: Results) -> None:
+def test_a_bit_that_differs_is_found_and_its_tensor_is_named(measured: Results) -> None:
     assert not measured["difference"], "\n".join(measured["difference"])
 
 
 @pytest.mark.distributed
-def test_no_two_places_of_the_weights_are_alike(measured: Results) -> None:
+def test_weights_differ_at_all_places(measured: Results) -> None:
     assert not measured["contents"], "\n".join(measured["contents"])
 
 
 @pytest.mark.distributed
-def test_a_measured_run_ends_with_what_it_moved_and_how_long_it_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_run_ends_with_bytes_and_seconds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(make_config("qwen3", vocab_size=128).to_dict()))
     assert bench_weight_sync.main([*TINY.split(), str(path)]) == 0
@@ -168,7 +168,7 @@ def test_a_measured_run_ends_with_what_it_moved_and_how_long_it_took(tmp_path: P
         ("--dry", "--dry --ranks-per-node two", "invalid int value: 'two'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_one_line(
+def test_invalid_arguments_are_refused_in_one_line(
     old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, lines, errors = run(LLAMA.replace(old, new), capsys)
@@ -184,7 +184,9 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line(
         ("ep=3", "ep=3 does not divide the 4 data-parallel ranks"),
     ],
 )
-def test_experts_that_megatron_cannot_spread_so_are_refused(new: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_that_megatron_cannot_distribute_are_refused(
+    new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, [line] = run(QWEN.replace("ep=4", new), capsys)
     assert code == 2
     assert message in line

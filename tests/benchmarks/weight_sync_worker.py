@@ -1,4 +1,4 @@
-"""One of the four ranks of test_weight_sync.py: both paths of the measured benchmark, layout after layout."""
+"""One of four ranks of test_weight_sync.py: both paths of the measured benchmark in several layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LLAMA = ModelShape("llama", num_layers=8, hidden=12, ffn=24, num_heads=8, num_kv
 QWEN = ModelShape("qwen2", num_layers=5, hidden=12, ffn=24, num_heads=4, num_kv_heads=1, head_dim=4, vocab=101, tied=True)
 MIXTURE = replace(QWEN, model_type="qwen3_moe", num_experts=4, moe_ffn=8)
 
-# What is untied and needs no padding is gathered to the byte; else the full gather brings some weights where they are.
+# Without tying and padding, the full gather moves exactly the minimum. Otherwise it also sends some weights to their owners.
 EXACT = {
     "tp2 pp2 to tp2": (LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2)),
     "tp4 to tp1": (LLAMA, MegatronLayout(tp=4), EngineLayout(1, 4)),
@@ -50,7 +50,7 @@ def fills_alike(name: str, bucket_bytes: int, rank: int, folder: Path) -> None:
 
 
 class Forgetful(Engine):
-    """Loses what it has loaded before it is asked."""
+    """An engine that loses its loaded weights before the check."""
 
     def end_update(self, version: int) -> list[str]:
         for tensor in self.tensors.values():
@@ -59,7 +59,7 @@ class Forgetful(Engine):
 
 
 def tells_a_difference(rank: int, folder: Path) -> None:
-    """A bit of one weight of the last rank turns between the two paths; it is the engines' only in the second."""
+    """Flip a bit of a weight on the last rank between the two paths. Only the second path loads it."""
     bench = Bench(Spec(LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2), 2, 4096))
     bench.sync()
     if rank == 3:
@@ -72,12 +72,12 @@ def tells_a_difference(rank: int, folder: Path) -> None:
     assert bench.unlike_each_other() == []
     assert meet("", bench.unlike_a_direct_fill()) == [[], [name], [], [name]]
     bench.engine = Forgetful(bench.wanted)
-    with pytest.raises(SyncError, match="down_proj"):  # the proof is part of what is measured
+    with pytest.raises(SyncError, match="down_proj"):  # verification is part of the measured time
         bench.sync()
 
 
 def makes_contents_in_which_no_two_places_are_alike(rank: int, folder: Path) -> None:
-    """Contents differ between tensors and between places, else a wrong slice would go unseen."""
+    """Check that contents differ between tensors and places. Otherwise a wrong slice would be undetected."""
     bench = Bench(Spec(LLAMA, MegatronLayout(dp=4), EngineLayout(), 8, 1 << 20))
     tensors = bench.policy.tensors()
     values = torch.cat([t.view(torch.int16).flatten() for t in tensors.values()])

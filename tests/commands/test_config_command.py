@@ -1,4 +1,4 @@
-"""`grpo-mega config` prints the descriptions that the schema holds, and no key is without one."""
+"""`grpo-mega config` prints the descriptions in the schema, and every key has one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_reference_in_markdown_has_a_row_per_key(capsys: pytest.CaptureFixtu
     ("wanted", "remedy"),
     [("rollout.topk", "did you mean rollout.top_k?"), ("", "use one of run_dir, steps, seed"), ("42", "use one of run_dir")],
 )
-def test_an_unknown_key_is_one_line_with_a_remedy(wanted: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_is_a_one_line_error_with_a_remedy(wanted: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", wanted]) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"grpo-mega: error: {wanted!r} is not a key of the config; {remedy}") and line.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`grpo-mega eval` before any rank starts: what it makes of a run or a config, and one line for what it cannot use."""
+"""`grpo-mega eval` before any rank starts: the request for a run or a config, and one-line errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """The folder of a run with checkpoints of steps 2 and 4."""
+    """Return the folder of a run with checkpoints of steps 2 and 4."""
     folder = tmp_path / "run"
     for step in (2, 4):
         (folder / f"checkpoints/step-00000{step}").mkdir(parents=True)
@@ -51,21 +51,21 @@ def write(path: Path, **data: Any) -> Path:
     return path
 
 
-def test_a_run_gives_its_newest_checkpoint_or_the_one_of_a_step(run_dir: Path) -> None:
+def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_a_step(run_dir: Path) -> None:
     assert make_request(EvalOptions(run_dir)).checkpoint == run_dir / "checkpoints/step-000004"
     found = make_request(EvalOptions(run_dir, step=2))
     assert found.checkpoint == run_dir / "checkpoints/step-000002"
-    assert found.config.model.init == "random"  # the weights that the run began with need not be there any more
+    assert found.config.model.init == "random"  # the run's start weights may be gone
     assert make_request(EvalOptions(run_dir, model=Path("hf"))).checkpoint is None
 
 
-def test_a_config_gives_its_model_and_another_may_be_named(config_file: Path) -> None:
+def test_a_config_is_evaluated_with_its_model_or_another_one(config_file: Path) -> None:
     found = make_request(EvalOptions(config_file)).config
     assert (found.model.path, found.model.init) == (Path("model"), "checkpoint")
     assert make_request(EvalOptions(config_file, model=Path("hf"))).config.model.path == Path("hf")
 
 
-def test_only_held_out_prompts_are_loaded_where_they_are_a_set_of_their_own(config_file: Path, tmp_path: Path) -> None:
+def test_only_held_out_prompts_are_loaded_if_they_are_a_separate_set(config_file: Path, tmp_path: Path) -> None:
     found = make_request(EvalOptions(config_file))
     assert [source.path for source in found.config.data.train] == ["h.jsonl"]
     assert (found.set_names, found.config.eval.num_prompts, found.config.data.pass_rates) == (("",), 5, None)
@@ -81,7 +81,7 @@ def test_prompts_split_off_from_the_training_data_are_split_off_again(tmp_path: 
     assert (found.config.data.train[0].path, found.config.data.heldout_size) == ("a", 3)
 
 
-def test_the_training_set_is_evaluated_whole_with_the_prompts_that_pass_rates_would_drop(config_file: Path) -> None:
+def test_the_whole_training_set_is_evaluated_despite_pass_rates(config_file: Path) -> None:
     found = make_request(EvalOptions(config_file, train_set=True, samples=8))
     assert [source.path for source in found.config.data.train] == ["a.jsonl", "b.jsonl"]
     assert found.config.data.heldout is None
@@ -89,7 +89,7 @@ def test_the_training_set_is_evaluated_whole_with_the_prompts_that_pass_rates_wo
     assert found.config.eval.num_prompts is None
 
 
-def test_settings_are_the_configs_unless_given(config_file: Path) -> None:
+def test_settings_come_from_the_config_unless_given(config_file: Path) -> None:
     assert make_request(EvalOptions(config_file)).config.eval.all_ks == (16,)
     found = make_request(EvalOptions(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)).config.eval
     assert (found.samples, found.all_ks, found.temperature, found.top_p) == (8, (1, 2, 4, 8), 0.6, 0.9)
@@ -100,7 +100,7 @@ def test_settings_are_the_configs_unless_given(config_file: Path) -> None:
 
 
 def test_the_options_are_read_from_the_command_line() -> None:
-    """Ranks make the request from the same arguments as their launcher."""
+    """Ranks create the request from the same arguments as their launcher."""
     parser = argparse.ArgumentParser()
     add_options(parser, EvalOptions)
     assert read_options(EvalOptions, parser.parse_args(["run"])) == EvalOptions(Path("run"))
@@ -170,13 +170,13 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"overrides": ["data.heldout=null"]}, "has no held-out prompts; name a data set by --data, or give --train-set"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_line(run_dir: Path, options: dict[str, Any], problem: str) -> None:
+def test_an_invalid_request_is_a_one_line_error(run_dir: Path, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
         make_request(EvalOptions(run_dir, **options))
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_target_that_is_neither_run_nor_config_is_one_line(config_file: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_neither_run_nor_config_is_a_one_line_error(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, or a config file"):
         make_request(EvalOptions(tmp_path))
     with pytest.raises(ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is a file; name the run's folder"):
@@ -211,7 +211,7 @@ def test_the_command_ends_with_code_2_and_leaves_nothing(
         ({"heldout_sets": {"x": {"path": "x", "wait": 1}}}, "unknown key 'data.heldout_sets.x.wait'; did you mean 'path'?"),
     ],
 )
-def test_bad_names_of_held_out_sets_are_one_line(data: dict[str, Any], problem: str) -> None:
+def test_bad_names_of_held_out_sets_are_a_one_line_error(data: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configs.validate(RAW | {"data": {"train": "a", **data}})
     assert str(caught.value).startswith(problem)

@@ -1,4 +1,4 @@
-"""From the flags of TRL and open-r1 to a config: names and arithmetic as TRL has them, and one line for what is wrong."""
+"""From flags of TRL and open-r1 to a config: TRL's names and arithmetic, and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mega.errors import ConfigError
 
 SEED = "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
 ROWS = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(100)]
-# Ours, open-r1's, and those that older releases of TRL and transformers had.
+# Our flags, open-r1's flags, and flags of older releases of TRL and transformers.
 NOT_TRLS = {
     *("tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel", "resume", "set", "dataset_answer_column"),
     *("dataset_prompt_column", "system_prompt", "reward_funcs", "config"),
@@ -28,7 +28,7 @@ NOT_TRLS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a model's folder and a data set of 100 training rows and a test split."""
+    """Change to a working folder with a model folder and a data set of 100 training rows and a test split."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"model_type": "qwen2", "dtype": "float32"}')
     (tmp_path / "math_dataset").mkdir()
@@ -45,7 +45,7 @@ def read(flags: str = "", environ: dict[str, str] | None = None) -> Config:
     return command.read(f"{SEED} {flags}".split(), environ or {}, is_cached=False).config
 
 
-def test_the_seeds_command_is_a_whole_config() -> None:
+def test_the_seeds_command_is_a_complete_config() -> None:
     config = read()
     assert (config.model.path, config.run_dir) == (Path("base"), Path("output/grpo_math"))
     assert config.data.train[0].path == "math_dataset" and config.data.prompt_column == "question"
@@ -54,7 +54,7 @@ def test_the_seeds_command_is_a_whole_config() -> None:
     assert config.data.heldout is None and config.algorithm.group_size == 16
 
 
-def test_dashes_and_equals_signs_are_as_good() -> None:
+def test_dashes_and_equals_signs_are_accepted() -> None:
     dashes = SEED.replace("model_name_or_path base", "model-name-or-path=base").replace("_", "-").replace("math-", "math_")
     request = command.read(f"{dashes} --learning-rate=2e-6".replace("grpo-", "grpo_").split(), {}, is_cached=False)
     assert request.config == read("--learning_rate 2e-6")
@@ -79,7 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm.loss_agg_func": "seq-mean-token-sum-norm",
         "algorithm.normalize_by_std": False,
     },
-    # TRL's limit is on the ratio, clamp(r, max=epsilon_high); ours on its distance from 1.
+    # TRL limits the ratio: clamp(r, max=epsilon_high). Our limit is the distance from 1.
     "--loss_type cispo --epsilon_high 5": {
         "algorithm.loss_type": "cispo",
         "algorithm.loss_agg_func": "token-mean",
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "--importance_sampling_level sequence": {"algorithm.loss_type": "gspo"},
     "--delta 4": {"algorithm.loss_type": "dual_clip", "algorithm.ratio_clip_c": 4.0},
     "--use_bias_correction_kl --beta 0.1": {"algorithm.kl_penalty_type": "low_var_kl_weighted"},
-    "--sync_ref_model --beta 0.1": {  # by TRL's defaults
+    "--sync_ref_model --beta 0.1": {  # with TRL's defaults
         "algorithm.ref_model_sync_steps": TRLS["ref_model_sync_steps"],
         "algorithm.ref_model_mixup_alpha": TRLS["ref_model_mixup_alpha"],
     },
@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "--bf16 false --gradient_checkpointing": {"model.dtype": "float32", "model.recompute": "full"},
     "--bf16": {"model.dtype": "bfloat16"},
-    "--torch_dtype auto": {"model.dtype": "float32"},  # as its config.json says
+    "--torch_dtype auto": {"model.dtype": "float32"},  # its config.json says float32
     "--report_to wandb": {"log.wandb": True},
     "--report_to none --num_completions_to_print 9": {"log.wandb": False, "log.samples_per_step": 9},
     "--tensor_parallel 2 --pipeline_parallel 4 --sequence_parallel": {
@@ -170,7 +170,7 @@ def test_flags_set_the_keys_that_they_mean(flags: str) -> None:
     ],
     ids=str,
 )
-def test_the_batch_is_trls(batch: dict[str, int], generations: int, folder: Path) -> None:
+def test_the_batch_size_equals_trl(batch: dict[str, int], generations: int, folder: Path) -> None:
     flags = " ".join(f"--{name} {value}" for name, value in batch.items()) + f" --num_generations {generations}"
     try:
         trl = GRPOConfig(output_dir=str(folder / "trl"), use_cpu=True, bf16=False, num_generations=generations, **batch)
@@ -185,20 +185,20 @@ def test_the_batch_is_trls(batch: dict[str, int], generations: int, folder: Path
     assert config.batch.tokens_per_micro_batch == trl.per_device_train_batch_size * longest
 
 
-def test_data_parallel_ranks_count_as_trls_devices() -> None:
+def test_data_parallel_ranks_count_like_devices_of_trl() -> None:
     flags = "--per_device_train_batch_size 8 --tensor_parallel 2"
     assert read(f"{flags} --data_parallel 4").batch.prompts_per_step == 2  # 8 x 4 / 16
     under_torchrun = read(flags, {"WORLD_SIZE": "16"})
     assert (under_torchrun.batch.prompts_per_step, under_torchrun.layout.dp) == (4, None)
 
 
-def test_every_flag_is_trls_or_known_not_to_be() -> None:
+def test_every_flag_is_from_trl_or_listed_as_an_exception() -> None:
     names = {field.name for kind in (GRPOConfig, ModelConfig, ScriptArguments) for field in fields(kind)}
     assert (FLAGS.keys() | NOTED.keys() | REFUSED.keys() | ALIASES.keys()) - names - NOT_TRLS <= {"torch_dtype", "fsdp_config"}
     assert not FLAGS.keys() & (NOTED.keys() | REFUSED.keys()) and not NOTED.keys() & REFUSED.keys()
 
 
-def test_what_changes_nothing_is_accepted_with_a_note() -> None:
+def test_flags_without_effect_are_accepted_with_a_note() -> None:
     _, notes = parse(f"{SEED} --logging_steps 1 --attn_implementation flash_attention_2".split())
     assert [note.split(":")[0] for note in notes] == ["--logging_steps has no effect", "--attn_implementation has no effect"]
 
@@ -256,7 +256,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_flags_are_one_line_and_leave_nothing(flags: str, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_bad_flags_are_a_one_line_error_and_leave_nothing(flags: str, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     assert cli.main(["grpo", *SEED.split(), *(part.replace("~", " ") for part in flags.split())]) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -277,16 +277,16 @@ def test_bad_flags_are_one_line_and_leave_nothing(flags: str, capfd: pytest.Capt
         (SEED.replace("format", "fromat"), ("reward function 'fromat' is unknown", "did you mean format")),
     ],
 )
-def test_bad_names_are_one_line_too(flags: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_names_are_a_one_line_error_too(flags: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["grpo", *flags.split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert [word for word in words if word not in line] == [], line
 
 
-def test_a_model_that_the_hub_does_not_give_is_one_line(
+def test_a_model_that_the_hub_does_not_have_is_a_one_line_error(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, with an empty cache."""
+    """The machine is offline, and the cache is empty."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
     assert cli.main(["grpo", *SEED.replace("base", "deepseek-ai/deepseek-base").split()]) == 2
@@ -306,7 +306,7 @@ def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, mo
     assert request.config.model.path == snapshot
 
 
-def test_reward_flags_of_train_replace_the_files_functions_and_keep_their_options(folder: Path) -> None:
+def test_reward_flags_of_train_replace_functions_and_keep_options(folder: Path) -> None:
     from grpo_mega import config as configs
     from grpo_mega.commands.trl_flags.rewards import overrides_of
 
@@ -337,7 +337,7 @@ def test_reward_flags_of_train_replace_the_files_functions_and_keep_their_option
         ("--reward-funcs format format", ("names 'format' twice", "once")),
     ],
 )
-def test_bad_reward_flags_of_train_are_one_line(
+def test_bad_reward_flags_of_train_are_a_one_line_error(
     flags: str, words: tuple[str, ...], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     raw = {"run_dir": "run", "steps": 1, "model": {"path": "base"}, "data": {"train": "math_dataset"}}

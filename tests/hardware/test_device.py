@@ -1,4 +1,4 @@
-"""The device layer on a CPU: the memory that it reports, and a GPU that torch cannot use."""
+"""The device layer on a CPU: reported memory, and a GPU that torch cannot use."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("preloaded_python")
 CPU = Device("cpu", torch.device("cpu"))
 
 
-def test_a_peak_is_seen_once_though_the_memory_is_gone() -> None:
+def test_a_peak_is_reported_once_although_the_memory_is_freed() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         try:
             file.write("5")
             file.flush()
         except OSError:
-            pytest.skip("this kernel does not let a process forget its peak")
+            pytest.skip("this kernel does not let a process reset its peak")
     peak = PeakMemory(CPU)
     before = peak.take()
     torch.ones(64 << 20, dtype=torch.uint8).sum()
@@ -40,7 +40,7 @@ SIGNS = ("dev/nvidia0", "dev/nvidiactl", "proc/driver/nvidia/version", "proc/dri
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder for PATH with an nvidia-smi that finds no driver."""
+    """Return a folder for PATH with an nvidia-smi that finds no driver."""
     folder = tmp_path / "tools"
     folder.mkdir()
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho cannot communicate with the NVIDIA driver >&2; exit 9\n")
@@ -49,7 +49,7 @@ def tools(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("sign", SIGNS)
-def test_a_gpu_is_known_by_what_its_driver_leaves(sign: str, tmp_path: Path) -> None:
+def test_a_gpu_is_detected_by_files_of_its_driver(sign: str, tmp_path: Path) -> None:
     assert driver.gpu_sign({}, tmp_path) is None
     (tmp_path / sign).parent.mkdir(parents=True)
     (tmp_path / sign).touch()
@@ -60,7 +60,7 @@ def test_a_gpu_is_known_by_what_its_driver_leaves(sign: str, tmp_path: Path) -> 
     assert driver.gpu_sign({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == found
 
 
-def test_a_rank_does_not_train_on_the_cpu_where_a_gpu_is_unusable(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_train_on_the_cpu_if_a_gpu_is_unusable(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -1,4 +1,4 @@
-"""The variables that a rank sets for libraries, however it was started."""
+"""The environment variables that a rank sets for libraries, for every way to start it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from grpo_mega.hardware.environment import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_values_of_the_user_stay() -> None:
+def test_values_of_the_user_are_kept() -> None:
     given = {"NCCL_DEBUG": "INFO", "NETWORK_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
     added = library_environment(given)
     assert not added.keys() & given.keys()
     assert added == {name: value for name, value in LIBRARIES.items() if name != "NCCL_DEBUG"} | {"NCCL_SOCKET_IFNAME": "ib0"}
 
 
-def test_deterministic_kernels_are_added_when_asked_for() -> None:
+def test_deterministic_kernels_are_added_on_request() -> None:
     added = library_environment({"DETERMINISTIC": "1"})
     assert added["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and added["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "NCCL_ALGO" not in library_environment({"DETERMINISTIC": "0"})
 
 
-def test_gloo_takes_the_interface_that_leads_to_the_master() -> None:
-    """Also on the master itself, whose route to its own address is the loopback's."""
+def test_gloo_uses_the_interface_that_leads_to_the_master() -> None:
+    """This includes the master itself, although its route to its address uses the loopback."""
     assert library_environment({"MASTER_ADDR": "127.0.0.1"})["GLOO_SOCKET_IFNAME"] == "lo"
     own = [(name, address) for _, name in socket.if_nameindex() for address in addresses_of(name) if "." in address]
     for name, address in own:
@@ -46,7 +46,7 @@ def test_gloo_takes_the_interface_that_leads_to_the_master() -> None:
 
 
 def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Path) -> None:
-    """In the process that trains, so that torchrun, Slurm and grpo-mega's own launcher need no table of their own."""
+    """The training process sets them, so torchrun, Slurm and grpo-mega's launcher need no separate table."""
     code = (
         "import os; from grpo_mega.config import load; from grpo_mega.commands.ranks import prepare_rank; "
         f"prepare_rank(load('{ROOT}/examples/quickstart.yaml')); "
@@ -57,11 +57,11 @@ def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Pa
     assert printed.split() == ["0", "INFO"]
 
 
-def test_the_cache_of_servers_is_on_the_node_and_of_this_user_alone(tmp_path: Path) -> None:
+def test_the_cache_of_servers_is_on_the_node_and_only_for_this_user(tmp_path: Path) -> None:
     folder = server_cache({"NODE_LOCAL": str(tmp_path)})
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     assert server_cache({"NODE_LOCAL": str(tmp_path)}) == folder
-    folder.chmod(0o777)  # somebody else may have put a library there
+    folder.chmod(0o777)  # another user may have put a library there
     other = server_cache({"NODE_LOCAL": str(tmp_path)})
     assert other != folder and other.stat().st_mode & 0o777 == 0o700
     other.rmdir()
@@ -73,12 +73,12 @@ def test_the_cache_of_servers_is_on_the_node_and_of_this_user_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["CUDA_HOME", "CUDA_PATH"])
-def test_the_compiler_is_looked_for_where_sglang_looks(name: str, tmp_path: Path) -> None:
+def test_the_compiler_is_searched_where_sglang_searches_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     compiler = tmp_path / "bin" / "nvcc"
     assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) is None
     compiler.write_text("#!/bin/sh\n")
-    assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) is None, "it cannot be executed"
+    assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) is None, "the file is not executable"
     compiler.chmod(0o755)
     assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) == compiler
     assert cuda_compiler({"PATH": f"/usr/bin:{tmp_path}/bin"}) == compiler

@@ -1,4 +1,4 @@
-"""Variables that Transformer Engine reads from the environment, and the lengths that each recipe wants."""
+"""Environment variables that Transformer Engine reads, and the lengths that each recipe needs."""
 
 from grpo_mega.config import PrecisionConfig, validate
 from grpo_mega.hardware.fp8 import environment, length_multiple
@@ -13,7 +13,7 @@ def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
     assert environment(validate(RAW | fp8)) == environment(validate(RAW | served)) == {}
 
 
-def test_lengths_are_multiples_of_whole_blocks_on_every_tensor_parallel_rank() -> None:
+def test_lengths_are_multiples_of_whole_blocks_on_every_tp_rank() -> None:
     def of(**precision: str) -> int:
         return length_multiple(PrecisionConfig.model_validate(precision), tp=4)
 

@@ -1,4 +1,4 @@
-"""Whose kernels a run uses; and that the web package called apex is never taken for NVIDIA's."""
+"""The kernels that a run uses. The web package named apex is never mistaken for NVIDIA's."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ NVIDIA = ("apex/__init__.py", "apex/multi_tensor_apply/__init__.py", "apex/optim
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts files on the path, that fail if they are imported."""
+    """Return a function that puts files on the path. The files fail if they are imported."""
 
     def with_files(*names: str) -> None:
         for name in names:
@@ -33,12 +33,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     for name in ("transformer_engine", "apex"):
         if importlib.util.find_spec(name) is not None:
             pytest.skip(f"{name} is installed here")
-    # Packages are found on the path without being imported, unless a submodule is looked for by import.
+    # Packages are found on the path without an import. Searching for a submodule would import its package.
     assert "apex" not in sys.modules
     return with_files
 
 
-def test_on_a_cpu_there_are_none_but_those_of_torch() -> None:
+def test_on_a_cpu_all_kernels_are_from_torch() -> None:
     kernels = choose(is_cuda=False, transformer_engine=True)
     assert not kernels.fuses_weight_gradients
     assert kernels.line() == "kernels: layers, attention and norms are torch's, and so is Adam (no others run on a CPU)"
@@ -61,7 +61,7 @@ def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
     )
 
 
-def test_without_both_all_are_those_of_torch(install: Install) -> None:
+def test_without_both_all_kernels_are_from_torch(install: Install) -> None:
     kernels = choose(is_cuda=True)
     assert not kernels.fuses_weight_gradients and not kernels.apex_adam
     assert kernels.line().endswith("and so is Adam (Transformer Engine is not installed, nor is NVIDIA Apex)")
@@ -102,10 +102,10 @@ else:
         ),
     ],
 )
-def test_transformer_engine_that_does_not_load_is_told_by_megatron_itself(
+def test_megatron_reports_a_transformer_engine_that_does_not_load(
     tmp_path: Path, install: Install, error: str, expected: str
 ) -> None:
-    """Both of its parts are on the path; Megatron goes on if a module is missing, and after no other error."""
+    """Both of its parts are on the path. Megatron continues only if a module is missing, but not after other errors."""
     for name in TE:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"raise {error}\n")
@@ -115,7 +115,7 @@ def test_transformer_engine_that_does_not_load_is_told_by_megatron_itself(
     assert re.search(expected, result.stdout.strip()), result.stdout
 
 
-def test_the_cuda_of_the_installed_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_version() == torch.version.cuda
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')\n")
@@ -127,11 +127,11 @@ def test_the_cuda_of_the_installed_torch_is_read_without_importing_it(tmp_path: 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_the_web_package_called_apex_is_refused(install: Install, is_cuda: bool) -> None:
-    install("apex/__init__.py", "apex/lib/libapex.py", "apex/models.py")  # as that package lies
+    install("apex/__init__.py", "apex/lib/libapex.py", "apex/models.py")  # files of the web package
     with pytest.raises(ConfigError, match=r"apex is not NVIDIA Apex but an unrelated web package.*pip uninstall apex"):
         choose(is_cuda=is_cuda)
 
 
-def test_nvidias_apex_passes(install: Install) -> None:
+def test_apex_of_nvidia_is_accepted(install: Install) -> None:
     install(*NVIDIA)
     check_apex()

@@ -1,4 +1,4 @@
-"""The oracle of weights/fp8_blocks.py, which each test compares with: one block after another, to be checked by eye."""
+"""The test oracle of weights/fp8_blocks.py: one block after another, simple enough to check by eye."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
+    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
     rows, cols = weight.shape
     values = torch.zeros(rows, cols, dtype=torch.float8_e4m3fn)
     scales = torch.zeros(-(-rows // 128), -(-cols // 128), dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Oracles of the vocab-parallel log-probs, on whole tensors, for tests to compare with.
+"""Test oracles of the vocab-parallel log-probs, on whole tensors.
 
-Simple enough to check by eye: no tiles, no process groups, no care for memory, in the dtype of the inputs.
+They are simple enough to check by eye: no tiles, no process groups, no memory savings, in the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def logprobs_and_entropy(
     """Return logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature), differentiable."""
     logp_TV = torch.log_softmax(logits_TV[:, :vocab_size] / temperature, dim=-1)
     logprobs_T = logp_TV.gather(1, targets_T.unsqueeze(1)).squeeze(1)
-    # Masked inside and outside of the product, since the gradient of 0 * -inf is NaN even where the value is not used.
+    # Masked inside and outside of the product, because the gradient of 0 * -inf is NaN even if the value is not used.
     is_possible_TV = logp_TV > -torch.inf
     finite_TV = torch.where(is_possible_TV, logp_TV, 0)
     entropy_T = -torch.where(is_possible_TV, finite_TV.exp() * finite_TV, 0).sum(dim=-1)
