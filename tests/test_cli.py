@@ -1,4 +1,4 @@
-"""The command line: light until a command runs, one line for errors of the user, ranks by torchrun or by itself."""
+"""The command line: light imports until a command runs, one line for user errors, ranks by torchrun or its own launcher."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "r
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """A config whose model and data are there."""
+    """Return a config whose model and data exist."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
@@ -39,13 +39,13 @@ def config_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in rank_environments({}, world_size=1)[0]:
-        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.setenv(name, "")  # so that pytest restores variables set by the code
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configs that train.run got; it does nothing else."""
+    """Replace train.run by a function that only records configs. Return the recorded configs."""
     configs: list[Config] = []
     module = types.ModuleType("grpo_mega.train")
     module.run = configs.append  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def modules_after(arguments: list[str]) -> tuple[set[str], int]:
-    """The top-level modules that the command line has imported when it ends, and its exit code."""
+    """Return the top-level modules that the command line has imported at its end, and its exit code."""
     program = (
         "import sys, json\n"
         "from grpo_mega import cli\n"
@@ -82,7 +82,7 @@ def test_a_config_error_is_found_without_importing_anything_heavy(config_file: P
     assert not modules & HEAVY
 
 
-def test_an_error_that_the_user_can_correct_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_with_exit_code_2(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", str(config_file), "--set", "optimizer.learning_rate=1"]) == 2
@@ -118,7 +118,7 @@ def test_several_ranks_are_launched_with_the_same_arguments(
     assert trained == []
 
 
-def test_under_torchrun_it_is_one_rank(
+def test_under_torchrun_the_command_is_one_rank(
     config_file: Path, no_rank: None, trained: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -127,7 +127,7 @@ def test_under_torchrun_it_is_one_rank(
     assert len(trained) == 1
 
 
-def test_an_error_of_another_rank_says_which(
+def test_an_error_of_another_rank_names_the_rank(
     config_file: Path,
     no_rank: None,
     trained: list[Config],
@@ -181,19 +181,19 @@ def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path,
     assert (tmp_path / "curves.png").stat().st_size > 0 and "reward/mean" in (tmp_path / "report.html").read_text()
 
 
-def test_report_of_a_run_without_a_step_is_a_page_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_run_without_steps_mentions_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n"
     assert "no step was logged" in (tmp_path / "report.html").read_text()
 
 
-def test_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_folder_without_metrics_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "name the run_dir of a run that has started" in capsys.readouterr().err
 
 
-def test_a_reader_that_goes_away_is_no_error_of_ours(config_file: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(config_file: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "grpo_mega.cli", "plan", str(config_file)]

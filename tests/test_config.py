@@ -1,4 +1,4 @@
-"""Config: loads what people have, refuses what cannot work, in one line with the remedy."""
+"""Config: accepts common files, and refuses invalid settings in one line with the remedy."""
 
 # ruff: noqa: RUF001 - the comments of RLinf's block are Chinese
 
@@ -15,7 +15,7 @@ from grpo_mega.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"run_dir": "runs/a", "steps": 10, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
 
-# The algorithm block of RLinf's documentation of GRPO, literally.
+# The algorithm block in RLinf's documentation of GRPO, copied literally.
 RLINF = """\
 algorithm:
   # 核心 GRPO 设置（建议不要修改）
@@ -50,7 +50,7 @@ def load(tmp_path: Path, overrides: list[str]) -> config.Config:
     return config.load(write(tmp_path, yaml.safe_dump(MINIMAL)), overrides)
 
 
-def test_the_algorithm_block_of_rlinf_loads_as_it_stands(tmp_path: Path) -> None:
+def test_the_algorithm_block_of_rlinf_loads_unchanged(tmp_path: Path) -> None:
     loaded = config.load(write(tmp_path, RLINF + yaml.safe_dump(MINIMAL))).algorithm
     expected = {
         "adv_type": "grpo",
@@ -75,20 +75,20 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
     assert config.load(write(tmp_path, config.dump(loaded))) == loaded
 
 
-def test_the_token_budget_is_that_of_a_context_parallel_rank(tmp_path: Path) -> None:
-    """A sample of 2,045 tokens is padded to 4 * 512, of which each of two ranks has 1,024."""
+def test_the_token_budget_is_per_context_parallel_rank(tmp_path: Path) -> None:
+    """A sample of 2,045 tokens is padded to 4 * 512. Each of two ranks has 1,024 of them."""
     overrides = ["data.max_prompt_length=1021", "rollout.max_response_length=1024", "layout.cp=2"]
     assert load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1024"]).layout.num_trainers == 2
     with pytest.raises(ConfigError, match=r"= 2045 over layout.cp=2 ranks; raise it to at least 1024"):
         load(tmp_path, [*overrides, "batch.tokens_per_micro_batch=1023"])
 
 
-def test_tokens_that_are_dropped_cannot_be_replayed(tmp_path: Path) -> None:
+def test_dropped_tokens_cannot_be_replayed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"):
         load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
 
 
-def test_set_overrides_the_file_in_order_and_makes_missing_sections(tmp_path: Path) -> None:
+def test_set_overrides_the_file_in_order_and_adds_missing_sections(tmp_path: Path) -> None:
     loaded = load(tmp_path, ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "data.heldout=h.jsonl", "log.wandb=true"])
     assert loaded.optimizer.lr == 2e-5
     assert loaded.data.heldout == config_data.DataSource(path="h.jsonl")
@@ -125,7 +125,7 @@ def test_clip_bounds_default_to_ratio_clip_eps(tmp_path: Path) -> None:
     assert (algorithm.clip_low, algorithm.clip_high) == (0.1, 0.28)
 
 
-def test_a_recipes_section_keeps_the_keys_that_are_not_given(tmp_path: Path) -> None:
+def test_a_section_of_a_recipe_keeps_keys_that_are_not_given(tmp_path: Path) -> None:
     correction = load(tmp_path, ["algorithm={recipe: decoupled_ppo, correction: {mask_high: 2}}"]).algorithm.correction
     assert (correction.importance, correction.mask_low, correction.mask_high) == ("icepop", 0.0, 2.0)
 
@@ -146,7 +146,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("stepps=8", "unknown key 'stepps'; did you mean 'steps'?"),
         ("rewards.functions=[{name: accuracy, wait: 1}]", "unknown key 'rewards.functions.0.wait'; did you mean 'weight'?"),
         ("layout.zzz=1", "unknown key 'layout.zzz'; known keys here: tp, pp, vpp"),
-        # values that are of no use by themselves
+        # values that are invalid by themselves
         ("steps=0", "steps=0: input should be greater than 0"),
         ("steps=many", "steps='many': must be a whole number; write it in digits"),
         ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
@@ -183,7 +183,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rewards.deadline_s=0", "rewards.deadline_s=0: input should be greater than 0"),
         ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
         ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
-        # values that contradict others
+        # values that contradict other values
         ("batch.mini_batches=5", "batch.mini_batches=5 does not divide batch.prompts_per_step=32; use 1, 2, 4, 8, 16 or 32"),
         ("batch.tokens_per_micro_batch=2000", "batch.tokens_per_micro_batch=2000 cannot hold the longest sample"),
         ("layout.sequence_parallel=true", "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"),
@@ -261,13 +261,13 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),
         ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: input should be greater than 0"),
         ("data.heldout={path: a, weight: 1}", "unknown key 'data.heldout.weight'; known keys here: path, prompt_column"),
-        # overrides that are none
+        # invalid overrides
         ("steps", "--set 'steps' is not of the form key.subkey=value"),
         ("steps.x=1", "--set 'steps.x=1': 'steps' is a value, not a section"),
         ("steps=[", "--set 'steps=[': '[' is not a YAML value"),
     ],
 )
-def test_a_bad_value_is_named_in_one_line_with_what_would_do(tmp_path: Path, override: str, problem: str) -> None:
+def test_a_bad_value_is_named_in_one_line_with_a_valid_one(tmp_path: Path, override: str, problem: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(problem)) as caught:
         load(tmp_path, [override])
     assert "\n" not in str(caught.value)
@@ -281,7 +281,7 @@ def test_a_bad_value_is_named_in_one_line_with_what_would_do(tmp_path: Path, ove
         ("", "holds NoneType, not a mapping of keys; see examples"),
     ],
 )
-def test_a_file_that_is_no_config_is_an_error_in_one_line(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_file_that_is_no_config_is_a_one_line_error(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
         config.load(write(tmp_path, text))
     assert "\n" not in str(caught.value)
@@ -292,7 +292,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         config.load(tmp_path / "none.yaml")
 
 
-def test_a_config_cannot_be_changed_once_it_is_validated(tmp_path: Path) -> None:
+def test_a_validated_config_cannot_be_changed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(tmp_path, []).steps = 3  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""No text of a model, of data or of an error steers the terminal, by whatever way it is printed."""
+"""No text of a model, of data or of an error controls the terminal, however it is printed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEPT = "redro, lines", "[bold]markup[/bold] [/] :smile:, tab", ", é漢🙂, end
 
 
 def steering(text: str) -> set[str]:
-    """Return the characters by which text steers a terminal, by Unicode's own tables."""
+    """Return the characters in text that control a terminal, by Unicode's tables."""
     bidi = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     marks = {"\N{LEFT-TO-RIGHT MARK}", "\N{RIGHT-TO-LEFT MARK}", "\N{ARABIC LETTER MARK}"}
     return {
@@ -56,7 +56,7 @@ def steering(text: str) -> set[str]:
     }
 
 
-def test_every_character_that_steers_a_terminal_is_escaped_and_no_other() -> None:
+def test_exactly_the_characters_that_control_a_terminal_are_escaped() -> None:
     for number in range(sys.maxunicode + 1):
         character = chr(number)
         assert (printable(character) != character) == bool(steering(character)), hex(number)
@@ -96,7 +96,7 @@ raise errors.UserError("raised " + text)
 
 
 def on_a_terminal(program: list[str]) -> str:
-    """Return what a program writes to its terminal."""
+    """Return the output of a program on a terminal."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, 4000))
     environment = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "COLUMNS": "4000", "PYTHONIOENCODING": "utf-8"}
@@ -107,14 +107,14 @@ def on_a_terminal(program: list[str]) -> str:
     try:
         while piece := os.read(ours, 65536):
             pieces.append(piece)
-    except OSError:  # the end of a terminal
+    except OSError:  # the terminal was closed
         pass
     process.wait()
     os.close(ours)
     return b"".join(pieces).decode().replace("\r\n", "\n")
 
 
-def test_on_a_terminal_no_way_of_printing_lets_text_steer_it() -> None:
+def test_on_a_terminal_no_printed_text_controls_it() -> None:
     output = on_a_terminal([sys.executable, "-c", PROGRAM.format(text=HOSTILE)])
     for way, times in {
         "printed": 2,
@@ -129,18 +129,18 @@ def test_on_a_terminal_no_way_of_printing_lets_text_steer_it() -> None:
         assert output.count(f"{way} red ") >= times, (way, output)
     for part in ("\x1b]", "\x1bc", "\x1b[2J", "\x1b[31m", "\b", "\0", "\x07", "\x7f"):
         assert part not in output, repr(part)
-    # rich's styles and moves, and tqdm's carriage returns, are all that is left.
+    # Only rich's styles and cursor moves, and tqdm's carriage returns, are left.
     assert steering(output) <= {"\x1b", "\r"}
     assert "over\rwritten" not in output and "\\x1b]0;owned\\x07" in output
     assert all(part in output for part in KEPT)
-    assert "\x1b[33mmessage" in output and "\x1b[2K" in output  # the project's own styles and bars are still there
+    assert "\x1b[33mmessage" in output and "\x1b[2K" in output  # the project's styles and bars are kept
 
 
-def test_into_a_file_no_control_is_written_at_all() -> None:
+def test_no_control_character_is_written_into_a_file() -> None:
     command = [sys.executable, "-c", PROGRAM.format(text=HOSTILE)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
     output = done.stdout.decode()
-    assert steering(output) == {"\r"} and "bar red " in output  # tqdm's
+    assert steering(output) == {"\r"} and "bar red " in output  # tqdm writes it
     assert all(f"{way} red " in output for way in ("printed", "logged", "warned", "message", "tqdm", "raised"))
 
 
@@ -156,7 +156,7 @@ def test_errors_of_the_command_line_are_filtered(
     assert not steering(capsys.readouterr().err)
 
 
-def test_a_stream_keeps_what_else_it_can() -> None:
+def test_a_safe_stream_keeps_the_methods_of_its_stream() -> None:
     inner = io.StringIO()
     stream = SafeStream(SafeStream(inner))  # type: ignore[arg-type]
     assert stream.write("a\x1b") == 2 and inner.getvalue() == "a\\x1b"
@@ -164,12 +164,12 @@ def test_a_stream_keeps_what_else_it_can() -> None:
 
 
 def main_blocks(path: Path) -> list[list[ast.stmt]]:
-    """Return the bodies of a file's `if __name__ == "__main__"` blocks."""
+    """Return the bodies of `if __name__ == "__main__"` blocks in a file."""
     blocks = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
     return [node.body for node in blocks if ast.unparse(node.test) == "__name__ == '__main__'"]
 
 
-def test_every_script_filters_its_output_before_all_else() -> None:
+def test_every_script_filters_its_output_first() -> None:
     paths = [path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     scripts = {path.relative_to(ROOT).as_posix(): blocks[-1] for path in paths if (blocks := main_blocks(path))}
     unfiltered = {name for name, body in scripts.items() if ast.unparse(body[0]) != "console.install()"}
@@ -184,7 +184,7 @@ def output_of(*command: str) -> str:
     return done.stdout.decode()
 
 
-def test_scripts_filter_the_names_of_files_that_they_refuse(tmp_path: Path) -> None:
+def test_scripts_filter_the_names_of_refused_files(tmp_path: Path) -> None:
     in_path = tmp_path / HOSTILE.replace("\0", "").replace("/", "")[:60]
     outputs = [
         output_of("slurm/prepare.py", str(in_path), "--world-size=1", "--ranks-per-node=1", "--disk-gbps=1"),

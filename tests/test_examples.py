@@ -1,4 +1,4 @@
-"""The examples that come with the project: configs that load, and a tiny model that reads any text."""
+"""The examples of the project: configs that load, and a tiny model that reads any text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_example_config_is_valid_and_takes_overrides(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_example_config_begins_with_what_it_needs(path: Path) -> None:
+def test_every_example_config_starts_with_its_requirements(path: Path) -> None:
     header = "".join(itertools.takewhile(lambda line: line.startswith("#"), path.open()))
     assert "needs" in header.lower()
 
@@ -45,7 +45,7 @@ def test_an_example_names_nothing_outside_the_repository(path: Path) -> None:
         assert all(name.startswith("hub:openai/gsm8k") for name in sources)
 
 
-SHAPES = {  # of the models that the recipes name
+SHAPES = {  # models named in the recipes
     "qwen2.5-1.5b": ModelShape("qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True),
     "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False),
 }
@@ -58,7 +58,7 @@ def test_the_layout_of_a_recipe_fits_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_columns_of_a_recipe_read_rows_like_those_of_gsm8k_and_math(name: str, tmp_path: Path, tiny_model: Path) -> None:
+def test_the_columns_of_a_recipe_read_rows_like_gsm8k_and_math(name: str, tmp_path: Path, tiny_model: Path) -> None:
     rows = {
         "question": {"question": "A clip costs 9. What do two cost?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"},
         "problem": {
@@ -95,7 +95,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tiny_models_tokenizer_gives_back_any_text_byte_by_byte(tiny_model: Path) -> None:
+def test_the_tokenizer_of_the_tiny_model_keeps_every_byte_of_any_text(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     for text in ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24", "  two  spaces\t\r\n", "½ é 漢字 🙂", "<think>1</think>"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -103,13 +103,13 @@ def test_the_tiny_models_tokenizer_gives_back_any_text_byte_by_byte(tiny_model: 
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_the_tiny_model_has_a_chat_template_and_room_for_its_tokens(tiny_model: Path) -> None:
+def test_the_tiny_model_has_a_chat_template_and_rows_for_its_tokens(tiny_model: Path) -> None:
     tokenizer, config = AutoTokenizer.from_pretrained(tiny_model), AutoConfig.from_pretrained(tiny_model)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1=?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text == "<system>s<end><user>1+1=?<end><assistant>"
-    assert len(ids) == len("s1+1=?") + 5  # each tag is one token
+    assert len(ids) == len("s1+1=?") + 5  # each of the 5 tags is one token
     assert max(*ids, len(tokenizer) - 1) < config.vocab_size
     assert config.eos_token_id == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end>")]
     assert AutoModelForCausalLM.from_config(config).num_parameters() < 200_000

@@ -1,4 +1,4 @@
-"""tools/first_day.sh: what it refuses, what its report says, and the whole of it on emulated kernels."""
+"""tools/first_day.sh: refused arguments, its report, and the whole script on emulated kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = {"seconds/step": 2.0, "mismatch/k3": 0.001, "grad_norm": 0.5, "reward/mea
 
 
 def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[int, dict[str, Any], str]:
-    """Write what a day leaves, run the report; return its code, its JSON, and its Markdown."""
+    """Write the files of a first day and run the report. Return its exit code, JSON and Markdown."""
     (folder / "run").mkdir(parents=True)
     parts = [{"name": name, "code": code, "seconds": 7} for name, code in codes.items()]
     (folder / "steps.jsonl").write_text("".join(json.dumps(part) + "\n" for part in parts))
@@ -34,19 +34,19 @@ def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[i
     return result.returncode, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
 
-def test_every_figure_stands_beside_its_target(tmp_path: Path) -> None:
+def test_every_value_is_reported_with_its_target(tmp_path: Path) -> None:
     code, found, text = report(tmp_path, [{"epoch": 0}, STEP, STEP | {"reward/mean": 0.5}], install=0, train=0)
     assert code == 0 and found["failed"] == [] and found["card"] == "H100"
     assert "| parts | install | code 0, 7 s | code 0 | met |" in text
     assert "| run | largest mismatch/k3, nats per token | 0.001 | at most 0.01 | met |" in text
     assert "| run | reward, first to last | 0.250 to 0.500 |  |  |" in text
-    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, "a slow card is no failure"
+    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, "a slow card does not fail"
     assert "| mfu | MFU, 4B, bf16 | 41.25 % | at least 40 % | met |" in text
     assert "| mfu | MFU, 4B, bf16 | none here | at least 40 % |  |" in text
     assert "say nothing about a card" not in text
 
 
-def test_a_part_that_failed_and_a_rule_that_the_run_broke_end_in_code_1(tmp_path: Path) -> None:
+def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) -> None:
     code, found, text = report(tmp_path / "a", [STEP, STEP | {"mismatch/k3": 0.2}], install=0, tests=1, train=0)
     assert code == 1 and found["failed"] == ["tests", "largest mismatch/k3, nats per token"]
     code, found, _ = report(tmp_path / "b", [STEP | {"grad_norm": 0.0}], train=0)
@@ -66,7 +66,7 @@ def test_a_part_that_failed_and_a_rule_that_the_run_broke_end_in_code_1(tmp_path
     ],
     ids=str,
 )
-def test_wrong_arguments_are_one_line_and_leave_nothing(arguments: list[str], said: str) -> None:
+def test_wrong_arguments_are_a_one_line_error_and_leave_nothing(arguments: list[str], said: str) -> None:
     before = sorted(path.name for path in ROOT.glob("runs/first_day*"))
     environment = os.environ | {"PATH": "/usr/bin:/bin"}
     result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)

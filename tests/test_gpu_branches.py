@@ -1,4 +1,4 @@
-"""Every branch that only a GPU takes has a test, which tests/gpu/README.md names; and these work, as far as a CPU tells."""
+"""Every branch that only a GPU takes has a test that tests/gpu/README.md names, and these tests work as far as a CPU can tell."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HEADS = ("module", "test", "---")
 
 @dataclass(frozen=True)
 class Entry:
-    module: str  # below the package; a folder ends in "/"
+    module: str  # path below the package; a folder ends in "/"
     functions: tuple[str, ...]
-    emulated: tuple[str, ...]  # tests by "path::name" that run on emulated kernels too
+    emulated: tuple[str, ...]  # "path::name" of tests that also run on emulated kernels
     others: tuple[str, ...]
 
     @property
@@ -34,7 +34,7 @@ class Entry:
 
 
 def rows(width: int) -> list[list[tuple[str, ...]]]:
-    """Return the rows of the tables with `width` columns, each cell as what is quoted in it."""
+    """Return the rows of the tables with `width` columns. A cell is a tuple of its quoted words."""
     lines = (TESTS / "gpu" / "README.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [
@@ -43,14 +43,14 @@ def rows(width: int) -> list[list[tuple[str, ...]]]:
 
 
 def entries() -> list[Entry]:
-    """Return the modules of both tables; only the first tells functions, and on what their tests run."""
+    """Return the modules of both tables. Only the first table lists functions and where their tests run."""
     branches = [Entry(module[0], functions, emulated, others) for module, functions, _, emulated, others in rows(5)]
     return branches + [Entry(module[0], (), (), tests) for module, _, tests in rows(3)]
 
 
 @cache
 def emulated_tests() -> dict[str, bool]:
-    """Return by "gpu/file::name" whether a test of tests/gpu, or its module, has the mark `emulated`."""
+    """Return whether a test of tests/gpu or its module has the mark `emulated`, keyed by "gpu/file::name"."""
     found: dict[str, bool] = {}
     for path in sorted((TESTS / "gpu").glob("test_*.py")):
         body = ast.parse(path.read_text()).body
@@ -68,7 +68,7 @@ ENTRIES = entries()
 
 
 def marked(folder: Path) -> Iterator[str]:
-    """Modules with a marker, by their path below `folder`."""
+    """Yield the modules with a marker, as paths below `folder`."""
     for path in sorted(folder.rglob("*.py")):
         if MARKERS.search(path.read_text()):
             yield path.relative_to(folder).as_posix()
@@ -89,7 +89,7 @@ def definitions(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def test_every_module_that_speaks_of_gpus_is_listed() -> None:
+def test_every_module_that_mentions_gpus_is_listed() -> None:
     modules = [entry.module for entry in ENTRIES]
     folders = tuple(name for name in modules if name.endswith("/"))
     missing = [name for name in marked(PACKAGE) if name not in modules and not name.startswith(folders)]
@@ -97,7 +97,7 @@ def test_every_module_that_speaks_of_gpus_is_listed() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
-def test_what_the_list_names_is_there(entry: Entry) -> None:
+def test_everything_in_the_list_exists(entry: Entry) -> None:
     path = PACKAGE / entry.module
     assert path.exists() and entry.tests
     if path.is_file():
@@ -110,20 +110,20 @@ def test_what_the_list_names_is_there(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.module)
-def test_the_list_tells_which_tests_run_on_emulated_kernels(entry: Entry) -> None:
+def test_the_list_marks_tests_that_run_on_emulated_kernels(entry: Entry) -> None:
     marks = emulated_tests()
     assert all(marks.get(test, not test.startswith("gpu/")) for test in entry.emulated), entry.emulated
     if entry.functions:
         assert not any(marks.get(test) for test in entry.others), entry.others
 
 
-def test_what_is_left_for_a_gpu_alone_is_listed_in_one_screen() -> None:
+def test_tests_that_need_a_real_gpu_are_listed_and_few() -> None:
     listed = [test for (test, *_), _ in rows(2)]
     assert listed == [test for test, is_emulated in emulated_tests().items() if not is_emulated]
     assert len(listed) <= 30 and len(emulated_tests()) - len(listed) >= 18
 
 
-def test_a_marker_is_seen_and_a_word_like_it_is_not(tmp_path: Path) -> None:
+def test_a_marker_is_detected_and_a_similar_word_is_not(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.py").write_text("if tensor.is_cuda:\n    pass\n")
     (tmp_path / "b.py").write_text("use_tensor = torch.cudart\n")
@@ -132,8 +132,8 @@ def test_a_marker_is_seen_and_a_word_like_it_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run here")
-def test_the_tests_for_a_gpu_work_as_far_as_a_cpu_tells() -> None:
-    """At tiny sizes; and without the rehearsal all are skipped, with the reason."""
+def test_the_gpu_tests_work_as_far_as_a_cpu_can_run_them() -> None:
+    """They run with tiny sizes. Without the rehearsal all are skipped with the reason."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(TESTS / "gpu")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GRPO_MEGA_REHEARSAL": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=600)

@@ -1,4 +1,4 @@
-"""~ in a path is the user's home: in every path of a config, on every command line, and in the flags of TRL."""
+"""~ in a path is the user's home: in all paths of a config, on all command lines, and in flags of TRL."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_home_stands_for_the_tilde_in_every_path_of_a_config(home: Path) -> None:
+def test_the_tilde_is_the_home_in_every_path_of_a_config(home: Path) -> None:
     config = configs.validate(RAW)
     assert (config.run_dir, config.model.path) == (home / "run", home / "models/a~b")
     assert config.teachers["main"].path == home / "teacher"
@@ -57,7 +57,7 @@ def test_the_home_stands_for_the_tilde_in_every_path_of_a_config(home: Path) -> 
 
 
 def path_keys(section: type[Section]) -> list[str]:
-    """Return the keys below a section that take a path and leave ~ as it is."""
+    """Return the path keys below a section that do not expand ~."""
     found: list[str] = []
     for name, field in section.model_fields.items():
         pending = [field.annotation]
@@ -72,11 +72,11 @@ def path_keys(section: type[Section]) -> list[str]:
     return found
 
 
-def test_no_path_of_the_config_leaves_the_tilde_as_it_is() -> None:
+def test_every_path_of_the_config_expands_the_tilde() -> None:
     assert path_keys(Config) == []
 
 
-def test_the_home_stands_for_the_tilde_on_command_lines(home: Path) -> None:
+def test_the_tilde_is_the_home_on_command_lines(home: Path) -> None:
     for options, arguments in ((EvalOptions, ["~/run", "--model", "~/m", "--out", "~/o"]), (PlanOptions, ["~/c.yaml"])):
         parser = argparse.ArgumentParser()
         add_options(parser, options)
@@ -91,20 +91,18 @@ def test_the_home_stands_for_the_tilde_on_command_lines(home: Path) -> None:
     assert parser.parse_args(["~/checkpoint"]).folder == home / "checkpoint"
 
 
-def test_no_script_reads_a_path_that_leaves_the_tilde_as_it_is() -> None:
+def test_every_script_expands_the_tilde_in_paths() -> None:
     root = Path(__file__).resolve().parents[1]
     num_paths = 0
     for path in (path for folder in ("slurm", "tools", "examples") for path in sorted((root / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
         num_paths += text.count("type=user_path")
-        if not re.search(
-            "class Parser.*user_path|import Parser", text, re.DOTALL
-        ):  # the tools' parser gives type=Path another meaning
+        if not re.search("class Parser.*user_path|import Parser", text, re.DOTALL):  # the tools' parser expands ~ for type=Path
             assert not re.search(r"type=(?:pathlib\.)?Path\b", text), path
     assert num_paths > 15
 
 
-def test_the_home_stands_for_the_tilde_in_scripts(home: Path) -> None:
+def test_the_tilde_is_the_home_in_scripts(home: Path) -> None:
     save_json(home / "model" / "config.json", MODELS["llama-160m"])
     assert shape_of("~/model/config.json") == shape_of("llama-160m")
     save_json(home / "checks" / "n1.json", {"problems": ["\u2028hot"], "fingerprint": {}})
@@ -120,7 +118,7 @@ def save_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-def test_the_home_stands_for_the_tilde_in_data_sets_and_lengths(home: Path) -> None:
+def test_the_tilde_is_the_home_in_data_sets_and_lengths(home: Path) -> None:
     (home / "set").mkdir()
     (home / "set.jsonl").write_text("{}\n")
     assert find_data("~/set.jsonl", None, None) == f"{home}/set.jsonl"

@@ -1,4 +1,4 @@
-"""Which package may import which: the direction of every import, read from the source, imports inside functions included."""
+"""Allowed imports between packages: the direction of every import, read from the source, including imports in functions."""
 
 import ast
 import re
@@ -11,16 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_mega"
 
-# A module or package directly below grpo_mega imports only those before it.
+# A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
 __init__ errors text console files yaml_text json_lines processes temporary http_client types paths config weights batching
 rewards data algorithm hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
 """
 
-# Third-party packages that only some may import, by path below the package.
+# Third-party packages that only one folder of the package may import.
 CONFINED = {"megatron": "megatron/", "sglang": "rollout/sglang/"}
 
-# Those that must start within a moment, or do arithmetic only, and so never import these.
+# Modules that must start quickly or only do arithmetic -> packages that they never import.
 WITHOUT = {
     "errors": {"torch", "transformers", "numpy", "pydantic"},
     "json_lines": {"torch", "transformers", "numpy", "pydantic"},
@@ -47,33 +47,33 @@ WITHOUT = {
     "rewards": {"torch"},
     "commands.trl_flags": {"torch", "transformers"},
 }
-HEAVY = {"observe.tracing"}  # within those
+HEAVY = {"observe.tracing"}  # exceptions inside these modules
 
 
 @dataclass(frozen=True)
 class Import:
     path: Path
     line: int
-    name: str  # dotted, in full
-    is_lazy: bool  # inside a function
-    is_for_types: bool  # under TYPE_CHECKING
+    name: str  # full dotted name
+    is_lazy: bool  # the import is inside a function
+    is_for_types: bool  # the import is under TYPE_CHECKING
 
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)}:{self.line} imports {self.name}"
 
     @property
     def importer(self) -> str:
-        """The module or package directly below grpo_mega that the file belongs to."""
+        """Return the module or package directly below grpo_mega that contains the file."""
         return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
     @property
     def module(self) -> str:
-        """The importing module, dotted, below grpo_mega."""
+        """Return the importing module as a dotted name below grpo_mega."""
         return ".".join(self.path.relative_to(PACKAGE).with_suffix("").parts)
 
     @property
     def ours(self) -> str | None:
-        """The module or package directly below grpo_mega that is imported; None if it is not ours."""
+        """Return the imported module or package directly below grpo_mega, or None if it is not ours."""
         parts = self.name.split(".")
         return parts[1] if parts[0] == "grpo_mega" and len(parts) > 1 else None
 
@@ -103,7 +103,7 @@ def _imported_names(node: ast.AST, path: Path) -> list[str]:
     if node.level:
         parents = path.relative_to(ROOT).parts[: -node.level]
         module = ".".join([*parents, module] if module else parents)
-    # `from grpo_mega import config` names a module by what follows; so does `from torch import distributed`.
+    # In `from grpo_mega import config` and `from torch import distributed`, the imported name is a module.
     return [f"{module}.{alias.name}" for alias in node.names]
 
 
@@ -118,14 +118,14 @@ def test_every_module_has_a_place_in_the_order() -> None:
     assert names == set(ORDER.split())
 
 
-def test_packages_import_only_those_before_them_in_the_order() -> None:
+def test_packages_import_only_earlier_packages_in_the_order() -> None:
     place = {name: i for i, name in enumerate(ORDER.split())}
     wrong = [found for found in PACKAGE_IMPORTS if found.ours and place[found.ours] > place[found.importer]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("module", CONFINED)
-def test_megatron_and_sglang_are_imported_in_one_place_alone(module: str) -> None:
+def test_megatron_and_sglang_are_imported_in_only_one_place(module: str) -> None:
     wrong = [
         found
         for found in PACKAGE_IMPORTS + TOOL_IMPORTS
@@ -134,17 +134,17 @@ def test_megatron_and_sglang_are_imported_in_one_place_alone(module: str) -> Non
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_emulated_kernels_are_of_no_use_outside_the_tests() -> None:
-    """Neither imported nor spoken of: a run cannot switch them on."""
+def test_emulated_kernels_are_not_used_outside_the_tests() -> None:
+    """They are neither imported nor mentioned, so a run cannot enable them."""
     files = [path for folder in ("grpo_mega", "tools", "examples", "slurm") for path in (ROOT / folder).rglob("*")]
     texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".sh", ".yaml", ".toml")}
     assert len(texts) > 200
     named = {path.name for path, text in texts.items() if re.search("emulated_te|te_on_cpu", text, re.IGNORECASE)}
-    assert named == {"first_day.sh"}, "which tries itself out with --cpu"
+    assert named == {"first_day.sh"}, "only first_day.sh uses them, with --cpu"
 
 
 @pytest.mark.parametrize("importer", WITHOUT)
-def test_what_must_be_light_imports_nothing_heavy(importer: str) -> None:
+def test_light_modules_import_nothing_heavy(importer: str) -> None:
     path = PACKAGE / importer.replace(".", "/")
     assert path.is_dir() or path.with_suffix(".py").is_file()
     wrong = [
@@ -163,12 +163,12 @@ def test_the_command_line_imports_nothing_heavy_until_a_command_runs() -> None:
     assert {found.ours for found in eager if found.ours} == {"console", "errors", "paths"}
 
 
-def test_the_planner_never_talks_to_other_ranks() -> None:
+def test_the_planner_never_communicates_with_other_ranks() -> None:
     wrong = [found for found in PACKAGE_IMPORTS if found.importer == "planner" and found.is_of("torch.distributed")]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_of_imports_detects_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     path = tmp_path / "grpo_mega/sync/a.py"
     path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The ground that the tests themselves stand on: which cases a command selects, and ranks that are forked."""
+"""The infrastructure of the tests: selection of cases by commands, and forked ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...],
     assert f"{num_passed} passed" in result.stdout, result.stdout
 
 
-def test_progress_of_a_process_is_in_the_file_that_its_environment_names(tmp_path: Path) -> None:
+def test_progress_of_a_process_is_in_the_file_named_by_its_environment(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(READER)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
@@ -116,7 +116,7 @@ def test_the_fast_tests_need_neither_sglang_nor_transformer_engine(
     assert result.stdout.split() == (["env", "sglang", "te"] if installs else ["env"])
 
 
-def test_forked_ranks_run_the_file_each_and_one_that_fails_is_named(tmp_path: Path) -> None:
+def test_each_forked_rank_runs_the_file_and_a_failed_rank_is_named(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(RANK)
     run_forked(str(worker), 2, "{rank}", "none")
@@ -125,7 +125,7 @@ def test_forked_ranks_run_the_file_each_and_one_that_fails_is_named(tmp_path: Pa
 
 
 @pytest.mark.distributed
-def test_a_case_that_fails_is_named_and_the_others_still_run(tmp_path: Path) -> None:
+def test_a_failed_case_is_named_and_other_cases_still_run(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(CASES_OF_RANKS)
     found = launch(tmp_path / "worker.py", 2, tmp_path)
     assert list(found) == ["fails", "passes", "ends", "is the last"]

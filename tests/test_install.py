@@ -1,4 +1,4 @@
-"""The installation for GPUs, as text; tests/gpu resolves the same requirements on a machine that has one."""
+"""The GPU installation, checked as text. tests/gpu resolves the same requirements on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dry_run() -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_torch_and_build_tools_come_before_the_extension_which_is_compiled_against_them() -> None:
+def test_torch_and_build_tools_are_installed_before_the_extension() -> None:
     first, second, third = dry_run()
     [torch] = [text for text in PROJECT["dependencies"] if text.startswith("torch==")]
     assert f"pip install --disable-pip-version-check {torch} setuptools wheel packaging ninja pybind11" in first
@@ -30,7 +30,7 @@ def test_torch_and_build_tools_come_before_the_extension_which_is_compiled_again
     assert third == "ensure_env gpu"
 
 
-def test_the_versions_are_those_that_megatron_and_sglang_take() -> None:
+def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
     [wanted] = re.findall(r'TRANSFORMER_ENGINE="(.*)"', SCRIPT.read_text())
     [theirs] = [
         found.specifier
@@ -45,7 +45,7 @@ def test_the_versions_are_those_that_megatron_and_sglang_take() -> None:
 
 
 def test_the_extra_alone_builds_no_extension() -> None:
-    """pip would compile it in an environment of its own, against another torch."""
+    """pip would compile it in an isolated environment against another torch."""
     assert not any("transformer" in text.partition("#")[0] for text in PROJECT["optional-dependencies"]["gpu"])
 
 
@@ -57,7 +57,7 @@ def test_another_option_is_refused_before_anything_is_installed() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_what_an_image_copies_and_calls_is_there(name: str) -> None:
+def test_files_and_functions_used_by_an_image_exist(name: str) -> None:
     text = (ROOT / ".github" / "docker" / f"{name}.Dockerfile").read_text()
     calls = re.findall(r"(?:examples|tests|tools)/[\w./-]+\.(?:sh|txt)", text)
     assert calls and all((ROOT / call).exists() for call in calls), calls
@@ -65,7 +65,7 @@ def test_what_an_image_copies_and_calls_is_there(name: str) -> None:
     assert functions <= set(re.findall(r"^(ensure_\w+)\(\)", (ROOT / "examples" / "env.sh").read_text(), re.MULTILINE))
     if name == "cpu":
         ours = (ROOT / "tests" / "run.sh").read_text()
-        assert functions == set(re.findall(r"^ *(ensure_\w+)", ours, re.MULTILINE)), "CI makes another environment"
+        assert functions == set(re.findall(r"^ *(ensure_\w+)", ours, re.MULTILINE)), "CI creates another environment"
         assert all(version in text for version in re.search(r"^ *ensure_te (.*)$", ours, re.MULTILINE)[1].split())  # type: ignore[index]
     else:
         assert "Not yet run" in text

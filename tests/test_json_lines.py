@@ -1,4 +1,4 @@
-"""Lines that any text survives: one line per object to every reader, and valid UTF-8."""
+"""JSON lines for any text: one line per object for every reader, and valid UTF-8."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 RECORD = {"step": 3, f"a{LINE_ENDS}": f"é€😀{LINE_ENDS}", "b": [1.5, float("nan"), {"c": "\ud83d"}], "d": SURROGATES}
 
 
-def test_a_line_is_one_line_to_every_reader_and_gives_the_object_back() -> None:
+def test_a_line_is_one_line_for_every_reader_and_keeps_the_object() -> None:
     line = json_line(RECORD)
     assert line.encode("utf-8").decode("utf-8").splitlines() == [line.removesuffix("\n")]
     assert "é€😀" in line
@@ -27,7 +27,7 @@ def test_a_line_is_one_line_to_every_reader_and_gives_the_object_back() -> None:
     }
 
 
-def test_lines_end_with_newlines_alone_after_a_byte_order_mark_or_not(tmp_path: Path) -> None:
+def test_only_newlines_end_lines_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     raw = [json.dumps({"step": n, "text": f"\u2028\u2029\x85{n}"}, ensure_ascii=False).encode() for n in range(3)]
     content = b"\xef\xbb\xbf" + b"\n".join([raw[0], b"[1]", b"\xff", raw[1]]) + b"\r\n" + raw[2][:-1]
     (tmp_path / "lines.jsonl").write_bytes(content)
@@ -37,8 +37,8 @@ def test_lines_end_with_newlines_alone_after_a_byte_order_mark_or_not(tmp_path: 
 
 
 @pytest.mark.parametrize("marks", ["\u2028", "\u2029", "\x85", "\u2028\u2029\x85"])
-def test_logs_with_raw_line_ends_in_their_text_are_trimmed_drawn_and_reported(tmp_path: Path, marks: str) -> None:
-    """As they were written before such characters were escaped."""
+def test_logs_with_raw_line_ends_are_trimmed_plotted_and_reported(tmp_path: Path, marks: str) -> None:
+    """Older versions wrote such logs, without escaping these characters."""
     rows = [{"step": step, f"verdict/{marks}": 1.0} for step in (1, 2, 3)]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):

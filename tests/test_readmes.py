@@ -1,4 +1,4 @@
-"""All that the READMEs name is there: files that they link, tests that they list; and the front page stays short."""
+"""Linked files and listed tests in READMEs exist, and the front page stays short."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_link_leads_to_a_file_and_heading(name: str) -> None:
             )
 
 
-def test_every_test_that_is_listed_against_a_silent_failure_is_there() -> None:
+def test_every_test_listed_against_a_silent_failure_exists() -> None:
     rows = [line for line in (ROOT / "tests" / "README.md").read_text().splitlines() if re.match(r"\|.*`[\w/]+\.py", line)]
     assert len(rows) > 30
     for row in rows:
@@ -38,7 +38,7 @@ def test_every_test_that_is_listed_against_a_silent_failure_is_there() -> None:
             assert not test or f"def {test}(" in text, f"tests/README.md lists {file}::{test}"
 
 
-def test_every_test_that_holds_an_element_of_a_text_is_there() -> None:
+def test_every_test_listed_for_an_element_of_a_text_exists() -> None:
     section = (ROOT / "grpo_mega/algorithm/README.md").read_text(encoding="utf-8").partition("## What texts on GRPO have")[2]
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+)(\.\.\.)?)?`", section.partition("\n## ")[0])
     assert len(named) > 20

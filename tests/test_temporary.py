@@ -1,4 +1,4 @@
-"""Temporary folders: short enough for sockets wherever TMPDIR is, removed once their processes are dead, and not before."""
+"""Temporary folders: short enough for sockets with any TMPDIR, and removed only after their processes are dead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder with a name that is short enough for sockets, unlike pytest's."""
+    """Create a folder with a name that is short enough for sockets, unlike pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
@@ -44,7 +44,7 @@ def output(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("length", [70, 107, 200])
-def test_sockets_below_a_long_tmpdir_work(length: int, tmp_path: Path) -> None:
+def test_sockets_work_with_a_long_tmpdir(length: int, tmp_path: Path) -> None:
     long = tmp_path / ("x" * length)
     long.mkdir()
     code = "temporary.enter()\nfrom multiprocessing import Manager\nwith Manager() as m: print(m.dict(a=1)['a'])\n"
@@ -62,7 +62,7 @@ def test_a_short_tmpdir_is_used_and_left_empty(short: Path) -> None:
     assert not list(short.iterdir())
 
 
-def test_a_child_that_is_given_another_tmpdir_uses_that(short: Path) -> None:
+def test_a_child_with_another_tmpdir_uses_it(short: Path) -> None:
     (short / "other").mkdir()
     code = "import os, subprocess, sys; temporary.enter()\n"
     code += "show = [sys.executable, '-c', 'from grpo_mega import temporary; print(temporary.shared_folder())']\n"
@@ -71,7 +71,7 @@ def test_a_child_that_is_given_another_tmpdir_uses_that(short: Path) -> None:
     assert output(process).split() == [str(short), str(short / "other")]
 
 
-def test_a_folder_without_sockets_everywhere_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_line_if_no_folder_supports_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
     (tmp_path / "file").touch()
@@ -85,7 +85,7 @@ def test_a_folder_without_sockets_everywhere_is_told_in_one_line(tmp_path: Path,
     assert not list(long.iterdir())
 
 
-def test_folders_of_the_dead_go_and_those_of_the_living_and_of_other_hosts_stay(short: Path) -> None:
+def test_only_folders_of_dead_processes_on_this_host_are_removed(short: Path) -> None:
     wait = "import time; print(temporary.enter(), flush=True); time.sleep(600)"
     dead, living = python(wait, short), python(wait, short)
     assert dead.stdout is not None and living.stdout is not None
@@ -106,7 +106,7 @@ def test_folders_of_the_dead_go_and_those_of_the_living_and_of_other_hosts_stay(
     assert sorted(short.iterdir()) == sorted([other_host, kept])
 
 
-def test_a_file_system_without_locks_is_passed_over(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_skipped(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

@@ -1,4 +1,4 @@
-"""The wheel holds all that a run needs: the command line and a training work from it, without the repository."""
+"""The wheel contains everything that a run needs. The command line and training work from it without the repository."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_a_wheel_has_its_licence_and_nothing_but_the_package(installed: Path) -> None:
+def test_a_wheel_has_only_the_package_and_its_license(installed: Path) -> None:
     [metadata] = installed.glob("grpo_mega-*.dist-info")
     assert "License-Expression: Apache-2.0" in (metadata / "METADATA").read_text()
     assert "Apache License" in (metadata / "licenses" / "LICENSE").read_text()

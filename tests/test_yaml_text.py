@@ -1,4 +1,4 @@
-"""YAML: a value is what a person wrote, or an error with its line; text that is written reads back everywhere."""
+"""YAML: a value is what the user wrote, or an error with its line. Written text reads back with any YAML reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mega import config
 from grpo_mega.errors import ConfigError
 from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
-# Plain scalars and what YAML 1.2's core schema (section 10.3.2 of its specification) makes of them.
+# Plain scalars and their values in YAML 1.2's core schema (section 10.3.2 of the specification).
 CORE_SCHEMA: dict[str, Any] = {
     "true": True,
     "True": True,
@@ -113,7 +113,7 @@ def test_a_key_given_twice_is_refused_with_its_path_and_line(text: str, line: in
         (BOMB, "more than 100,000 values"),
     ],
 )  # fmt: skip
-def test_what_a_strict_reader_must_not_guess_is_refused_in_one_line(text: str, says: str) -> None:
+def test_values_that_would_need_a_guess_are_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_yaml(text)
     assert says in str(caught.value)
@@ -130,7 +130,7 @@ def test_an_alias_stands_for_its_value() -> None:
 
 
 @given(st.text(max_size=40))
-def test_text_that_is_written_reads_back_here_and_by_yaml_1_1(text: str) -> None:
+def test_written_text_reads_back_here_and_with_yaml_1_1(text: str) -> None:
     written = dump_yaml({"a": text, "b": [text], "c": {"d": text}})
     assert parse_yaml(written) == {"a": text, "b": [text], "c": {"d": text}}
     if not any("\ud800" <= character <= "\udfff" for character in text):
@@ -138,13 +138,13 @@ def test_text_that_is_written_reads_back_here_and_by_yaml_1_1(text: str) -> None
 
 
 @pytest.mark.parametrize("text", [*CORE_SCHEMA, *AWKWARD, "\u2028a", "a\n# b\n", "\ud800", "a\x85b", "\ufeffa", "\U0001f600"])
-def test_text_that_looks_like_another_value_stays_text_when_written(text: str) -> None:
+def test_text_that_looks_like_another_value_is_written_as_text(text: str) -> None:
     assert parse_yaml(dump_yaml({"a": text, text: 1})) == {"a": text, text: 1}
 
 
 @given(JSON)
 def test_json_is_read_as_json(value: Any) -> None:
-    """Also escaped pairs of surrogates, which are one character: flags hand over their values so."""
+    """This includes escaped surrogate pairs for one character, because flags pass their values as JSON."""
     assert parse_value(json.dumps([value])) == [value]
 
 
@@ -223,7 +223,7 @@ def test_a_value_of_another_type_is_refused_in_one_line(tmp_path: Path, override
 
 
 @pytest.mark.parametrize("line", ["seed: yes", "seed: 1:30", "seed: '7'", "log: {progress: no}", "optimizer: {lr: '1e-6'}"])
-def test_a_file_gives_no_number_or_boolean_as_text(line: str, tmp_path: Path) -> None:
+def test_numbers_and_booleans_of_a_file_are_not_text(line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be a (whole )?number; write|must be true or false; write"):
         value_of(tmp_path, [], "seed", dump_yaml(BASE) + line)
 

@@ -21,7 +21,7 @@ SECONDS = 60.0
 
 
 class Page:
-    """One open page. `problems` holds what its console and its script complained of, `requests` all addresses it asked for."""
+    """One open page. `problems` lists console and script errors, `requests` all requested addresses."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, loop: asyncio.AbstractEventLoop) -> None:
         self._socket, self._loop, self._last = socket, loop, 0
@@ -29,13 +29,13 @@ class Page:
         self.requests: list[str] = []
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited if it is a promise."""
+        """Return the value of a JavaScript expression. Promises are awaited."""
         found = self.command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until the expression is true."""
+        """Wait until the expression is true."""
         until = time.monotonic() + SECONDS
         while not self.run(f"Boolean({expression})"):
             assert time.monotonic() < until, f"never true: {expression}; {self.problems}"
@@ -49,13 +49,13 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def look(self, width: int, height: int, *, is_dark: bool = False) -> None:
-        """The size of the window, and what the person prefers."""
+        """Set the window size and the preferred color scheme."""
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
     def picture(self, path: Path) -> None:
-        """Return a screenshot as a PNG."""
+        """Write a screenshot as a PNG."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot", format="png")["data"]))
 
@@ -86,7 +86,7 @@ class Page:
 
 @contextlib.contextmanager
 def open_browser(profile: Path) -> Iterator[Page]:
-    """A browser with an empty page; `profile` is a folder of its own."""
+    """Open a browser with an empty page. `profile` must be an unused folder."""
     assert BINARY is not None, MISSING
     arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     arguments += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--disable-background-networking", "about:blank"]

@@ -1,11 +1,11 @@
-"""A reward with two values, equal over a whole group now and then, and a list of all that it was asked about."""
+"""A reward with two values, sometimes equal over a whole group. It lists all scored prompts and responses."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-SCORED = "GRPO_MEGA_TESTS_SCORED"  # environment variable: a file to which each prompt and response is added as a line of JSON
+SCORED = "GRPO_MEGA_TESTS_SCORED"  # environment variable: a file that gets a JSON line per scored response
 
 
 def right_for_a_third(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:

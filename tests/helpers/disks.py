@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Path]:
-    """Make `folder` a file system of that size; skip the test where none may be mounted."""
+    """Mount a file system of this size at `folder`. Skip the test if mounting is not allowed."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, text=True)
     if done.returncode:

@@ -1,8 +1,8 @@
-"""`python forked.py WORLD_SIZE MODULE_OR_FILE.py [ARGUMENT ...]`: run it as several ranks that share one import of it.
+"""`python forked.py WORLD_SIZE MODULE_OR_FILE.py [ARGUMENT ...]`: run a program as several ranks that share its imports.
 
-Imports of torch, Megatron-core and transformers take most of a rank's time in a test. What the module or file imports at its
-top is imported once. Then a fork for each rank runs it as `__main__`, with torchrun's variables, and with "{rank}" replaced in
-its arguments. The exit code is 0, or 1 once a rank has failed; the others then get ten seconds. No rank outlives this process.
+In a test, imports of torch, Megatron-core and transformers take most of a rank's time. Imports at the top of the module or file
+run once. Then a fork per rank runs it as `__main__` with torchrun's variables, and "{rank}" in its arguments is replaced. The
+exit code is 0, or 1 if a rank has failed. The other ranks then get ten seconds. No rank outlives this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS_TO_END = 10.0
 
 def main(world_size: int, target: str, arguments: list[str]) -> int:
     environments = rank_environments(os.environ, world_size)
-    os.environ["OMP_NUM_THREADS"] = environments[0]["OMP_NUM_THREADS"]  # read once, when torch is loaded
+    os.environ["OMP_NUM_THREADS"] = environments[0]["OMP_NUM_THREADS"]  # torch reads it only when it is loaded
     import_only(target)
     pids = [start(rank, environment, target, arguments) for rank, environment in enumerate(environments)]
     return wait(pids)
@@ -39,7 +39,7 @@ def import_only(target: str) -> None:
 
 
 def start(rank: int, environment: dict[str, str], target: str, arguments: list[str]) -> int:
-    """Fork a rank; return its process id."""
+    """Fork a rank. Return its process id."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -51,7 +51,7 @@ def start(rank: int, environment: dict[str, str], target: str, arguments: list[s
         if target.endswith(".py"):
             runpy.run_path(target, run_name="__main__")
         else:
-            sys.modules.pop(target)  # or runpy warns of it
+            sys.modules.pop(target)  # otherwise runpy warns
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -65,7 +65,7 @@ def start(rank: int, environment: dict[str, str], target: str, arguments: list[s
 
 
 def wait(pids: list[int]) -> int:
-    """Return 0 once all have ended well; 1 as soon as one has not, and the others have ended or were killed."""
+    """Wait for all processes. Return 0 if all succeeded. After a failure, give the others a deadline, kill them, return 1."""
     running, until = set(pids), float("inf")
     while running and time.monotonic() < until:
         for pid in list(running):

@@ -1,6 +1,6 @@
-"""Policies of one rank for tests/gpu: at sizes that Transformer Engine's kernels like, in a rehearsal without them tiny ones.
+"""Policies of one rank for tests/gpu, with sizes that suit Transformer Engine's kernels, or tiny sizes in a rehearsal.
 
-FP8 wants sizes in multiples of 16, its blockwise recipe in multiples of 128.
+FP8 needs multiples of 16. Its blockwise recipe needs multiples of 128.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_policy(
     model: Mapping[str, Any] = MappingProxyType({}),
     **sections: Any,
 ) -> Policy:
-    """With weights: of `read`, or random ones that are the same for every policy. It takes the place of earlier ones."""
+    """Return a policy with weights from `read`, or with the same random weights each time. It replaces earlier policies."""
     hf_config = hf_config or make_config("qwen2", **SIZES)
     sections = {"batch": {"tokens_per_micro_batch": TOKEN_BUDGET}} | sections
     config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute, **model}, **sections)
@@ -64,7 +64,7 @@ def make_policy(
 
 
 def make_samples(num_samples: int, vocab: int, *, seed: int = 0) -> list[Sample]:
-    """Ragged ones of random tokens, half of them to be made likelier."""
+    """Return samples of different lengths with random tokens. Half of them have advantage 1, the others -1."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for number in range(num_samples):
@@ -74,7 +74,7 @@ def make_samples(num_samples: int, vocab: int, *, seed: int = 0) -> list[Sample]
 
 
 def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int], advantage: float) -> Sample:
-    """The engine's log-probs are said to be 0: the trainer's mean difference from them is then minus its mean log-prob."""
+    """Return a sample with rollout log-probs of 0, so that the mean mismatch is minus the trainer's mean log-prob."""
     prompt = Prompt(number, "", tuple(prompt_ids), "")
     sample = Sample(prompt, 0, response_ids, [0.0] * len(response_ids), "stop", reward=1.0)
     sample.advantages = torch.full((len(response_ids),), advantage)
@@ -82,7 +82,7 @@ def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int],
 
 
 def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
-    """One mini-batch, its loss a mean over tokens."""
+    """Pack one mini-batch whose loss is a mean over tokens."""
     weight = 1 / sum(s.response_len for s in samples)
     return pack(
         [samples],
@@ -93,7 +93,7 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
 
 
 def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
-    """[tokens, vocab] of each sample, fp32 on the host, from packed micro-batches. The product is made in fp32."""
+    """Return logits [tokens, vocab] per sample in fp32 on the host, from packed micro-batches. The matmul is in fp32."""
     found: dict[int, Tensor] = {}
 
     def keep(hidden_TH: Tensor, batch: PackedBatch) -> None:
@@ -108,7 +108,7 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
 
 
 def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> dict[str, Tensor]:
-    """By parameter, fp32 on the host; the weights stay as they are."""
+    """Return fp32 gradients on the host, keyed by parameter. The weights do not change."""
     [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
     policy.pipeline.forward_backward(batches, policy._loss)
     return {name: _gradient(p).float().cpu() for name, p in policy.parameters.items()}
@@ -120,7 +120,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def supported_precisions(device: Device) -> dict[str, str]:
-    """By FP8 recipe, why this machine cannot compute it; "" where it can."""
+    """Return per FP8 recipe why this machine cannot run it, or "" if it can."""
     from grpo_mega.config import PrecisionConfig
     from grpo_mega.hardware.fp8 import RECIPES
     from grpo_mega.validation.precision import card_problems, transformer_engine_problems
@@ -138,6 +138,6 @@ def supported_precisions(device: Device) -> dict[str, str]:
 
 
 def precision_of(recipe: str) -> dict[str, Any]:
-    """The config's section for a recipe, in the format that goes with it."""
+    """Return the precision section for a recipe, with its FP8 format."""
     more = {"fp8_reference": True} if recipe == "delayed" else {}
     return {"fp8": "e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid", "fp8_recipe": recipe, **more}

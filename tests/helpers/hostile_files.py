@@ -1,4 +1,4 @@
-"""Things that may be in place of a file: something that never ends, or JSON that no reader should follow."""
+"""Hostile replacements of a file: a stream that never ends, or JSON that readers must refuse."""
 
 from __future__ import annotations
 

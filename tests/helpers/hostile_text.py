@@ -1,4 +1,4 @@
-"""Text that breaks readers and writers of lines: ends of lines to `str.splitlines`, and surrogates, which UTF-8 cannot hold."""
+"""Text that breaks readers and writers of lines: line ends of `str.splitlines`, and surrogates, not valid in UTF-8."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ SURROGATES = "\ud800\udc80 \udfff"
 
 
 def share_of_vowels(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """A verdict becomes a metric's name, and is logged with the sample."""
+    """Return a hostile verdict. It becomes a metric name and is logged with the sample."""
     print(SURROGATES)
     return Score(sum(c in "aeiou" for c in response) / max(1, len(response)), f"vowels{LINE_ENDS}{SURROGATES}")

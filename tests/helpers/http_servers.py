@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, what is sent as JSON, or as it is if it is text)
+Answer = Callable[[str, Any], tuple[int, Any]]  # (path, body) -> (status, JSON object or raw text)
 
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """A server that answers so; gives its url."""
+    """Run a server that sends the return values of `answer`. Yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -47,12 +47,12 @@ def serving(answer: Answer) -> Iterator[str]:
 @dataclass
 class Sender:
     url: str
-    num_sent: int = 0  # pieces
+    num_sent: int = 0  # number of pieces
 
 
 @contextmanager
 def sending(pieces: Sequence[bytes], pause_s: float = 0.0) -> Iterator[Sender]:
-    """A server that sends these bytes to every request and closes the connection."""
+    """Run a server that sends these bytes to every request and closes the connection."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:

@@ -1,4 +1,4 @@
-"""The quickstart's task, learnt by a policy from demonstrations: what runs in bf16 and in FP8 are compared by."""
+"""A policy that learns the quickstart's task from demonstrations. Tests compare its losses in bf16 and FP8."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arithmetic() -> ModuleType:
 
 
 def demonstrations(steps: int, per_step: int, seed: int = 0) -> tuple[int, list[list[Sample]]]:
-    """Return the size of the vocabulary, and each step's demonstrations as responses of advantage 1; a function of the seed."""
+    """Return the vocabulary size, and demonstrations per step as responses with advantage 1. Only the seed decides them."""
     task, rng = arithmetic(), random.Random(seed)
     tokenizer = task.make_tokenizer()
     problems, _ = task.make_problems(rng)
@@ -56,9 +56,9 @@ def losses(
     keeps_fp8: bool = False,
     moments_dtype: str = "float32",
 ) -> list[float]:
-    """Return nats per token before each step. The policy's own update raises the log-probs of responses of advantage 1.
+    """Return nats per token before each step. The policy's update raises log-probs of responses with advantage 1.
 
-    The seed decides weights and demonstrations; no recipe means bf16.
+    The seed decides weights and demonstrations. `recipe` None means bf16.
     """
     vocab, samples_of_steps = demonstrations(steps, per_step, seed)
     sizes = SIZES or {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -75,5 +75,5 @@ def losses(
     found = []
     for samples in samples_of_steps:
         [metrics] = policy.update(policy.attach_logprobs(packed(policy, samples)))
-        found.append(metrics["mismatch/abs_mean"])  # from rollout_logprobs of 0
+        found.append(metrics["mismatch/abs_mean"])  # rollout_logprobs are 0, so this is the loss
     return found

@@ -1,4 +1,4 @@
-"""Random cases for vocab_parallel_logprobs, on one rank or several, and what its oracle gives for them in float64."""
+"""Random cases for vocab_parallel_logprobs on one or more ranks, and their results from the float64 oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from tests.oracles.logprobs import logprobs_and_entropy_of_hidden
 
-# Of values and of gradients; a gradient in bfloat16 is off by its rounding, once on every rank that adds a part.
+# (values, gradients). A bfloat16 gradient has one rounding error per rank that adds a part.
 TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 3e-5), torch.bfloat16: (1e-5, 2**-8)}
 
 
@@ -19,18 +19,18 @@ TOLERANCES = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 3e-5), torch.
 class Case:
     num_tokens: int
     vocab_size: int
-    width: int  # rows of the weight, padding included, on all ranks together
+    width: int  # rows of the whole weight, including padding
     hidden: int = 5
     dtype: torch.dtype = torch.float64
     temperature: float = 1.0
     tile: tuple[int, int] | None = None
-    forbidden: float = 0.0  # share of the vocabulary whose logits are -inf, though every weight is finite
-    needed: float = 1.0  # share of the tokens
+    forbidden: float = 0.0  # share of the vocabulary with logits of -inf although all weights are finite
+    needed: float = 1.0  # share of needed tokens
     with_buffer: bool = False  # the weight's gradient is added to a buffer
     seed: int = 0
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """hidden_TH, the whole weight with NaN in its padding, targets_T, needed_T."""
+        """Return hidden_TH, the whole weight with NaN in its padding, targets_T, needed_T."""
         generator = torch.Generator().manual_seed(self.seed)
         hidden_TH = torch.randn(self.num_tokens, self.hidden, generator=generator, dtype=torch.float64)
         weight_VH = torch.randn(self.width, self.hidden, generator=generator, dtype=torch.float64)
@@ -46,11 +46,11 @@ class Case:
 
     @property
     def overflow(self) -> float:
-        """Its square is infinite."""
+        """Return a number with an infinite square."""
         return torch.finfo(self.dtype).max ** 0.6
 
     def upstream(self) -> Tensor:
-        """Gradients [2, T] of log-probs and entropies; some tokens have none."""
+        """Return upstream gradients [2, T] of log-probs and entropies. Some are 0."""
         weights = torch.linspace(-1.0, 2.0, 2 * self.num_tokens, dtype=torch.float64).reshape(2, -1)
         weights[:, 1::3] = 0
         return weights
@@ -61,7 +61,7 @@ class Outcome:
     logprobs_T: Tensor
     entropy_T: Tensor
     grad_hidden_TH: Tensor
-    grad_weight_VH: Tensor  # of one rank's rows
+    grad_weight_VH: Tensor  # gradient of this rank's rows, or of all rows from the oracle
 
 
 def of_oracle(case: Case) -> Outcome:
@@ -77,7 +77,7 @@ def of_oracle(case: Case) -> Outcome:
 
 
 def of_ours(case: Case, tp_rank: int = 0, tp_size: int = 1, tp_group: dist.ProcessGroup | None = None) -> Outcome:
-    """With this rank's part of the weight; the hidden states' gradient is added up over the group."""
+    """Compute the case with this rank's part of the weight. The gradient of hidden states is summed over the group."""
     hidden_TH, weight_VH, targets_T, needed_T = case.inputs()
     hidden_TH.requires_grad_()
     weight_vH = weight_VH.chunk(tp_size)[tp_rank].clone().requires_grad_()
@@ -114,7 +114,7 @@ def assert_equal(case: Case, ours: Outcome, oracle: Outcome, tp_rank: int = 0, t
     if case.dtype == torch.bfloat16:
         gradient_tolerance *= tp_size
     grad_vH, oracle_grad_vH = ours.grad_weight_VH.double(), oracle.grad_weight_VH.chunk(tp_size)[tp_rank].clone()
-    if case.forbidden:  # as large as the hidden states' coordinate
+    if case.forbidden:  # this column's gradient is as large as `overflow`
         grad_vH[:, 0] /= case.overflow
         oracle_grad_vH[:, 0] /= case.overflow
     for actual, expected, tolerance in [

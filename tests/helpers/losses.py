@@ -1,4 +1,4 @@
-"""Losses and advantages by their settings."""
+"""Compute losses and advantages from settings."""
 
 from typing import Any
 

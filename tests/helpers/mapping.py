@@ -1,7 +1,7 @@
-"""The shards of all ranks, filled with numbers that cannot be confused, and a plan's execution in one process.
+"""The shards of all ranks, filled with unique numbers, and execution of a plan in one process.
 
-A "side" here is the list of all ranks' shards, of a Megatron layout or of engines. Weights are int64 numbers, all different
-and none 0: a wrong, missing or doubled element cannot go unseen.
+A "side" is the list of all ranks' shards, in a Megatron layout or in engines. Weights are different nonzero int64 numbers, so
+wrong, missing or duplicated elements are always detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def megatron_side(family: Family, shape: ModelShape, layout: MegatronLayout, *, 
 
 
 def numbered(family: Family, shape: ModelShape) -> Tensors:
-    """Every tensor of the checkpoint; the elements of all of them together are 1, 2, 3, ..."""
+    """Return all tensors of the checkpoint. Their elements are numbered 1, 2, 3, ... across tensors."""
     shapes = family.hf_tensors(shape)
     ends = torch.tensor([math.prod(s) for s in shapes.values()]).cumsum(0).tolist()
     numbers = {name: torch.arange(end - math.prod(s), end) for (name, s), end in zip(shapes.items(), ends, strict=True)}
@@ -39,18 +39,18 @@ def slice_of(tensors: Tensors, box: Box) -> Tensor:
 
 
 def plan(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None) -> Plan:
-    """Plan for shards that are listed tensor by tensor. `ranks_per_node` None: all ranks are on one node."""
+    """Plan transfers for shards listed per tensor. `ranks_per_node` None: all ranks are on one node."""
     ranks_per_node = ranks_per_node or max(len(sources), len(targets))
     return plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=ranks_per_node)
 
 
 def blank(side: Sequence[RankShards]) -> list[Tensors]:
-    """Each rank's tensors, all 0."""
+    """Return each rank's tensors, filled with 0."""
     return [{name: torch.zeros(local.shape, dtype=torch.int64) for name, local in shards.items()} for shards in side]
 
 
 def filled(side: Sequence[RankShards], tensors: Tensors) -> list[Tensors]:
-    """Each rank's tensors as a load gives them."""
+    """Return each rank's tensors after loading."""
     ranks = blank(side)
     for shards, local in zip(side, ranks, strict=True):
         load_shards(shards, local, lambda box: slice_of(tensors, box))
@@ -58,16 +58,16 @@ def filled(side: Sequence[RankShards], tensors: Tensors) -> list[Tensors]:
 
 
 def simulate(transfers: Iterable[Transfer], sources: list[Tensors], targets: list[Tensors]) -> None:
-    """Carries a plan out for all ranks at once; every transfer must bring something new."""
+    """Execute a plan for all ranks. No transfer may overwrite another one."""
     for t in transfers:
         taken = sources[t.source_rank][t.source][region(t.source_offset, t.box.shape)]
         place = targets[t.target_rank][t.target][region(t.target_offset, t.box.shape)]
-        assert not place.any(), f"{t} overwrites what another transfer brought"
+        assert not place.any(), f"{t} overwrites another transfer"
         place.copy_(taken)
 
 
 def lower_bound(source: RankShards, target: RankShards, tensors: Tensors) -> int:
-    """Elements that a rank must receive: all that its pieces hold, less what stands in its own source pieces."""
+    """Return how many elements a rank must receive: elements of its pieces that are not in its source pieces."""
     held: dict[str, torch.Tensor] = {}
     for local in source.values():
         for piece in local.pieces:

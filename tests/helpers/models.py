@@ -1,7 +1,7 @@
 """Tiny Hugging Face models for tests: random weights with norms away from 1 and biases away from 0, saved as real checkpoints.
 
-The default sizes serve layouts up to tp=2 and pp=4, and tp=4 with num_key_value_heads=4; `changes` are fields of the config.
-The tokenizer has one token a character and a chat template without a prefill.
+The default sizes allow layouts up to tp=2 and pp=4, and tp=4 with num_key_value_heads=4. `changes` are config fields.
+The tokenizer has one token per character and a chat template without a prefill.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-FAMILIES = tuple(CLASSES)  # the dense ones
+FAMILIES = tuple(CLASSES)  # dense models
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -49,7 +49,7 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
-# One layer of five without experts; 12 experts in 3 groups, of which a token's come from 2; two shared ones in a single MLP.
+# Five layers, the first without experts. 12 experts in 3 groups; a token uses 2 groups. Two shared experts in a single MLP.
 LATENT = {
     "num_hidden_layers": 5,
     "hidden_size": 36,
@@ -85,7 +85,7 @@ GLM = {
 }
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
-CHARACTERS = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # byte-level BPE's names of " " and "\n" last
+CHARACTERS = [*map(chr, range(33, 127)), "Ġ", "Ċ"]  # the last two are byte-level BPE's names of " " and "\n"
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)  # 102
 PAD_ID, EOS_ID = 0, 1
 CHAT_TEMPLATE = (
@@ -96,9 +96,9 @@ CHAT_TEMPLATE = (
 
 
 def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """4 layers, hidden 32, 4 heads over 2 key-value heads of width 8 (qwen3: 16), ffn 48, the tokenizer's vocabulary.
+    """Return a config with 4 layers, hidden 32, 4 heads, 2 key-value heads of width 8 (qwen3: 16), ffn 48, vocabulary 102.
 
-    Mixtures have 4 experts, of which each token takes 2.
+    Mixtures have 4 experts. Each token uses 2 of them.
     """
     sizes = {
         "num_hidden_layers": 4,
@@ -125,7 +125,7 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
 
 
 def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model in evaluation mode; the same seed gives the same weights."""
+    """Return a model in evaluation mode. The seed decides the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = (CLASSES | MIXTURES)[family][1](make_config(family, tied=tied, **changes))
@@ -141,12 +141,12 @@ def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.d
     model = model.to(dtype).eval().requires_grad_(False)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.data = buffer.data.float()  # as transformers loads it
+            buffer.data = buffer.data.float()  # transformers loads buffers in float32
     return model
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a character; characters other than printable ASCII, space and newline are dropped."""
+    """Return a tokenizer with one token per character. It drops all but printable ASCII, space and newline."""
     vocabulary = {name: i for i, name in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
@@ -166,7 +166,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 def save_checkpoint(
     model: Any, folder: Path, *, max_shard_size: str = "5GB", eos_token_ids: tuple[int, ...] = (EOS_ID,)
 ) -> Path:
-    """Saves model, generation config and tokenizer; returns `folder`."""
+    """Save model, generation config and tokenizer. Return `folder`."""
     model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids), pad_token_id=PAD_ID)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)

@@ -1,4 +1,4 @@
-"""The layouts on 4 ranks whose state the planner's arithmetic is compared with."""
+"""Layouts on 4 ranks. Tests compare the planner's arithmetic with their real state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StateCase:
     layout: dict[str, Any]
     dtype: str = "float32"
     tied: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)  # to the model's sizes
+    changes: dict[str, Any] = field(default_factory=dict)  # changes of the model's sizes
     recompute: str = "none"
 
     @property
@@ -55,7 +55,7 @@ _LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "vpp": 2, "dp": 2},
 ]
 
-# Each layout in four kinds of models: either dtype, tied and not, odd sizes, biases and norms.
+# Each layout with several kinds of models: both dtypes, tied and untied, odd sizes, biases and norms.
 DENSE = [
     case
     for layout in _LAYOUTS
@@ -86,7 +86,7 @@ CONTEXT = [
 ]
 CASES = [*DENSE, *UNEVEN, *MIXTURES, *CONTEXT]
 
-# Wide enough for what autograd saves to be the layers' activations.
+# Wide enough that most tensors saved by autograd are activations of layers.
 _WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 8}
 ACTIVATIONS = [
     StateCase("llama", layout, dtype, changes=_WIDE, recompute=recompute)

@@ -1,4 +1,4 @@
-"""Random small models with random layouts that fit them, for hypothesis."""
+"""Hypothesis strategies: random small models with matching random layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grpo_mega.weights.spec import Family, ModelShape
 
 @dataclass(frozen=True)
 class Case:
-    """A small model, and layouts of the trainer and of engines that fit it."""
+    """A small model with matching layouts of trainer and engines."""
 
     shape: ModelShape
     layouts: tuple[MegatronLayout, ...]
@@ -49,19 +49,19 @@ class Case:
         return engine_shards(self.family, self.shape, self.engine, self.world_size)
 
     def embedded(self) -> ShardLayout:
-        """On the first few ranks."""
+        """Return shards of embedded engines on the first few ranks."""
         return hf_shards(self.family, self.shape, min(4, self.world_size))
 
     def side(self, index: int) -> list[RankShards]:
         return shards_by_rank(self.trainer(index))
 
     def engines(self, holds: Sequence[bool]) -> list[RankShards]:
-        """Whole tensors on the ranks that `holds` names, nothing elsewhere."""
+        """Return whole tensors on the ranks where `holds` is true, nothing on other ranks."""
         return [hf_rank_shards(self.family, self.shape) if is_engine else {} for is_engine in holds]
 
 
 def shards_by_rank(side: ShardLayout) -> list[RankShards]:
-    """By rank, tensor by tensor."""
+    """Return the shards of each rank, listed per tensor."""
     return [side.rank_shards(rank) for rank in range(side.world_size)]
 
 
@@ -77,7 +77,7 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
         vpp=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
         dp=dp,
         order=order,
-        # Megatron takes no other order with experts spread over stages.
+        # Megatron supports only this order if experts are distributed over stages.
         ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp * cp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
         cp=cp,
     )
@@ -85,12 +85,12 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
 
 @st.composite
 def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
-    """Any model whose query heads and ffn divide by tp; kv heads may be fewer, layers and vocabulary need not divide."""
+    """Draw a model. Query heads and ffn are divisible by tp. KV heads may be fewer, layers and vocabulary need not divide."""
     chosen = [draw(layouts()) for _ in range(num_layouts)]
     engine_tp = draw(st.sampled_from([1, 2, 4]))
     engine_ep = draw(st.sampled_from([n for n in (1, 2, 4) if n <= engine_tp]))
     engine = EngineLayout(engine_tp, draw(st.integers(1, 3)), engine_ep)
-    tp = max(engine.tp, *(layout.tp for layout in chosen))  # a power of 2
+    tp = max(layout.tp for layout in (*chosen, engine))  # tp is a power of 2
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= 2 * tp]))
     head_dim = draw(st.integers(1, 3)) * max(1, tp // kv_heads)
     num_heads = max(tp, kv_heads) * draw(st.integers(1, 3))
@@ -129,7 +129,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
 
 @st.composite
 def divisions(draw: st.DrawFn, num_layers: int, layout: MegatronLayout) -> tuple[int, ...]:
-    """Layers of each chunk, at least one in each."""
+    """Draw the number of layers per chunk, at least 1."""
     places = st.integers(1, num_layers - 1) if num_layers > 1 else st.nothing()
     cuts = sorted(draw(st.sets(places, min_size=layout.num_chunks - 1, max_size=layout.num_chunks - 1)))
     return tuple(b - a for a, b in pairwise([0, *cuts, num_layers]))

@@ -1,7 +1,7 @@
-"""Starts a test's worker script as several gloo ranks, and joins them from inside.
+"""Start a test's worker script as several gloo ranks, and join the ranks from inside.
 
-A launch is mostly imports, so one launch should carry many cases: a worker calls `run_cases`, and the test reads what went
-wrong in each.
+A launch is mostly imports, so one launch should run many cases. A worker calls `run_cases`, and the test reads the errors of
+each case.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tests.helpers import preloaded
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = Path(__file__).with_name("forked.py")
 
-Results = dict[str, list[str]]  # what went wrong by case, a traceback per rank that failed; an empty list if it passed
+Results = dict[str, list[str]]  # case -> a traceback per failed rank; an empty list if the case passed
 
 DONE, RECORDS = "done.json", "rank_{rank}.jsonl"
 
 
 class CaseValues(dict[Any, Any]):
-    """The results of the cases of one kind, by the words of their names. Reading a case that failed raises AssertionError with
-    its tracebacks; `problems` has it as "KIND NAME", or as "NAME" with the kind ""."""
+    """The results of the cases of one kind, keyed by the words of their names. Reading a failed case raises AssertionError with
+    its tracebacks. In `problems` its key is "KIND NAME", or "NAME" if the kind is "".
+    """
 
     def __init__(self, kind: str, problems: Results) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class CaseValues(dict[Any, Any]):
 
 
 def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()) -> Results:
-    """Run `worker` with arguments RANK WORLD_SIZE FOLDER, and return what went wrong by case, in the order of `run_cases`.
+    """Run `worker` with arguments RANK WORLD_SIZE FOLDER. Return the tracebacks per case, in the order of `run_cases`.
 
     A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.
     Raises AssertionError if ranks fail outside of a case.
@@ -67,7 +68,7 @@ def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600,
 
 
 def _read_records(folder: Path, world_size: int, errors: str) -> tuple[list[str], Results]:
-    """Return the names of all cases, and what went wrong in those that ran; a rank that died in one fails it with `errors`."""
+    """Return the names of all cases, and the tracebacks of finished cases. If a rank died in a case, its error is `errors`."""
     all_cases: list[str] = []
     found: Results = {}
     for rank in range(world_size):
@@ -78,7 +79,7 @@ def _read_records(folder: Path, world_size: int, errors: str) -> tuple[list[str]
             all_cases = record.get("cases", all_cases)
             if "case" in record:
                 found.setdefault(record["case"], []).extend([record["error"]] * bool(record["error"]))
-        if "started" in record:  # the last record: the rank ended inside this case
+        if "started" in record:  # the rank's last record, so it ended inside this case
             found.setdefault(record["started"], []).append(f"rank {rank} ended inside this case: {errors}")
     return all_cases, found
 
@@ -87,11 +88,11 @@ def run_forked(
     target: str,
     world_size: int,
     *arguments: str,
-    timeout_s: float = 1800,  # ranks that wait for one another end sooner, by their groups' own limit
+    timeout_s: float = 1800,  # ranks that wait for each other end sooner by the timeout of their group
     threads: int | None = None,
     command: Sequence[str] = (),
 ) -> None:
-    """Run a module or file as ranks that share one import (forked.py, or a `command` that runs it); fail with their errors."""
+    """Run a module or file as ranks that share imports (by forked.py or by `command`). Fail with the errors of the ranks."""
     folders = (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if threads:
@@ -102,12 +103,12 @@ def run_forked(
     try:
         errors = process.communicate(timeout=timeout_s)[1]
     finally:
-        process.kill()  # the ranks go with it
+        process.kill()  # the ranks end with this process
     assert process.returncode == 0, errors
 
 
 def run_cases(cases: Mapping[str, Callable[[int, Path], None]]) -> None:
-    """Join the ranks in a worker, and run each case as `case(rank, folder)`, up to the first that fails on any rank."""
+    """Join the ranks in a worker. Run each case as `case(rank, folder)`, up to the first case that fails on any rank."""
     import torch
     import torch.distributed as dist
 
@@ -120,9 +121,9 @@ def run_cases(cases: Mapping[str, Callable[[int, Path], None]]) -> None:
 
 
 def run_each(cases: Mapping[str, Callable[[int, Path], None]], rank: int, world_size: int, folder: Path) -> bool:
-    """Run the cases that no earlier launch ran, up to the first that fails on any rank. Return whether all have passed.
+    """Run the cases that no earlier launch ran, up to the first case that fails on any rank. Return whether all passed.
 
-    For ranks that are joined already. A rank that failed does not wait for the others: they see its end as an error.
+    The ranks must already be joined. A failed rank does not wait for other ranks. They notice its end as an error.
     """
     import torch.distributed as dist
 

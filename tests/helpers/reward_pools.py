@@ -1,4 +1,4 @@
-"""Pools of reward workers from (name, weight) pairs, in place of a config's section."""
+"""Pools of reward workers from (name, weight) pairs instead of a config section."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def reward_pool(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     step_splitter: str = "blank-lines",
 ) -> RewardPool:
-    """Return a pool; `options` are those of functions, by name."""
+    """Return a pool. `options` are keyed by function name."""
     given = options or {}
     raw = {
         "functions": [{"name": name, "weight": weight, "options": given.get(name, {})} for name, weight in functions],

@@ -1,4 +1,4 @@
-"""A run's folder as training leaves it, without training."""
+"""A run folder as training leaves it, created without training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from grpo_mega import config as configs
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "heldout-000000.jsonl", "heldout-000012.jsonl", "messages.jsonl", "run.json")
-# Text that tries to get out of wherever it is put.
+# Text that tries to escape from its HTML element.
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> <!-- & \u2028"
 
 
 def make_run(folder: Path, *, num_steps: int = 12, num_planned: int = 12, response: str = "a<b") -> Path:
-    """A run's folder as training leaves it."""
+    """Create a run folder as training leaves it."""
     folder.mkdir(parents=True)
     raw = {"run_dir": str(folder), "steps": num_planned, "model": {"path": "m"}, "data": {"train": "d.jsonl"}}
     (folder / "config.yaml").write_text(configs.dump(configs.validate(raw)))

@@ -1,4 +1,4 @@
-"""Runs of the program on this machine: started, stopped, and what they have written."""
+"""Start and stop training runs on this machine, and read their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.benchmarks import kills
 
 
 def start(config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A run whose stdout and stderr are read together."""
+    """Start a run with one pipe for stdout and stderr."""
     return kills.start(config, run_dir, list(arguments), output=subprocess.PIPE)
 
 
@@ -23,7 +23,7 @@ def run(config: Path, run_dir: Path, *arguments: str) -> tuple[int, str]:
 
 
 def stop_after(config: Path, run_dir: Path, step: int, *arguments: str) -> str:
-    """A run that is asked to stop, by its file, once it has logged `step`."""
+    """Run until `step` is logged, then stop the run by its stop file. Return its output."""
     process = start(config, run_dir, *arguments)
     wait_for_step(run_dir, step, process)
     (run_dir / "stop").touch()

@@ -1,4 +1,4 @@
-"""Real SGLang servers on a tiny random model, and what of them can be seen from outside: processes, shared memory, ports."""
+"""Real SGLang servers with a tiny random model, and their processes, shared memory and ports as seen from outside."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from grpo_mega.processes import descendants, living
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.settings import EngineSettings
 
-START_DEADLINE_S = 300.0  # a busy machine takes far more than the 12 s of an idle one
-LOADER = "tests.helpers.servers.note_names"  # in the server's processes, by PYTHONPATH
-# Of a trainer's rank, and not for its server.
+START_DEADLINE_S = 300.0  # an idle machine needs 12 s, a busy machine far more
+LOADER = "tests.helpers.servers.note_names"  # the server's processes import it through PYTHONPATH
+# Environment variables of a trainer's rank that its server must not inherit.
 TRAINERS = {
     "RANK": "3",
     "LOCAL_WORLD_SIZE": "4",
@@ -51,14 +51,14 @@ MODEL = {
 
 
 def write_model(folder: Path) -> Path:
-    """A model folder with a config alone, which is all that a server wants."""
+    """Write a model folder with only a config. A server needs nothing else."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
     return folder
 
 
 def make_settings(model: Path, folder: Path, *, shows_progress: bool = False, **rollout: Any) -> EngineSettings:
-    """`rollout`: of the config's section."""
+    """Return engine settings. `rollout` sets keys of the config section."""
     defaults = {"max_concurrent": 64, "cache_tokens": 16384, "start_deadline_s": START_DEADLINE_S, "stall_deadline_s": 30.0}
     return EngineSettings(
         rollout=RolloutConfig(**{"engine": "sglang", **defaults, **rollout}),
@@ -84,7 +84,7 @@ def running(server: Server) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def ready(server: Server, temporary: Path) -> Iterator[Server]:
-    """Start a server as a trainer's rank does, with its files below `temporary`, and wait until it can be asked."""
+    """Start a server like a trainer's rank, with its files below `temporary`, and wait until it is ready."""
     with trainers_environment(temporary):
         server.start()
     try:
@@ -95,13 +95,13 @@ def ready(server: Server, temporary: Path) -> Iterator[Server]:
 
 
 def changed(settings: EngineSettings, changes: dict[str, Any], **others: Any) -> EngineSettings:
-    """`changes`: of the config's section, without its checks."""
+    """Return changed settings. `changes` set keys of the rollout section without validation."""
     return replace(settings, rollout=settings.rollout.model_copy(update=changes), **others)
 
 
 @contextlib.contextmanager
 def trainers_environment(temporary: Path) -> Iterator[None]:
-    """While it lasts this process is as a trainer's rank whose temporary files go to `temporary`."""
+    """Make this process look like a trainer's rank with temporary files in `temporary`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
@@ -112,7 +112,7 @@ def trainers_environment(temporary: Path) -> Iterator[None]:
 
 
 def note_names(model: Any, named_tensors: Any) -> None:
-    """A weight loader that writes the parameters' names to the file that the tensor's name gives."""
+    """Write the parameter names to the file named by the tensor. SGLang calls this as a weight loader."""
     for name, _ in named_tensors:
         Path(name).write_text(json.dumps([parameter for parameter, _ in model.named_parameters()]))
 
@@ -132,11 +132,11 @@ def post(server: Server, path: str, body: dict[str, Any], timeout_s: float = 60)
 
 @dataclass(frozen=True)
 class Tree:
-    """Some processes, and what they hold."""
+    """Some processes with their shared memory and ports."""
 
     pids: list[int]
     shared_memory: set[str]
-    ports: set[tuple[int, str]]  # and the inode of the socket: another process may take the same port later
+    ports: set[tuple[int, str]]  # (port, inode); the inode tells apart later users of the same port
 
     @classmethod
     def below(cls, pid: int) -> Tree:
@@ -144,7 +144,7 @@ class Tree:
 
     @classmethod
     def of(cls, server: Server) -> Tree:
-        """The server's processes; of this one's others are children too, such as those that other tests left."""
+        """Return the server's processes. This process may have other children, for example from other tests."""
         assert server.pid is not None
         return cls.made_of([server.pid, *descendants(server.pid)])
 
@@ -158,7 +158,7 @@ class Tree:
         )
 
     def named(self, title: str) -> list[int]:
-        """The processes whose command line begins with `title`."""
+        """Return the processes whose command line starts with `title`."""
         return [pid for pid in self.pids if Path(f"/proc/{pid}/cmdline").read_text().startswith(title)]
 
     def remains(self) -> list[str]:
@@ -194,6 +194,6 @@ def _open_files(pid: int) -> list[str]:
 
 
 def _listening() -> list[tuple[int, str]]:
-    """(port, inode) of every TCP socket that listens."""
+    """Return (port, inode) of every listening TCP socket."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return [(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"]

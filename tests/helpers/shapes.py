@@ -1,4 +1,4 @@
-"""The config.json of models too large to be here."""
+"""The config.json of models that are too large for tests."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A pool's job with an accuracy reward that hangs, dies and counts as texts say."""
+"""A pool's job with an accuracy reward that hangs, dies or counts as the text says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SlowJob(Job):
 
 
 def slow_accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Note the call in the file extras["calls"]; hang on "SLOW" in the response, and end the worker on "DEADLY"."""
+    """Append the call to the file extras["calls"]. Hang if the response contains "SLOW". Kill the worker on "DEADLY"."""
     if "calls" in extras:
         with Path(extras["calls"]).open("a") as file:
             file.write("call\n")

@@ -1,4 +1,4 @@
-"""A policy whose state is a few bytes per rank, which come out of its files as slowly as from a slow disk."""
+"""A policy with a few bytes of state per rank. Reading its files is as slow as on a slow disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo_mega.formats.checkpoint_files import Manifest
 
 
 class SlowPolicy:
-    """The part of a policy that Checkpoints needs. Each rank's file is a pipe, fed with `num_parts` parts of `part_bytes`."""
+    """The part of a policy that Checkpoints needs. Each rank's file is a pipe with `num_parts` parts of `part_bytes`."""
 
     def __init__(self, rank: int, num_parts: int = 3, part_bytes: int = 1000, pause_s: float = 0.0) -> None:
         self.num_pushed, self.state_bytes = 0, 1000
-        self.folder: Path | None = None  # where the last state was written
+        self.folder: Path | None = None  # folder of the last saved state
         self.mode = 0
         self._rank, self._num_parts, self._part_bytes, self._pause_s = rank, num_parts, part_bytes, pause_s
 

@@ -22,11 +22,11 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 
 
 def listening_of_tree(process: subprocess.Popen[str], timeout_s: float) -> set[tuple[str, int]]:
-    """Watch a process and all below it until it ends; return every place on which one of them listened."""
+    """Watch a process and its descendants until it ends. Return every address on which one of them listened."""
     found: set[tuple[str, int]] = set()
     until = time.monotonic() + timeout_s
     while process.poll() is None:
-        assert time.monotonic() < until, "it does not end"
+        assert time.monotonic() < until, "the process does not end"
         found |= listening([process.pid, *descendants(process.pid)])
         time.sleep(0.05)
     return found
@@ -46,7 +46,7 @@ def _sockets_of(pid: int) -> Iterable[str]:
 
 
 def _all_listening() -> Iterable[tuple[tuple[str, int], str]]:
-    """Yield ((address, port), inode)."""
+    """Yield ((address, port), inode) of each listening socket."""
     for name in ("tcp", "tcp6"):
         for row in (line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]):
             if row[3] == LISTEN:
@@ -55,7 +55,7 @@ def _all_listening() -> Iterable[tuple[tuple[str, int], str]]:
 
 
 def _address(text: str) -> str:
-    """Return the address of hexadecimal words, each in the byte order of the machine."""
+    """Return the address for hexadecimal words in the machine's byte order."""
     words = [int(text[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(text), 8)]
     found = ipaddress.ip_address(b"".join(words))
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

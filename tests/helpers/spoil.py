@@ -1,4 +1,4 @@
-"""Ways to spoil the files of a run that would work: each takes the run's folder, where its model is in `model`."""
+"""Ways to spoil the files of a working run. Each takes the run's folder, with the model in `model`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 SHARD = "model-00002-of-00006.safetensors"
-NORM = "model.layers.0.input_layernorm.weight"  # in that shard
-OTHER_NORM = "model.layers.0.post_attention_layernorm.weight"  # as large, and beside it
+NORM = "model.layers.0.input_layernorm.weight"  # a tensor in SHARD
+OTHER_NORM = "model.layers.0.post_attention_layernorm.weight"  # another tensor of the same size in SHARD
 
 Spoil = Callable[[Path], Any]
 
@@ -37,7 +37,7 @@ def cut(name: str) -> Spoil:
 
 
 def change(name: str, **fields: Any) -> Spoil:
-    """Sets fields of a JSON object; None removes them."""
+    """Set fields of a JSON object. None removes a field."""
 
     def spoil(folder: Path) -> None:
         found = json.loads((folder / name).read_text()) | fields
@@ -51,7 +51,7 @@ def model(**fields: Any) -> Spoil:
 
 
 def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Spoil:
-    """Changes the tensors of one shard."""
+    """Change the tensors of one shard."""
 
     def spoil(folder: Path) -> None:
         found = load_file(folder / "model" / SHARD)
@@ -62,7 +62,7 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Spoil:
 
 
 def header(edit: Callable[[list[tuple[str, Any]]], Any]) -> Spoil:
-    """Changes the header of a shard, given as its (name, entry) in order; the tensors' bytes stay as they are."""
+    """Change the header of a shard, a list of (name, entry). The tensor bytes do not change."""
 
     def spoil(folder: Path) -> None:
         path = folder / "model" / SHARD
@@ -82,7 +82,7 @@ def entry_of(found: list[tuple[str, Any]], name: str) -> Any:
 
 
 def shift(found: list[tuple[str, Any]], num_bytes: int) -> None:
-    """Moves the last tensor of a file on."""
+    """Move the last tensor of a file to a higher offset."""
     entry = max(found, key=end_of)[1]
     entry["data_offsets"] = [offset + num_bytes for offset in entry["data_offsets"]]
 
@@ -92,7 +92,7 @@ def end_of(pair: tuple[str, Any]) -> int:
 
 
 def grow(found: list[tuple[str, Any]], num_rows: int) -> None:
-    """Gives the last tensor of a file more rows than there are."""
+    """Let the last tensor of a file have more rows than its bytes contain."""
     entry = max(found, key=end_of)[1]
     before = math.prod(entry["shape"])
     entry["shape"][0] += num_rows
@@ -104,7 +104,7 @@ def overlap(found: list[tuple[str, Any]]) -> None:
 
 
 def index_names(name: Any) -> Spoil:
-    """The index has a name in place of a shard's, whose file is moved to where it leads, if it leads somewhere."""
+    """Replace a shard's name in the index. "DIR" in it is the run's folder, where else.safetensors is a copy of the shard."""
 
     def spoil(folder: Path) -> None:
         shutil.copy(folder / "model" / SHARD, folder / "else.safetensors")

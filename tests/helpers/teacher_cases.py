@@ -1,4 +1,4 @@
-"""List what a person may get wrong about teachers: name, words of the line, --set, and what spoils a run that would work."""
+"""Mistakes with teachers: name, words of the error, --set arguments, and the Spoil of a working run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.spoil import Spoil, all_of, model, remove, rows
 
 
 def teacher(**fields: Any) -> Spoil:
-    """Make a teacher of three layers beside the model."""
+    """Create a teacher with three layers next to the model."""
 
     def make(folder: Path) -> None:
         save_checkpoint(make_model("llama", num_hidden_layers=3, **fields), folder / "other")
@@ -20,7 +20,7 @@ def teacher(**fields: Any) -> Spoil:
 
 
 def retokenize(name: str, **ids: int) -> Spoil:
-    """Give tokens other ids in a tokenizer.json."""
+    """Change token ids in a tokenizer.json."""
 
     def edit(folder: Path) -> None:
         tokenizer = json.loads((folder / name).read_text())

@@ -1,6 +1,6 @@
-"""A real Slurm cluster on this machine: slurmctld and three slurmd, n0 to n2, where root may each with a /dev/shm of its own.
+"""A real Slurm cluster on this machine: slurmctld and three slurmd, n0 to n2. If root may mount, each has a separate /dev/shm.
 
-All of its state is in one folder, and its processes end with it: `with Cluster(folder) as cluster`. Jobs are sent by `sbatch`.
+All state is in one folder. The processes end with the context: `with Cluster(folder) as cluster`. `sbatch` submits jobs.
 """
 
 from __future__ import annotations
@@ -78,20 +78,20 @@ class Cluster:
         self._stop()
 
     def run(self, *command: str, check: bool = True) -> str:
-        """Return the output of one of Slurm's commands."""
+        """Run a Slurm command. Return its output."""
         result = subprocess.run(command, env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0 or not check, f"{command}: {result.stderr}"
         return result.stdout
 
     def start_node(self, node: str) -> None:
         daemon = [str(which("slurmd")), "-D", "-N", node]
-        if _may_mount():  # as on machines of their own, nodes share no memory
+        if _may_mount():  # nodes share no memory, like separate machines
             script = 'mount -t tmpfs -o size=2g tmpfs /dev/shm && exec "$@"'
             daemon = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *daemon]
         self._daemons[node] = self._spawn(daemon)
 
     def lose_node(self, node: str) -> None:
-        """Kills its daemons, as if it had lost power; processes that they left run on."""
+        """Kill the daemons of a node, as if it had lost power. Processes that they started continue."""
         for process in self.processes(lambda line, environ: line.startswith("slurmstepd:")):
             if node in self._node_of(process):
                 _kill(process)
@@ -99,7 +99,7 @@ class Cluster:
         self._daemons[node].wait()
 
     def processes(self, is_wanted: Callable[[str, dict[str, str]], bool]) -> list[int]:
-        """Processes by command line and environment."""
+        """Return the cluster's processes, filtered by command line and environment."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -112,11 +112,11 @@ class Cluster:
         return found
 
     def state_of(self, job: str) -> dict[str, str]:
-        """Return what scontrol says of a job, by name; without quirks of values that hold blanks."""
+        """Return the fields of a job from scontrol, keyed by name. Values are cut at blanks."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job, check=False)))
 
     def _node_of(self, stepd: int) -> set[str]:
-        """Return the process ids of the tasks below a slurmstepd."""
+        """Return the node names of the tasks below a slurmstepd."""
         names = set()
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -158,13 +158,13 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 process_group=0,
-                preexec_fn=partial(die_with_launcher, os.getpid()),  # also when the tests are killed
+                preexec_fn=partial(die_with_launcher, os.getpid()),  # daemons also end if the tests are killed
             )
         self._daemons.setdefault(f"{Path(command[0]).name} {process.pid}", process)
         return process
 
     def _stop(self) -> None:
-        """Daemons, and whatever a job has left: all that knows this cluster's configuration."""
+        """Kill the daemons and all remaining processes of jobs, found by this cluster's configuration."""
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()

@@ -1,4 +1,4 @@
-"""tools/check_node.py on what nvidia-smi prints, and on this machine; tools/check_allreduce.py on three nodes of one rank."""
+"""tools/check_node.py on output of nvidia-smi and on this machine; tools/check_allreduce.py on three nodes of one rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sound_gpus_have_no_problems() -> None:
         ("H100 80GB HBM3", "H100 PCIe", "its GPUs differ: NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_told(before: str, after: str, problem: str) -> None:
+def test_problems_of_a_gpu_are_reported(before: str, after: str, problem: str) -> None:
     [found] = gpu_problems(GPUS.replace(before, after, 1))
     assert found.startswith(problem)
 
@@ -66,7 +66,7 @@ def test_a_driver_too_old_for_the_cuda_of_torch_is_a_problem(cuda: str | None, i
     assert check_node.driver_problems(gpus, cuda) == expected
 
 
-def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     assert check_node.torch_cuda() == torch.version.cuda
@@ -78,7 +78,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypa
     assert check_node.torch_cuda() == "13.0"
 
 
-def test_a_missing_compiler_is_a_problem_where_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_a_problem_if_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     [problem] = check_node.compiler_problems()
     assert problem.startswith("nvcc is not there, with which SGLang compiles kernels")
@@ -88,12 +88,12 @@ def test_a_missing_compiler_is_a_problem_where_sglang_will_run(tmp_path: Path, m
     assert check_node.compiler_problems() == []
 
 
-def test_missing_gpus_and_fields_without_a_value_are_known() -> None:
+def test_missing_gpus_and_fields_without_a_value_are_detected() -> None:
     assert gpu_problems(GPUS, 8) == ["2 GPUs instead of 8"]
     assert gpu_problems(GPUS.replace(" 0, Not", " [N/A], Not")) == []
 
 
-def test_rows_and_links_that_are_broken_are_told() -> None:
+def test_broken_rows_and_links_are_reported() -> None:
     rows = check_node.parse_csv(
         ROWS.replace("1a10, 0, 0", "1a10, 1, 0").replace("2b21, 0, 0", "2b21, 0, 1"), check_node.ROW_FIELDS
     )
@@ -106,7 +106,7 @@ def test_rows_and_links_that_are_broken_are_told() -> None:
     assert check_node.link_problems(fewer, 2) == ["GPU 1 has 1 NVLinks, others 2"]
 
 
-def test_nodes_that_failed_are_silent_or_differ_are_named(tmp_path: Path) -> None:
+def test_nodes_that_failed_or_are_silent_or_differ_are_named(tmp_path: Path) -> None:
     good, other = '{"torch": "2.13.0"}', '{"torch": "2.12.0"}'
     for node, fingerprint, problems in (("n0", good, ""), ("n1", other, ""), ("n2", good, ""), ("n3", good, '"GPU 0 is gone"')):
         (tmp_path / f"{node}.json").write_text(f'{{"problems": [{problems}], "fingerprint": {fingerprint}}}')
@@ -119,7 +119,7 @@ def test_nodes_that_failed_are_silent_or_differ_are_named(tmp_path: Path) -> Non
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_this_machine_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+def test_the_check_of_this_machine_names_missing_parts(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--disks", f"{tmp_path}:0.001 {tmp_path}/%n:1"]
     result = subprocess.run(command, env=os.environ | {"SLURMD_NODENAME": "n7"}, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, f"node n7: {tmp_path}/n7: No such file or directory\n")
@@ -128,7 +128,7 @@ def test_this_machine_is_named_with_what_it_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("floor", [0.0, 1e6])
-def test_a_network_below_the_floor_everywhere_blames_the_floor_and_no_node(floor: float, tmp_path: Path) -> None:
+def test_a_network_that_is_slow_everywhere_blames_no_node(floor: float, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "check_allreduce.py"), "--ranks", "1", "--network-floor", str(floor)]
     command += ["--out", str(tmp_path / "slow")]
     shared = {"SLURM_NNODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -147,15 +147,15 @@ def test_a_network_below_the_floor_everywhere_blames_the_floor_and_no_node(floor
         assert not (tmp_path / "floor").exists()
 
 
-def test_only_the_node_that_both_neighbours_are_slow_with_is_slow() -> None:
+def test_a_node_is_slow_only_if_both_neighbors_are_slow_with_it() -> None:
     code = "from check_allreduce import slow_nodes; print(sorted(slow_nodes([9, 9, 1, 9], [5, 5, 1, 1], 2, 2)))"
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     printed = subprocess.run(command, cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True).stdout
-    assert printed == "[2, 3]\n"  # 2 within itself; pairs 2-3 and 3-0 are slow
+    assert printed == "[2, 3]\n"  # 2 is slow within itself; pairs 2-3 and 3-0 are slow
 
 
 @pytest.mark.parametrize(("num_slow", "num_nodes"), [(2, 2), (2, 3), (3, 8), (17, 64)])
-def test_the_floor_is_blamed_for_more_than_one_node_and_more_than_a_quarter(num_slow: int, num_nodes: int) -> None:
+def test_the_floor_is_blamed_if_over_one_node_and_over_a_quarter_are_slow(num_slow: int, num_nodes: int) -> None:
     assert check_allreduce.is_floor_to_blame(num_slow, num_nodes)
     assert not check_allreduce.is_floor_to_blame(num_slow - 1, num_nodes)

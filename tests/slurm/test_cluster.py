@@ -1,6 +1,6 @@
 """slurm/train_tiny.sh on a real Slurm cluster of this machine: TP2.PP2 over two nodes of two ranks.
 
-Starts of the ranks take most of the time, so one job lives through everything that can befall it.
+Starting the ranks takes most of the time, so one job goes through all failures.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting]
 
-SECONDS = 600.0  # for whatever is waited for
-SECONDS_TO_NAME = 60.0  # from a failure to the line that names node and rank, where each core has at most LOAD processes
+SECONDS = 600.0  # timeout of each wait
+SECONDS_TO_NAME = 60.0  # from a failure to the line with node and rank, if each core has at most LOAD processes
 LOAD = 4
 STEPS = 24
 SETTINGS = ["--set", f"steps={STEPS}", "--set", "log.samples_per_step=1000", "--set", "eval.interval=10"]
@@ -30,7 +30,7 @@ SGLANG_STEPS = 12
 
 
 class Job:
-    """A job under way, seen from outside. What it is waited for to say must come after what was waited for before."""
+    """A job in progress, seen from outside. Each wait for text starts in the log after the previous match."""
 
     def __init__(
         self, cluster: Cluster, run_dir: Path, model: Path, *settings: str, options: tuple[str, ...] = (), **more: str
@@ -41,7 +41,7 @@ class Job:
         script = ["slurm/train_tiny.sh", str(model), "tests/slurm/prompts.jsonl", *settings]
         given = ["--parsable", f"--output={self.output}", f"--export={','.join(exports)}", *options]
         self.id = cluster.run("sbatch", *given, *script).strip()
-        self._heard = 0  # characters of the log
+        self._heard = 0  # number of log characters already matched
 
     def log(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
@@ -71,8 +71,8 @@ class Job:
     def wait_for_start(self, *changes: str) -> str:
         """Return the first line of the next start.
 
-        Slurm leaves two minutes between a requeue and the next start, of which a test needs three seconds. Sooner, a node would
-        take the new start's credential for the old one's, and refuse it.
+        Slurm waits two minutes between a requeue and the next start. The test waits only three seconds. With less, a node would
+        take the new start's credential for the old one and refuse it.
         """
         self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") == "PENDING")
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3", *changes)
@@ -81,7 +81,7 @@ class Job:
         return self.log()[self._heard :].partition("\n")[0]
 
     def end(self) -> str:
-        """How the job ended, once it has."""
+        """Wait for the end of the job. Return its state."""
         self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
         return self.cluster.state_of(self.id)["JobState"]
 
@@ -112,19 +112,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """The run that nothing befalls, by grpo-mega's own launcher."""
+    """Run without failures, with grpo-mega's own launcher."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     settings = ["--set", f"model.path={model}", "--set", f"data.train={ROOT}/tests/slurm/prompts.jsonl", *SETTINGS]
     kills.finish(kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
     return run_dir
 
 
-@pytest.mark.full
-def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
+def test_a_job_with_all_failures_ends_like_a_job_without_failures(
     cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     disks = tmp_path / "disks"
-    for node in ("n0", "n2"):  # n1 has lost its disk
+    for node in ("n0", "n2"):  # the disk of n1 is missing
         (disks / node).mkdir(parents=True)
     job = Job(
         cluster,
@@ -133,7 +132,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
         *SETTINGS,
         CHECK_DISKS=f"{disks}/%n:0.001",
         CHECK_ALLREDUCE="0",
-        NODE_SILENCE_SECONDS="20",  # in less, a node of a busy machine may be taken for lost
+        NODE_SILENCE_SECONDS="20",  # with less, a busy node may count as lost
     )
 
     job.wait_for_text(f"node n1: {disks}/n1: No such file or directory")
@@ -141,7 +140,7 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     assert job.wait_for_start().startswith("2: 2 nodes (n[0,2]) of 2 ranks")
 
     job.wait_for_steps(2)
-    cluster.run("scancel", "--signal=USR1", job.id)  # to all steps: torchrun would die of it
+    cluster.run("scancel", "--signal=USR1", job.id)  # the signal goes to all steps and would kill torchrun
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
     job.wait_for_text("requeued: stopped at step-")
     assert job.log().count(" as requested; continue with the same command and --resume") == 1
@@ -157,8 +156,8 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
     cluster.lose_node("n2")
     job.wait_for_name("node n2 (ranks 2-3) does not answer")
     job.wait_for_text("requeued: the last checkpoint is step-")
-    # It stays lost, and n1 has been repaired. (If it came back at once, Slurm would have it end the lost step, whose number the
-    # next start's step has too.)
+    # n2 stays lost, and n1 has been repaired. If n2 came back at once, Slurm would end the lost step on it. The next start's
+    # step has the same number and would end, too.
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     (disks / "n1").mkdir()
     assert ": 2 nodes (n[0-1]) of 2 ranks" in job.wait_for_start("ExcNodeList=")
@@ -171,12 +170,12 @@ def test_a_job_that_everything_befalls_ends_as_if_nothing_had(
 
 @pytest.mark.full
 @pytest.mark.sglang
-def test_a_server_on_each_node_goes_on_with_the_same_prompts_after_the_time_is_over(
+def test_a_job_with_servers_continues_with_the_same_prompts_when_requeued(
     cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     settings = ["--set", "rollout.engine=sglang", "--set", "rollout.tp=2", "--set", f"steps={SGLANG_STEPS}"]
     settings += ["--set", "log.samples_per_step=1000", "--set", "data.heldout_size=2"]
-    # Its time is over 25 s after its start: once the script has begun to watch it, and well before the last step.
+    # The time limit ends 25 s after the start, when the script already watches it, and long before the last step.
     job = Job(cluster, tmp_path / "run", model, *settings, options=("--time=10",), LEAD_SECONDS="575", CHECK_NODES="0")
     job.wait_for_text("requeued: stopped at step-")
     cluster.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
@@ -187,7 +186,7 @@ def test_a_server_on_each_node_goes_on_with_the_same_prompts_after_the_time_is_o
     assert _optimizer_step(job.run_dir) == 2 * SGLANG_STEPS
 
 
-def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+def test_a_wrong_config_is_reported_once_and_leaves_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path / "run", model, "--set", "layout.tp=4", CHECK_NODES="0")
     assert job.end() == "FAILED"
     assert "error: WORLD_SIZE=4 contradicts layout.tp=4, pp=2, dp=1; " in job.log()
@@ -195,9 +194,7 @@ def test_a_config_that_is_wrong_is_told_once_and_leaves_nothing(cluster: Cluster
     assert not job.run_dir.exists()
 
 
-def test_a_network_below_the_floor_everywhere_ends_the_job_and_excludes_no_node(
-    cluster: Cluster, model: Path, tmp_path: Path
-) -> None:
+def test_a_network_that_is_slow_everywhere_ends_the_job(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path / "run", model, NETWORK_FLOOR_GBPS="1e6")
     assert job.end() == "FAILED"
     assert "not requeued: 2 of 2 nodes are below the floor, so no node is to blame: all-reduce within nodes " in job.log()
@@ -205,7 +202,7 @@ def test_a_network_below_the_floor_everywhere_ends_the_job_and_excludes_no_node(
 
 
 def _counts(run_dir: Path) -> list[dict[str, Any]]:
-    """By step: the prompts, of which policy, and how many samples of each."""
+    """Return per step the (prompt, index, policy version) of its samples."""
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     steps = sorted({row["step"] for row in rows})
     return [

@@ -1,4 +1,4 @@
-"""The scripts as text, what they refuse before anything else, and the YAML files by the planner."""
+"""The Slurm scripts: their text, early refusals, staging of models, and the YAML files checked by the planner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
 HEADS = [path for path in SCRIPTS if path.name.startswith("train_")]
 CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
-MODELS = {  # its config.json, and the GPUs that it is for
+MODELS = {  # config.json and number of GPUs per config
     "llama3_70b": (LLAMA_70B, 64),
     "llama3_70b_bf16": (LLAMA_70B, 64),
     "llama3_70b_32k": (KNOWN_MODELS["llama-3.1-70b"].fields, 64),
@@ -56,15 +56,15 @@ def test_missing_arguments_are_refused_in_one_line(path: Path, arguments: list[s
 
 
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
-def test_a_wrong_folder_and_a_missing_slurm_are_told(path: Path, tmp_path: Path) -> None:
+def test_a_wrong_folder_and_a_missing_slurm_are_reported(path: Path, tmp_path: Path) -> None:
     code, said = _bash(path, ["model", "data"])
     assert code == 2 and said.startswith("error: this is no Slurm job") and said.count("\n") == 1
     code, said = _bash(path, ["model", "data"], SLURM_SUBMIT_DIR=str(tmp_path))
     assert code == 2 and f"{tmp_path}/slurm/job.sh is not there; call sbatch in the repository" in said
 
 
-def test_what_slurm_is_asked_for_is_there_in_both() -> None:
-    """Without them a job would not come back, lose its log, or have every rank signalled."""
+def test_both_scripts_request_the_options_that_they_need() -> None:
+    """Without these options a job would not be requeued, would lose its log, or every rank would get the signal."""
     for path in HEADS:
         asked = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH ")]
         for wanted in ("--requeue", "--open-mode=append", "--signal=B:USR1@", "--ntasks-per-node=1"):
@@ -72,13 +72,13 @@ def test_what_slurm_is_asked_for_is_there_in_both() -> None:
 
 
 def _requeue(state: Path) -> str:
-    """Return what is said at the end of a failed start that saved nothing."""
+    """Return the last message of a failed start that saved nothing."""
     code = 'source slurm/job.sh; say() { echo "$*"; }; requeue() { echo "requeued: $*"; exit 0; }; requeue_or_give_up'
     environment = os.environ | {"GRPO_MEGA_ROOT": str(ROOT), "STATE": str(state), "RUN_DIR": str(state / "none")}
     return subprocess.run(["bash", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
 
 
-def test_starts_that_save_nothing_are_counted_and_end(tmp_path: Path) -> None:
+def test_failed_starts_that_save_nothing_are_counted_and_end(tmp_path: Path) -> None:
     assert _requeue(tmp_path / "state") == "requeued: the last checkpoint is none\n"
     assert _requeue(tmp_path / "state").startswith("given up after 2 starts in a row that saved nothing; ")
     for damaged in ("", "many", "1\n1", "0x", "08"):
@@ -86,14 +86,14 @@ def test_starts_that_save_nothing_are_counted_and_end(tmp_path: Path) -> None:
         assert _requeue(tmp_path / "state").startswith("given up after "), damaged
 
 
-def test_starts_that_cannot_be_counted_are_not_repeated(full_disk: Path) -> None:
+def test_failed_starts_that_cannot_be_counted_are_not_repeated(full_disk: Path) -> None:
     for state in (full_disk, full_disk / "filler" / "state"):
         for _ in range(2):
             assert _requeue(state).startswith(f"given up: {state}/starts_without_save cannot be written; free its disk, ")
 
 
 def _watched(state: Path) -> str:
-    """Return what the watch of a node says at its end. The node itself would never end."""
+    """Return the output of a node's watch when it ends. The node itself would never end."""
     code = "import sys, time; sys.path[:0] = ['slurm', '.']; import node, threading; watched = node.Node()\n"
     code += "threading.Thread(target=watched.watch, daemon=True).start(); time.sleep(600)"
     environment = {"SLURMD_NODENAME": "n0", "STATE": str(state), "START": "7.0", "NODE_SILENCE_SECONDS": "0.5"}
@@ -103,14 +103,14 @@ def _watched(state: Path) -> str:
     return result.stderr
 
 
-def test_a_node_is_watched_though_its_beats_cannot_be_written(full_disk: Path, tmp_path: Path) -> None:
+def test_a_node_is_watched_even_if_its_beats_cannot_be_written(full_disk: Path, tmp_path: Path) -> None:
     assert "no beat from the job's script for 2 s" in _watched(full_disk)
     (tmp_path / "job_beat").write_bytes(b"\xff\xfe")
     assert "node n0: its watch ended with UnicodeDecodeError" in _watched(tmp_path)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_is_valid_and_begins_with_what_it_needs(path: Path) -> None:
+def test_every_config_is_valid_and_starts_with_its_requirements(path: Path) -> None:
     assert load(path).steps > 0
     header = "".join(itertools.takewhile(lambda line: line.startswith("#"), path.open()))
     assert "needs" in header.lower() and "expect" in header.lower()
@@ -141,12 +141,12 @@ def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
     [
         (["RUNNING"] * 5, [1] * 5, 1, "error: cannot be requeued; sbatch again with RUN_DIR=/run"),
         (["RUNNING", "PENDING"], [1, 1], 0, "left to Slurm, which has cancelled the job or requeues it"),
-        ([""], [1, 0], 0, "requeued: after a failure"),  # the controller did not answer, and then did
+        ([""], [1, 0], 0, "requeued: after a failure"),  # the controller answers on the second try
     ],
     ids=["forbidden", "already_requeued", "no_answer_at_first"],
 )
 def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], code: int, said: str, tmp_path: Path) -> None:
-    """Slurm may have requeued a job that lost a node by itself."""
+    """Slurm may already have requeued a job that lost a node."""
     for name, lines in (("show", [state and f"JobState={state}" for state in states]), ("requeue", answers)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
     script = f"""
@@ -164,7 +164,7 @@ def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], cod
     environ = os.environ | {"GRPO_MEGA_ROOT": str(ROOT)}
     result = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert result.returncode == code and result.stdout.splitlines()[-1].endswith(f"tiny 1: {said}"), result
-    assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "each was asked as often as expected"
+    assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "a command ran too rarely"
 
 
 def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
@@ -186,7 +186,7 @@ def model(tmp_path: Path) -> Path:
     source = tmp_path / "model"
     (source / "sub").mkdir(parents=True)
     (source / "a").write_text("weights")
-    (source / "sub" / "b\n c").write_text("more")  # a line break and a blank in its name
+    (source / "sub" / "b\n c").write_text("more")  # the name has a line break and a blank
     return source
 
 
@@ -194,7 +194,7 @@ def texts(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_model_is_copied_once_and_again_if_it_is_not_whole(model: Path, tmp_path: Path) -> None:
+def test_a_model_is_copied_once_and_again_if_it_is_incomplete(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "disk" / "copy"
     assert stage(model, target).returncode == 0
     assert texts(target) == texts(model)
@@ -209,7 +209,7 @@ def test_a_model_is_copied_once_and_again_if_it_is_not_whole(model: Path, tmp_pa
 @pytest.mark.parametrize("changed", ["source", "copy"])
 @pytest.mark.parametrize("keeps_time", [False, True])
 def test_a_change_that_keeps_the_size_is_copied_again(changed: str, keeps_time: bool, model: Path, tmp_path: Path) -> None:
-    """Other weights of the same model have the same names and sizes, and `rsync --times` or `cp -p` keep their times."""
+    """Other weights of the same model have equal names and sizes. `rsync --times` and `cp -p` also keep the times."""
     target = tmp_path / "disk" / "copy"
     assert stage(model, target).returncode == 0
     path = (model if changed == "source" else target) / "a"
@@ -221,7 +221,7 @@ def test_a_change_that_keeps_the_size_is_copied_again(changed: str, keeps_time: 
     assert texts(target) == texts(model)
 
 
-def test_a_full_check_finds_bytes_that_changed_without_a_trace(model: Path, tmp_path: Path) -> None:
+def test_a_full_check_detects_bytes_that_changed_silently(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "disk" / "copy"
     assert stage(model, target).returncode == 0
     (target / "a").write_text("WEIGHTS")
@@ -236,8 +236,8 @@ def test_a_full_check_finds_bytes_that_changed_without_a_trace(model: Path, tmp_
         text=True,
         check=True,
     )
-    record.write_text(f"{record.read_text().split()[0]} {shown.stdout.strip()}\n")  # as if the disk itself had failed
-    assert stage(model, target).returncode == 0 and (target / "a").read_text() == "WEIGHTS", "a quick check cannot see it"
+    record.write_text(f"{record.read_text().split()[0]} {shown.stdout.strip()}\n")  # simulates a failing disk
+    assert stage(model, target).returncode == 0 and (target / "a").read_text() == "WEIGHTS", "a quick check cannot detect it"
     assert stage(model, target, STAGE_CHECK="full").returncode == 0 and texts(target) == texts(model)
 
 
@@ -246,7 +246,7 @@ SLOW_COPY = '#!/bin/sh\n/bin/cp "$@" || exit\necho copied >> {log}\nwhile [ -e {
 
 @pytest.fixture
 def slow_copies(tmp_path: Path) -> tuple[dict[str, str], Path, Path]:
-    """An environment whose `cp` copies, then waits until a file is gone; that file; and a log with a line per copy."""
+    """Return an environment whose `cp` copies, then waits until a gate file is gone; the gate; a log with a line per copy."""
     (tmp_path / "bin").mkdir()
     gate, log = tmp_path / "gate", tmp_path / "log"
     gate.touch()
@@ -261,7 +261,7 @@ def start_staging(source: Path, target: Path, environment: dict[str, str], outpu
         return subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=file, process_group=0)
 
 
-def test_jobs_that_share_a_node_copy_one_after_the_other(
+def test_jobs_that_share_a_node_copy_one_after_another(
     model: Path, tmp_path: Path, slow_copies: tuple[dict[str, str], Path, Path]
 ) -> None:
     (environment, gate, log), target = slow_copies, tmp_path / "disk" / "copy"
@@ -270,13 +270,13 @@ def test_jobs_that_share_a_node_copy_one_after_the_other(
     others = [start_staging(model, target, environment, tmp_path / f"other-{i}") for i in range(3)]
     for i in range(3):
         wait_for(lambda i=i: "waiting for another job" in (tmp_path / f"other-{i}").read_text(), 60)  # type: ignore[misc]
-    assert not target.exists(), "a copy under way is not seen"
+    assert not target.exists(), "an unfinished copy is not visible"
     gate.unlink()
     assert [process.wait(60) for process in (first, *others)] == [0, 0, 0, 0]
     assert log.read_text() == "copied\n" and texts(target) == texts(model)
 
 
-def test_a_killed_copy_is_not_taken_for_a_whole_one_and_leaves_no_lock(
+def test_a_killed_copy_does_not_count_as_complete_and_leaves_no_lock(
     model: Path, tmp_path: Path, slow_copies: tuple[dict[str, str], Path, Path]
 ) -> None:
     (environment, _, log), target = slow_copies, tmp_path / "disk" / "copy"
@@ -286,7 +286,7 @@ def test_a_killed_copy_is_not_taken_for_a_whole_one_and_leaves_no_lock(
     killed.wait()
     assert not target.exists()
     assert stage(model, target).returncode == 0 and texts(target) == texts(model)
-    target.with_name("copy.staged").unlink()  # killed between the last two steps
+    target.with_name("copy.staged").unlink()  # simulates a kill between the last two steps
     (target / "a").unlink()
     assert stage(model, target).returncode == 0 and texts(target) == texts(model)
 
@@ -303,7 +303,7 @@ def test_a_model_that_changes_while_it_is_copied_is_refused(
     assert f"{model} changed while it was copied; start again" in (tmp_path / "output").read_text()
 
 
-def test_a_disk_without_locks_is_locked_elsewhere_on_the_node(model: Path, tmp_path: Path) -> None:
+def test_a_disk_without_locks_uses_a_lock_elsewhere_on_the_node(model: Path, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "flock").write_text(
         '#!/bin/sh\ncase "$(readlink /proc/self/fd/9)" in\n'
@@ -329,7 +329,7 @@ def test_a_path_that_a_container_cannot_mount_is_refused(name: str, character: s
     values = {one: str(tmp_path) for one in MOUNTED} | {name: str(odd)}
     code, said = check_mounts(values | {"CONTAINER": "image.sif"})
     assert (code, said.count("\n")) == (2, 1) and said.startswith(f"error: {name}={odd}: must have no"), said
-    assert check_mounts(values) == (0, ""), "without a container nothing is mounted"
+    assert check_mounts(values) == (0, ""), "nothing is mounted without a container"
     assert check_mounts(values | {"CONTAINER": "image.sif", name: str(tmp_path)}) == (0, "")
 
 
@@ -346,7 +346,7 @@ def check_mounts(values: dict[str, str]) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_a_snapshot_of_links_into_the_hubs_cache_is_copied_as_files(tmp_path: Path) -> None:
+def test_a_hub_snapshot_of_links_is_copied_as_files(tmp_path: Path) -> None:
     cache, target = tmp_path / "models--owner--name", tmp_path / "disk" / "copy"
     snapshot = cache / "snapshots" / "5f0c"
     (cache / "blobs").mkdir(parents=True)
@@ -359,17 +359,17 @@ def test_a_snapshot_of_links_into_the_hubs_cache_is_copied_as_files(tmp_path: Pa
     assert copy.read_text() == "weights" and not copy.is_symlink()
     inode = copy.stat().st_ino
     subprocess.run(command, check=True)
-    assert copy.stat().st_ino == inode, "a whole copy was made again"
+    assert copy.stat().st_ino == inode, "a complete copy was copied again"
     copy.write_text("cut")
     subprocess.run(command, check=True)
     assert copy.read_text() == "weights"
     (cache / "blobs" / "aa11").unlink()
     broken = subprocess.run(command, capture_output=True, text=True)
     assert broken.returncode == 1 and "model.safetensors is a link to a file that is not there" in broken.stderr
-    assert copy.read_text() == "weights", "what was staged before is kept"
+    assert copy.read_text() == "weights", "the staged file is kept"
 
 
-def test_a_disk_too_small_for_the_model_is_told_with_its_node(tmp_path: Path) -> None:
+def test_a_disk_too_small_for_the_model_is_reported_with_its_node(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with (tmp_path / "model" / "weights").open("wb") as file:
         file.truncate(1 << 20)
