@@ -1,4 +1,4 @@
-"""Every branch that only a GPU takes has a test that tests/gpu/README.md names, and these tests work as far as a CPU can tell."""
+"""Every GPU-only branch has a test that tests/gpu/README.md names, and these tests work as far as a CPU can tell."""
 
 from __future__ import annotations
 
