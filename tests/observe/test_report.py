@@ -126,10 +126,7 @@ def test_findings_in_metrics_are_reported_in_sentences() -> None:
         "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
         "95% of the groups have zero reward variance and teach nothing, in the last step",
     ]
-    found |= {
-        "mismatch/k3_stale_0": {2: 0.001},
-        "mismatch/k3_stale_1": {1: 0.03, 2: 0.9},
-    }  # stale tokens may differ
+    found |= {"mismatch/k3_stale_0": {2: 0.001}, "mismatch/k3_stale_1": {1: 0.03, 2: 0.9}}  # stale tokens may differ
     assert "mismatch_warn=0.02 at step 1" in metrics.findings(found, mismatch_warn=0.02)[2]
 
 

@@ -178,10 +178,7 @@ def test_a_group_of_equal_rewards_is_kept_if_the_step_is_whitened() -> None:
         for sample, reward in zip(group.samples, rewards, strict=True):
             sample.reward = reward
     assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step) == (step, [])
-    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (
-        step[:1],
-        [],
-    )  # nothing to compare with
+    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (step[:1], [])  # nothing to compare with
     assert drop_zero_variance(config(recipe="rlinf"), step) == (step, [])  # the mean over tokens is not 0
     assert drop_zero_variance(config(recipe="rlinf"), step[:2]) == ([], step[:2])
     assert drop_zero_variance(config(), step) == (step[2:], step[:2])

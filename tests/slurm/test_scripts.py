@@ -164,7 +164,7 @@ def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], cod
     environ = os.environ | {"GRPO_MEGA_ROOT": str(ROOT)}
     result = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert result.returncode == code and result.stdout.splitlines()[-1].endswith(f"tiny 1: {said}"), result
-    assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "a command ran too rarely"
+    assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "some calls are missing"
 
 
 def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
