@@ -155,6 +155,7 @@ def test_killed_and_hanging_servers_lose_and_duplicate_no_sample(config: Path, t
     check_nothing_is_left(tree, temporary)
 
 
+@pytest.mark.full
 def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(config: Path, tmp_path: Path, temporary: Path) -> None:
     """Partial rollouts: unfinished samples are in the checkpoint, and no sample is trained twice."""
     stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2", "--set", "rollout.partial=true")

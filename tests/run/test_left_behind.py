@@ -31,6 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_a_run_trains_with_a_long_tmpdir(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir()
@@ -40,6 +41,7 @@ def test_a_run_trains_with_a_long_tmpdir(config: Path, tmp_path: Path, monkeypat
     assert not list(long.iterdir())
 
 
+@pytest.mark.full
 def test_the_next_start_removes_files_of_a_killed_run_from_tmpdir(config: Path, tmp_path: Path, short: Path) -> None:
     process = start(config, tmp_path / "run", "--set", "steps=2000")
     wait_for_step(tmp_path / "run", 1, process)

@@ -52,7 +52,7 @@ def test_the_reader_of_sockets_sees_open_addresses() -> None:
     assert {address for address, _ in wanted if not is_loopback(address)} == {"0.0.0.0", "::"}
 
 
-@pytest.mark.parametrize(("layout", "at_least"), [("tp=1", 1), ("dp=2", 3)])
+@pytest.mark.parametrize(("layout", "at_least"), [("tp=1", 1), pytest.param("dp=2", 3, marks=pytest.mark.full)])
 def test_training_evaluation_and_check_listen_only_on_the_loopback(layout: str, at_least: int, tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, layout)
     run = ["--set", f"run_dir={tmp_path / 'run'}"]
@@ -63,6 +63,7 @@ def test_training_evaluation_and_check_listen_only_on_the_loopback(layout: str, 
         assert_closed(watched(["grpo_mega.cli", *check], tmp_path), at_least)
 
 
+@pytest.mark.full
 def test_ranks_of_a_slurm_job_listen_only_on_the_rendezvous_address(tmp_path: Path) -> None:
     """Two nodes. The first node has a loopback address here."""
     config, port = kills.write_inputs(tmp_path, "dp=2"), str(free_port())
@@ -82,6 +83,7 @@ def test_ranks_of_a_slurm_job_listen_only_on_the_rendezvous_address(tmp_path: Pa
 
 
 @pytest.mark.sglang
+@pytest.mark.full
 def test_servers_of_a_run_listen_only_on_the_loopback(tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, "dp=2", {"engine": "sglang", "tp": 2})
     found = watched(["grpo_mega.cli", "train", str(config), "--set", f"run_dir={tmp_path / 'run'}", *SHORT], tmp_path)

@@ -119,6 +119,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.full
 def test_a_job_with_all_failures_ends_like_a_job_without_failures(
     cluster: Cluster, model: Path, whole_run: Path, tmp_path: Path
 ) -> None:
