@@ -84,3 +84,8 @@ def test_the_words_are_looked_for_in_all_of_the_project() -> None:
         "slurm",
         "tests",
     }
+
+
+def test_names_of_tests_have_at_most_70_characters() -> None:
+    texts = (path.read_text(encoding="utf-8") for path in FILES if path.is_relative_to(ROOT / "tests") and path.suffix == ".py")
+    assert not [name for text in texts for name in re.findall(r"def (test_\w+)", text) if len(name) > 70]

@@ -24,7 +24,7 @@ LIMITS = {  # largest number per 10,000 words
     "of (its|their) own": 1.0,
 }
 TRAILING = r"(of|and|as|those|the same)\b"  # such a comment needs the code to its left
-NUM_WORDS = 4  # of a string literal that is a sentence
+NUM_WORDS = 4  # a string literal with fewer words is no sentence
 SUFFIXES = (".py", ".md", ".sh", ".yaml", ".yml")
 
 

@@ -143,7 +143,7 @@ def main(address: str, executable: str) -> None:
             print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
-    finally:  # as Python ends, but without destroying the modules, which takes 1.6 s
+    finally:  # Python exits like this too, but first destroys all modules in 1.6 s
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):

@@ -39,7 +39,8 @@ CASES = [
     (deep, "t.json"),
     (deep, "config.yaml"),
 ]
-TEMPLATES = {  # and what the error says, of which one word suffices; the sandbox of the ranks refuses the first
+# Templates, and words of which the error has at least one. The sandbox of the ranks refuses the first.
+TEMPLATES = {
     "{% for i in range(10**10) %}{% endfor %}": ("Range too big",),
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": ("does not end within",),
     "{{ 'a' * 3 * 10**9 }}": ("of memory",),

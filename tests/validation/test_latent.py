@@ -84,7 +84,7 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
     assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
 
 
-def test_grouped_experts_need_experts_of_transformer_engine_in_the_models_dtype() -> None:
+def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
     raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
     raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
     glm = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}

@@ -47,9 +47,7 @@ def test_without_fp8_nothing_is_asked_for() -> None:
         ("mxfp8", "1.13", "needs Transformer Engine 2.1, found 1.13; .* or use delayed$"),
     ],
 )
-def test_a_missing_or_old_transformer_engine_is_named_with_the_recipes_that_it_has(
-    recipe: str, found: str | None, message: str
-) -> None:
+def test_a_missing_or_old_transformer_engine_is_named_with_its_recipes(recipe: str, found: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         raise_first(transformer_engine_problems(precision(recipe), found))
 
@@ -97,7 +95,7 @@ def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> No
         ({"first_layers_bf16": 4}, {}, None),
     ],
 )
-def test_layers_in_bf16_that_megatron_would_refuse_are_one_line_and_no_others(
+def test_only_bf16_layers_that_megatron_refuses_are_one_line(
     section: dict[str, int], layout: dict[str, int], message: str | None
 ) -> None:
     """Megatron's own config is the oracle, except where no layer would be left in FP8."""
@@ -219,7 +217,7 @@ def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None
         ("bfloat16", (9, 0), "2.9.0", None, None),
     ],
 )
-def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
+def test_a_gpu_without_attention_for_packed_samples_is_refused(
     dtype: str, capability: tuple[int, int], engine: str | None, flash: str | None, message: str | None
 ) -> None:
     def check() -> None:
@@ -260,7 +258,7 @@ def test_a_gpu_without_an_attention_for_packed_samples_is_refused_in_one_line(
         ({"cp": 2, "cp_comm_type": "a2a"}, "bfloat16", None, None),
     ],
 )
-def test_what_transformer_engine_lacks_for_context_parallelism_is_refused_in_one_line(
+def test_context_parallelism_that_transformer_engine_lacks_is_refused(
     layout: dict[str, object], dtype: str, version: str | None, message: str | None
 ) -> None:
     config = validate(RAW | {"layout": layout, "model": {"path": "m", "dtype": dtype}})

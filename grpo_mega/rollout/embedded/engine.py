@@ -140,10 +140,7 @@ class EmbeddedEngine(Engine):
         stop: StopCondition | None,
         clock: int,
     ) -> int:
-        """Decode until all samples end or `stop` is met. Return the clock.
-
-        Add finished samples to their groups. Return the other samples to the schedule.
-        """
+        """Decode until all samples end or `stop` is met. Return the clock. Unfinished samples go back to the schedule."""
         samples = [sample for _, sample in under_way]
         longest, began = sampling.max_response_length, clock
         self._recorder.begin(len(samples), longest, self.device, is_on=sampling.with_routes)
