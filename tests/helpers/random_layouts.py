@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     engine_tp = draw(st.sampled_from([1, 2, 4]))
     engine_ep = draw(st.sampled_from([n for n in (1, 2, 4) if n <= engine_tp]))
     engine = EngineLayout(engine_tp, draw(st.integers(1, 3)), engine_ep)
-    tp = max(layout.tp for layout in (*chosen, engine))  # tp is a power of 2
+    tp = max(engine.tp, *(layout.tp for layout in chosen))  # tp is a power of 2
     kv_heads = draw(st.sampled_from([n for n in (1, 2, 4, 8) if n <= 2 * tp]))
     head_dim = draw(st.integers(1, 3)) * max(1, tp // kv_heads)
     num_heads = max(tp, kv_heads) * draw(st.integers(1, 3))
