@@ -12,6 +12,7 @@ from functools import partial
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.gather import attach_old_logprobs, gather_old_logprobs
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
@@ -25,7 +26,7 @@ from grpo_mega.run.build import open_job
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
 from grpo_mega.run.health import staleness_metrics
-from grpo_mega.run.job import Job, RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.types import Group, PackedBatch, StepMetrics
@@ -42,52 +43,51 @@ def run(config: Config) -> None:
         tracer = Tracer(config, runtime.rank, runtime.device, job.timers, job.log, runtime.everyone)
         job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
+        take_step = generate_step if job.policy is None else train_step
         for step in range(first, config.steps):
             refresh_rewards_if_due(job, step)
             with tracer.step(step + 1):
-                if isinstance(job, Job):
-                    train_step(job, step)
-                else:
-                    generate_step(job, step)
-            if step == first and isinstance(job, Job):
+                take_step(job, step)
+            if step == first:
                 job.log_peak_memory()
             if job.stops_after(step + 1):
                 return
             evaluate_if_due(job, step + 1)
-        if isinstance(job, Job):
+        if job.policy is not None:
             with job.colocation.training():
                 export_policy(job.policy, job.model, config.run_dir / FINISHED)
             job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / FINISHED}")
 
 
 def train_step(job: Job, step: int) -> None:
-    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the engine."""
+    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the engine.
+
+    A step with fewer groups than mini-batches, which dynamic sampling and a small data set may leave, trains nothing.
+    """
+    config, policy = job.config, job.policy
+    assert policy is not None, "a rank without a policy runs generate_step"
     groups, backlog, metrics = generate(job, step)
+    is_trained = len(groups) >= config.batch.mini_batches
+    with job.timers("pack"):
+        if not (is_trained and policy.algorithm.has_kl_reward):  # attach_logprobs assigns advantages with a KL penalty
+            assign_advantages(config, policy.algorithm, groups)
+        batches = pack(config, groups, policy) if is_trained else []
     with job.colocation.training():  # the trainer owns the GPUs' memory in this block
-        if len(groups) >= job.config.batch.mini_batches:
-            with job.timers("pack"):
-                batches = pack(job.config, groups, job.policy)
-            batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers, step)
-            metrics |= update(job, step, groups, batches)
-        else:
-            assign_advantages(job.config, job.config.algorithm, groups)
-        metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
+        if is_trained:
+            batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
+            metrics |= update(job, policy, batches)
+        after_update(job, policy, step, groups, batches, metrics)
         job.steps_done, job.backlog = step + 1, backlog
-        if job.config.algorithm.ends_iteration(step + 1):
-            with job.timers("reference"):
-                job.policy.refresh_reference()
         job.save_if_due(step + 1)
     generate_ahead(job, step)
-    job.log.log_samples(step + 1, groups, job.rollouts.decode)
-    keep_rollout(job, step + 1, groups)
     try:
         metrics |= job.colocation.sync_weights(version=step + 1)
     finally:
-        job.log.log_step(step + 1, metrics | job.timers.lap())
+        log(job, step + 1, groups, metrics)
     job.check_health(step + 1, metrics)
 
 
-def generate_step(job: RolloutJob, step: int) -> None:
+def generate_step(job: Job, step: int) -> None:
     """Run the part of a step for a rank without a policy."""
     _, job.backlog, _ = generate(job, step)
     job.steps_done = step + 1
@@ -95,7 +95,7 @@ def generate_step(job: RolloutJob, step: int) -> None:
     job.colocation.sync_weights(version=step + 1)
 
 
-def generate_ahead(job: RolloutJob, step: int) -> None:
+def generate_ahead(job: Job, step: int) -> None:
     """Wait until engine ranks have generated ahead for the next step, if there are any. Nothing is in flight afterwards."""
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
@@ -103,7 +103,7 @@ def generate_ahead(job: RolloutJob, step: int) -> None:
         job.backlog = job.rollouts.generate_ahead(backlog, step)
 
 
-def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
+def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """Return the step's scored groups, the backlog after it, and counts of dropped groups.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced from further
@@ -146,30 +146,55 @@ def generate(job: RolloutJob, step: int) -> tuple[list[Group], Backlog, StepMetr
     return groups[:wanted], backlog, metrics
 
 
-def update(job: Job, step: int, groups: Sequence[Group], batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
-    """Run the optimizer steps of one rollout, one per mini-batch, and log warnings about their health."""
-    samples = [sample for group in groups for sample in group.samples]
+def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
+    """Run the optimizer steps of one rollout, one per mini-batch."""
     num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
     with (
         job.timers("update"),
         progress(num_passes, "update, micro-batches", job.shows_progress) as bar,
         recorder().heard(bar.advance),
     ):
-        metrics = mean_over_updates(job.policy.update(batches))
-    job.log.log_loads(step + 1, job.policy.routers.loads)
-    if job.config.algorithm.kl_target is not None:
-        metrics["kl/beta"] = job.policy.algorithm.kl_beta
-        job.policy.adapt_kl(metrics["kl/mean"], len(samples))
-    with job.timers("exchange"):
-        first = num_logged(groups, job.config.log.samples_per_step)
-        old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.carries else first)
-    attach_old_logprobs(samples[:first], old_logprobs)
-    if job.config.rollout.carries:
-        metrics |= staleness_metrics(samples, old_logprobs, step)
-    if job.config.rollout.routing_replay:
-        metrics["routing/live"] = share_live(samples)
-    blamed = [samples[i] for i in sorted(job.policy.nonfinite_samples)]
-    messages = [*job.health.observe(step + 1, metrics, blamed), *job.policy.watch(step + 1, engine_mismatch(metrics))]
-    for message in messages:
-        job.log.warn(message)
-    return metrics | {"guard/level": float(job.policy.guard.level)}
+        return mean_over_updates(policy.update(batches))
+
+
+def after_update(
+    job: Job,
+    policy: Policy,
+    step: int,
+    groups: Sequence[Group],
+    batches: Sequence[Sequence[PackedBatch]],
+    metrics: StepMetrics,
+) -> None:
+    """Add to the step's metrics, log warnings, and set the KL weight, precision and reference of the next step.
+
+    `batches` is empty if the step trained nothing.
+    """
+    if batches:
+        samples = [sample for group in groups for sample in group.samples]
+        job.log.log_loads(step + 1, policy.routers.loads)
+        if job.config.algorithm.kl_target is not None:
+            metrics |= {"kl/beta": policy.algorithm.kl_beta}
+            policy.adapt_kl(metrics["kl/mean"], len(samples))
+        with job.timers("exchange"):
+            first = num_logged(groups, job.config.log.samples_per_step)
+            old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.carries else first)
+        attach_old_logprobs(samples[:first], old_logprobs)
+        if job.config.rollout.carries:
+            metrics |= staleness_metrics(samples, old_logprobs, step)
+        if job.config.rollout.routing_replay:
+            metrics |= {"routing/live": share_live(samples)}
+        blamed = [samples[i] for i in sorted(policy.nonfinite_samples)]
+        for message in (*job.health.observe(step + 1, metrics, blamed), *policy.watch(step + 1, engine_mismatch(metrics))):
+            job.log.warn(message)
+        metrics |= {"guard/level": float(policy.guard.level)}
+    if job.config.algorithm.ends_iteration(step + 1):
+        with job.timers("reference"):
+            policy.refresh_reference()
+    metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
+
+
+def log(job: Job, step: int, groups: Sequence[Group], metrics: StepMetrics) -> None:
+    """Log the samples and metrics of `step`. The step's time ends here."""
+    job.log.log_samples(step, groups, job.rollouts.decode)
+    keep_rollout(job, step, groups)
+    job.log.log_step(step, metrics | job.timers.lap())

@@ -1,9 +1,10 @@
 """Pack samples end to end into the micro-batches of one DP rank, without padding sample by sample.
 
-Input: the step's samples by mini-batch, the same on all ranks, with advantages. Output: this DP rank's PackedBatches on the
-CPU. Each row has only the part of its context-parallel rank; lengths and budgets count the tokens of one such rank. Within a
-mini-batch every rank has the same number of micro-batches, all of the same length T. If there are too few samples, some
-micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes loss, gradient or metrics.
+Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with NaN for
+advantages that are not assigned yet. Each row has only the part of its context-parallel rank; lengths and budgets count the
+tokens of one such rank. Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there
+are too few samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
+loss, gradient or metrics.
 """
 
 from __future__ import annotations
@@ -118,7 +119,6 @@ def _pack_one(
         end = begin + len(context) + sample.response_len
         length = tokens_on_rank(end - begin, cp_size) * cp_size
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
-        assert sample.advantages is not None, f"sample {offset + member} has no advantages; assign them before packing"
         tokens[begin : end - sample.response_len] = torch.tensor(context)
         tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
         targets[begin : end - 1] = tokens[begin + 1 : end]
@@ -126,7 +126,7 @@ def _pack_one(
         response = response_slice(begin, sample, is_shared=share_prompts)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
-        advantages[response] = sample.advantages
+        advantages[response] = torch.nan if sample.advantages is None else sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
         if routes is not None and sample.routes is not None:
             routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)

@@ -21,7 +21,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
-from grpo_mega.run.batches import attach_logprobs, pack
+from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.model_files import build_policy, export_policy, read_model
 from grpo_mega.types import Group, PackedBatch, Sample
@@ -46,6 +46,8 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     model = read_model(case.config)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
+    if not policy.algorithm.has_kl_reward:
+        assign_advantages(case.config, policy.algorithm, groups)
     batches = pack(case.config, groups, policy)
     batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers())
     logprobs = {

@@ -21,7 +21,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.run.build import open_job
 from grpo_mega.run.checkpoints import verify
 from grpo_mega.run.evaluation import Evaluated, evaluate_set, write_rows
-from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import ModelFiles, build_policy
 from grpo_mega.types import Prompt
 
@@ -78,7 +78,7 @@ class _Source:
         return policy
 
 
-def prompts_of(job: RolloutJob, request: EvalRequest) -> dict[str, list[Prompt]]:
+def prompts_of(job: Job, request: EvalRequest) -> dict[str, list[Prompt]]:
     """Return the sets to evaluate, keyed by name."""
     if request.set_names is None:
         return job.heldout

@@ -30,12 +30,19 @@ from grpo_mega.types import Group, PackedBatch, Sample
 
 
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """Set the samples' advantages and return this data-parallel rank's micro-batches of each mini-batch.
+    """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts.
 
-    `groups` are all groups of the step.
+    `groups` are all groups of the step. Assign their advantages before, unless attach_logprobs does it.
     """
-    assign_advantages(config, config.algorithm, groups)
-    return make_batches(config, groups, policy)
+    is_assigned = all(sample.advantages is not None for group in groups for sample in group.samples)
+    assert is_assigned or config.algorithm.has_kl_reward, "assign advantages before packing"
+    mini_batches = packing.split(groups, config.batch.mini_batches)
+    return packing.pack(
+        mini_batches,
+        mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
+        token_budget=config.batch.tokens_per_micro_batch,
+        **policy.packing,
+    )
 
 
 def attach_logprobs(
@@ -49,8 +56,7 @@ def attach_logprobs(
 ) -> list[list[PackedBatch]]:
     """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from mini-batches.
 
-    A KL penalty in the reward needs log-probs, so the packed advantages do not include it yet. They are replaced here by
-    advantages with the penalty.
+    A KL penalty in the reward needs log-probs, so advantages with it are assigned here.
     """
     if config.rollout.routing_replay:
         check_routes(batches, [sample for group in groups for sample in group.samples], runtime)
@@ -76,17 +82,6 @@ def attach_logprobs(
             random = torch.Generator().manual_seed(config.seed * 2**31 + step)
             _attach_from_whole(a, groups, batches, old_logprobs, random)
     return batches
-
-
-def make_batches(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
-    """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts."""
-    mini_batches = packing.split(groups, config.batch.mini_batches)
-    return packing.pack(
-        mini_batches,
-        mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
-        token_budget=config.batch.tokens_per_micro_batch,
-        **policy.packing,
-    )
 
 
 def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
@@ -155,7 +150,9 @@ def _attach_from_whole(
 ) -> None:
     """Set the tokens chosen by covariance and the mean importance weight in the batches.
 
-    Both depend on all samples of a mini-batch and are identical on every rank. `old_logprobs` has a row per sample of the step.
+    Both depend on all samples of a mini-batch and are identical on every rank, bit for bit in every layout: the mean is a sum
+    in the order of samples. So all tokens are gathered, because sums per rank would round differently. `old_logprobs` has a row
+    per sample of the step.
     """
     samples = [sample for group in groups for sample in group.samples]
     rows = [torch.zeros_like(row) for row in old_logprobs]

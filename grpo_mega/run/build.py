@@ -31,7 +31,7 @@ from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
 from grpo_mega.run.inputs import RunInputs
-from grpo_mega.run.job import Job, RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.sync.colocation import Colocation
@@ -40,11 +40,11 @@ BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 
 
 @contextmanager
-def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[RolloutJob]:
+def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
     """Prepare the job for its first step. The engine has no weights before the first sync_weights.
 
-    Yield a Job, or a RolloutJob on a rank that only generates. The end of the context always closes workers, servers, files and
-    process groups. Evaluation passes another `build`, because it needs no optimizer.
+    The end of the context always closes workers, servers, files and process groups. Evaluation passes another `build`, because
+    it needs no optimizer.
     """
     with ExitStack() as stack:
         pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
@@ -76,12 +76,14 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
         decode = decoder(tokenizer, model)
-        job = RolloutJob(
+        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
+        yield Job(
             config=config,
             runtime=runtime,
             model=model,
             data=data,
             sampler=sampler,
+            policy=policy,
             colocation=colocation,
             rollouts=Rollouts(
                 config=config,
@@ -94,18 +96,13 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Roll
                 timers=timers,
                 warn=log.warn,
             ),
+            checkpoints=checkpoints,
+            inputs=RunInputs(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,
             timers=timers,
             stop=stop,
+            health=Health(config),
         )
-        yield job if policy is None else _with_policy(job, policy, stack)
-
-
-def _with_policy(job: RolloutJob, policy: Policy, stack: ExitStack) -> Job:
-    config, runtime = job.config, job.runtime
-    checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, job.log.warn)))
-    inputs = RunInputs(config, job.data.digests, runtime.rank, runtime.layout.world_size)
-    return Job(**vars(job), policy=policy, checkpoints=checkpoints, inputs=inputs, health=Health(config))
 
 
 def _reward_pool(config: Config) -> RewardPool:

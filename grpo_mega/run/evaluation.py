@@ -32,7 +32,7 @@ from grpo_mega.rewards.math.accuracy import read
 from grpo_mega.rewards.math.answer import whole_turn
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
@@ -51,7 +51,7 @@ class Evaluated:
     num_failed: int = 0  # number of answers with a reward function that raised or crashed
 
 
-def evaluate_if_due(job: RolloutJob, step: int) -> None:
+def evaluate_if_due(job: Job, step: int) -> None:
     """Evaluate before the first step, after the last, and every eval.interval steps. A resumed run repeats no evaluation."""
     interval = job.config.eval.interval
     is_due = step in (0, job.config.steps) or (interval > 0 and step % interval == 0)
@@ -63,7 +63,7 @@ def evaluate_if_due(job: RolloutJob, step: int) -> None:
             evaluate(job, step, path)
 
 
-def evaluate(job: RolloutJob, step: int, path: Path) -> None:
+def evaluate(job: Job, step: int, path: Path) -> None:
     """Evaluate all held-out sets, log their metrics, and write the answers to `path`."""
     results = {name: evaluate_set(job.rollouts, name, prompts, step) for name, prompts in job.heldout.items()}
     metrics = logged({name: result.metrics for name, result in results.items()})

@@ -1,6 +1,6 @@
 """A running job: its parts, its progress, and the actions around a step: resume, save, stop, end on divergence.
 
-Ranks with a policy have a Job. Other ranks have a RolloutJob.
+Every rank has a Job. Engine ranks have no policy: they only generate, and the other ranks save for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoints import Checkpoints, verify
@@ -36,17 +35,21 @@ from grpo_mega.types import Prompt, StepMetrics, Turn
 
 
 @dataclass
-class RolloutJob:
+class Job:
     config: Config
     runtime: Runtime
     model: ModelFiles
     data: RunData
     sampler: Sampler
+    policy: Policy | None  # None on a rank that only generates
     colocation: Colocation
     rollouts: Rollouts
+    checkpoints: Checkpoints
+    inputs: RunInputs
     log: RunLog
     timers: Timers
     stop: StopRequest
+    health: Health
     steps_done: int = 0
     backlog: Backlog = field(default_factory=Backlog)  # the backlog after the last finished step
     is_stopping: bool = False
@@ -54,6 +57,10 @@ class RolloutJob:
     @property
     def is_main(self) -> bool:
         return self.runtime.rank == 0
+
+    @property
+    def shows_progress(self) -> bool:
+        return self.is_main and self.config.log.progress
 
     @property
     def heldout(self) -> dict[str, list[Prompt]]:
@@ -65,74 +72,15 @@ class RolloutJob:
         return [Turn(self.data.train[one.row], one.source, one.epoch) for one in self.sampler.draws(number)]
 
     def resume(self) -> int:
-        """Restore the backlog from the last checkpoint, if there is one. Return the number of finished steps."""
-        checkpoint = latest(self.config.run_dir / CHECKPOINTS)
-        if checkpoint is not None:
-            self._take_progress(checkpoint, read_manifest(checkpoint))
-        self.timers.lap()
-        return self.steps_done
-
-    def stops_after(self, step: int) -> bool:
-        """Return True if the run must stop here. The first rank decides. All ranks call it."""
-        if self.runtime.num_engine_ranks:
-            agreed = self.rollouts.rendezvous.all_gather("the end of a step", self.is_stopping, self.config.hang_deadline_s)
-            self.is_stopping = agreed[0]
-        return self.is_stopping
-
-    @contextmanager
-    def saved_on_failure(self) -> Iterator[None]:
-        """If an engine or a refresh of the reward model finally fails, wait until the ranks with a policy have saved it."""
-        try:
-            yield
-        except (EngineError, RefreshError):
-            self.colocation.engine.close()
-            self._wait_until_saved()
-            raise
-
-    def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
-        self.steps_done = manifest.step
-        prompts = {prompt.id: prompt for prompt in self.data.train}
-        self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
-        num_begun = sum(bool(group.samples) for group in self.backlog.groups)
-        if num_begun and not self.config.rollout.carries:
-            self.log.warn(f"restarting {num_begun} groups that earlier steps had started: rollout no longer continues them")
-            self.backlog = self.backlog.restarted(oldest=manifest.step)
-
-    def _wait_until_saved(self) -> None:
-        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is gone."""
-        if self.runtime.num_engine_ranks:
-            with suppress(EngineError):
-                self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
-
-
-@dataclass(kw_only=True)
-class Job(RolloutJob):
-    policy: Policy
-    checkpoints: Checkpoints
-    inputs: RunInputs
-    health: Health
-
-    @property
-    def shows_progress(self) -> bool:
-        return self.is_main and self.config.log.progress
-
-    def resume(self) -> int:
         """Load the run's last checkpoint, if it has one, and return the number of finished steps. Raise ResumeError."""
         checkpoint = latest(self.checkpoints.folder)
-        self.inputs.start()
+        if self.policy is not None:
+            self.inputs.start()
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
-            check_model(checkpoint, manifest.model, self.model.shape)
-            for change in self.inputs.changes(manifest.inputs):
-                self.log.warn(change)
-            verify(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
-            self.policy.restore(checkpoint / STATE)
+            if self.policy is not None:
+                self._restore(self.policy, checkpoint, manifest)
             self._take_progress(checkpoint, manifest)
-            self.checkpoints.saved_step = manifest.step
-            algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
-            if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
-                self.policy.restore_kl_beta(manifest.kl_beta)
-                self.log.message(f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target")
             self.log.message(f"resumed after step {manifest.step} from {checkpoint}")
         self.timers.lap()
         return self.steps_done
@@ -148,6 +96,7 @@ class Job(RolloutJob):
 
     def save(self, step: int) -> None:
         """Start to save the policy and the run's progress after `step`. Files are written in the background."""
+        assert self.policy is not None, "a rank without a policy saves nothing"
         layout = self.runtime.layout
         self.checkpoints.save(
             self.policy,
@@ -169,19 +118,30 @@ class Job(RolloutJob):
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails."""
+        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails.
+
+        A rank without a policy waits until the other ranks have saved it.
+        """
         try:
             yield
         except (EngineError, RefreshError) as error:
             self.colocation.engine.close()  # the policy may need the engine's memory
+            if self.policy is None:
+                self._wait_until_saved()
+                raise
             self.save(self.steps_done)
             self.checkpoints.finish()
             self._wait_until_saved()
             raise type(error)(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
 
     def stops_after(self, step: int) -> bool:
-        """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop here."""
-        super().stops_after(step)
+        """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop here.
+
+        The first rank decides. All ranks call it.
+        """
+        if self.runtime.num_engine_ranks:
+            agreed = self.rollouts.rendezvous.all_gather("the end of a step", self.is_stopping, self.config.hang_deadline_s)
+            self.is_stopping = agreed[0]
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
             return False
@@ -202,9 +162,36 @@ class Job(RolloutJob):
 
     def log_peak_memory(self) -> None:
         """Log the peak memory of each phase so far, as the maximum over ranks. All ranks call it."""
-        peaks: list[dict[str, int]] = [{}] * self.runtime.layout.world_size
+        peaks: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(peaks, self.timers.peaks)
         largest = {phase: max(p.get(phase, 0) for p in peaks) / 2**30 for phase in self.timers.peaks}
         owner = "GPU (tensors)" if self.runtime.device.is_cuda else "process"
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(largest.items(), key=lambda item: -item[1]))
         self.log.message(f"peak memory per {owner} by phase, largest over ranks, GiB: {listed}")
+
+    def _restore(self, policy: Policy, checkpoint: Path, manifest: Manifest) -> None:
+        check_model(checkpoint, manifest.model, self.model.shape)
+        for change in self.inputs.changes(manifest.inputs):
+            self.log.warn(change)
+        verify(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
+        policy.restore(checkpoint / STATE)
+        self.checkpoints.saved_step = manifest.step
+        algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
+        if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
+            policy.restore_kl_beta(manifest.kl_beta)
+            self.log.message(f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target")
+
+    def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.steps_done = manifest.step
+        prompts = {prompt.id: prompt for prompt in self.data.train}
+        self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
+        num_begun = sum(bool(group.samples) for group in self.backlog.groups)
+        if num_begun and not self.config.rollout.carries:
+            self.log.warn(f"restarting {num_begun} groups that earlier steps had started: rollout no longer continues them")
+            self.backlog = self.backlog.restarted(oldest=manifest.step)
+
+    def _wait_until_saved(self) -> None:
+        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is gone."""
+        if self.runtime.num_engine_ranks:
+            with suppress(EngineError):
+                self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)

@@ -20,7 +20,7 @@ from grpo_mega.errors import ConfigError, RefreshError
 from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, write_atomically
 from grpo_mega.rewards.reward_model import check_reachable
-from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.temporary import shared_folder
 from grpo_mega.types import Group
 
@@ -28,7 +28,7 @@ from grpo_mega.types import Group
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GRPO_MEGA_")
 
 
-def keep_rollout(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
+def keep_rollout(job: Job, step: int, groups: Sequence[Group]) -> None:
     """Append all samples of a step to a file in the run's folder, if there is a refresh command."""
     length = job.config.algorithm.ref_model_sync_steps
     if job.config.rewards.refresh_command is None or length is None or not job.is_main:
@@ -50,7 +50,7 @@ def keep_rollout(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
             file.write(json_line(row))
 
 
-def refresh_rewards_if_due(job: RolloutJob, step: int) -> None:
+def refresh_rewards_if_due(job: Job, step: int) -> None:
     """Run the command if an iteration ends after `step` finished steps.
 
     Raise RefreshError on all ranks if the command fails, or if a server does not answer after it.
@@ -64,7 +64,7 @@ def refresh_rewards_if_due(job: RolloutJob, step: int) -> None:
         _agree(job, _find_silent_server(config))
 
 
-def _agree(job: RolloutJob, problem: str | None) -> None:
+def _agree(job: Job, problem: str | None) -> None:
     """Raise the first problem of any rank on all ranks. Do not wait in a collective, because the command may take hours."""
     deadline_s = job.config.rewards.refresh_deadline_s + job.config.hang_deadline_s
     for found in job.rollouts.rendezvous.all_gather("the refresh of the reward model", problem, deadline_s):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.batching.layout import from_samples, response_places
-from grpo_mega.batching.pack import pack, split
+from grpo_mega.batching.pack import attach_advantages, pack, split
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -99,12 +99,21 @@ def test_prompts_and_responses_are_kept_apart_for_empty_responses_too():
     assert batch.loss_mask.tolist() == [0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("broken", ["advantages", "rollout_logprobs"])
-def test_samples_without_a_value_per_token_are_refused(broken):
+def test_a_sample_without_a_value_per_token_is_refused():
     sample = make_sample([1], [2, 3])
-    setattr(sample, broken, None if broken == "advantages" else [-0.1])
-    with pytest.raises(AssertionError, match=f"sample 0 .*{broken}"):
+    sample.rollout_logprobs = [-0.1]
+    with pytest.raises(AssertionError, match=r"sample 0 .*rollout_logprobs"):
         pack_one([sample])
+
+
+def test_advantages_that_are_not_assigned_yet_are_nan_until_they_are():
+    sample = make_sample([1], [2, 3])
+    sample.advantages = None
+    (batch,) = pack_one([sample])
+    assert batch.advantages.isnan().tolist() == [True, True, False]
+    sample.advantages = torch.tensor([0.5, -0.5])
+    attach_advantages([batch], [sample])
+    assert batch.advantages.tolist() == [0.5, -0.5, 0]
 
 
 def test_mini_batches_are_contiguous_runs_of_whole_groups():

@@ -16,7 +16,7 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
-from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, make_batches
+from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
@@ -55,7 +55,7 @@ def groups(lengths: list[list[int]]) -> list[Group]:
 def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
     """Return the token weight of each sample, per mini-batch. The weight of an excluded sample is 0."""
     assign_advantages(groups, config.algorithm, max_response_length=MAX_LENGTH)
-    batches = make_batches(config, groups, ONE_RANK)
+    batches = pack(config, groups, ONE_RANK)
     found = []
     for mini_batch in batches:
         (batch,) = mini_batch
@@ -63,6 +63,14 @@ def weights(config: configs.Config, groups: list[Group]) -> list[list[float]]:
         found.append([float(batch.loss_weights[a:b].max()) for a, b in itertools.pairwise(cuts)])
         assert torch.equal(batch.loss_mask > 0, batch.loss_weights > 0)
     return found
+
+
+def test_a_step_is_packed_without_advantages_only_for_a_kl_reward() -> None:
+    given = groups([[2, 4], [3, 1]])
+    with pytest.raises(AssertionError, match="assign advantages before packing"):
+        pack(config(), given, ONE_RANK)
+    ((batch,), _) = pack(config(kl_in="reward", kl_beta=0.1), given, ONE_RANK)
+    assert torch.equal(batch.advantages.isnan(), batch.loss_mask > 0)
 
 
 def test_a_token_weighs_one_over_the_tokens_of_its_mini_batch() -> None:

@@ -24,7 +24,7 @@ from grpo_mega.data.sampler import Draw, Sampler
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.train import generate, generate_ahead
 from grpo_mega.types import Group, Prompt, Sample, Span
@@ -94,7 +94,7 @@ def had(group: Group, index: int) -> int:
     return sum(sample.response_len for sample in group.samples if sample.index == index)
 
 
-def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> RolloutJob:
+def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> Job:
     algorithm = rollout.pop("algorithm", {})
     weights = tuple(float(3 - 2 * n) if n < 2 else 1.0 for n in range(len(sizes)))
     config = configs.validate(
@@ -121,11 +121,12 @@ def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> RolloutJo
     )
     sampler = make_sampler(config.data, sizes, per_step, 5, config.rollout)
     draws = SimpleNamespace(draws=functools.partial(drawn, sampler))
-    parts = dict.fromkeys(("runtime", "model", "colocation", "log", "timers", "stop"), anything)
-    return RolloutJob(config=config, data=SimpleNamespace(train=prompts), sampler=draws, rollouts=rollouts, **parts)  # type: ignore[arg-type]
+    names = ("runtime", "model", "policy", "colocation", "checkpoints", "inputs", "log", "timers", "stop", "health")
+    parts = dict.fromkeys(names, anything)
+    return Job(config=config, data=SimpleNamespace(train=prompts), sampler=draws, rollouts=rollouts, **parts)  # type: ignore[arg-type]
 
 
-def step_of(job: RolloutJob, step: int) -> list[int]:
+def step_of(job: Job, step: int) -> list[int]:
     """Run the generation of a step. Return the ids of its prompts."""
     groups, job.backlog, metrics = generate(job, step)
     if job.config.rollout.is_separate:
@@ -135,7 +136,7 @@ def step_of(job: RolloutJob, step: int) -> list[int]:
     return [group.prompt.id for group in groups]
 
 
-def turns(job: RolloutJob) -> Counter[int]:
+def turns(job: Job) -> Counter[int]:
     return Counter(turn.prompt.id for number in range(job.backlog.draws) for turn in job.draw(number))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from grpo_mega import cli, train
-from grpo_mega.run.job import RolloutJob
+from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.types import Group
 
@@ -22,13 +22,13 @@ FOLDER = Path(sys.argv[1])
 keep = train.keep_rollout
 
 
-def keep_samples(job: RolloutJob, step: int, groups: Sequence[Group]) -> None:
+def keep_samples(job: Job, step: int, groups: Sequence[Group]) -> None:
     if job.is_main:
         samples = [sample for group in groups for sample in group.samples]
         rows = [(list(s.prompt.token_ids), list(s.response_ids), list(s.rollout_logprobs), s.spans) for s in samples]
         torch.save(rows, FOLDER / f"step-{step}.pt")
-    assert job.colocation.policy is not None  # updated by now, not yet sent
-    export_policy(job.colocation.policy, job.model, FOLDER / f"version-{step}")
+    assert job.policy is not None  # it is updated and synced here
+    export_policy(job.policy, job.model, FOLDER / f"version-{step}")
     keep(job, step, groups)
 
 

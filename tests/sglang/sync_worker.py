@@ -35,7 +35,7 @@ from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.run import model_files
-from grpo_mega.run.batches import make_batches
+from grpo_mega.run.batches import pack
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
@@ -139,7 +139,7 @@ def groups() -> list[Group]:
 def take_step(policy: Policy, config: Config) -> None:
     made = groups()
     assign_advantages(made, config.algorithm, max_response_length=config.rollout.max_response_length)
-    (metrics,) = policy.update(policy.attach_logprobs(make_batches(config, made, policy)))
+    (metrics,) = policy.update(policy.attach_logprobs(pack(config, made, policy)))
     assert metrics["grad_norm"] > 0 and not metrics["dropped_mini_batches"], metrics
 
 

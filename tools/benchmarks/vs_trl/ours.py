@@ -10,7 +10,7 @@ import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it mu
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.run.batches import attach_logprobs, pack
+from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
 from grpo_mega.run.build import open_job
 from grpo_mega.run.job import Job
 from grpo_mega.train import train_step
@@ -68,10 +68,12 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
-    """Compute new weights from responses, as `grpo_mega.train.update` does. Return the metrics of each optimizer step."""
+    """Compute new weights from responses like `grpo_mega.train.train_step`. Return the metrics of each optimizer step."""
+    assert job.policy is not None
     for group in groups:
         for sample in group.samples:
             sample.reward = reward(job.rollouts.decode(sample.response_ids))
+    assign_advantages(job.config, job.policy.algorithm, groups)
     batches = pack(job.config, groups, job.policy)
     batches = attach_logprobs(job.config, groups, batches, job.policy, job.runtime, job.timers)
     passes = job.policy.update(batches)
