@@ -150,9 +150,8 @@ def _attach_from_whole(
 ) -> None:
     """Set the tokens chosen by covariance and the mean importance weight in the batches.
 
-    Both depend on all samples of a mini-batch and are identical on every rank, bit for bit in every layout: the mean is a sum
-    in the order of samples. So all tokens are gathered, because sums per rank would round differently. `old_logprobs` has a row
-    per sample of the step.
+    Both depend on all samples of a mini-batch and are identical on every rank. The mean needs all tokens too, because the
+    rounding of sums per rank would depend on the layout. `old_logprobs` has a row per sample of the step.
     """
     samples = [sample for group in groups for sample in group.samples]
     rows = [torch.zeros_like(row) for row in old_logprobs]
