@@ -220,6 +220,7 @@ def _replace_sampling(job: Job, lengths: Lengths) -> None:
 def _watch_updates(job: Job) -> list[list[PackedBatch]]:
     """Return a list to which every call of Policy.update appends its mini-batches."""
     seen: list[list[PackedBatch]] = []
+    assert job.policy is not None
     update = job.policy.update
 
     def seen_update(mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
@@ -264,6 +265,7 @@ def _filled(batch: PackedBatch) -> int:
 
 
 def _about(job: Job) -> dict[str, Any]:
+    assert job.policy is not None
     layout, device = job.runtime.layout, job.runtime.device
     itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
     traffic = plan_transfers(
