@@ -75,7 +75,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
-        decode = decoder(tokenizer, model)
+        generator = Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s)
+        sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
         yield Job(
             config=config,
@@ -85,17 +86,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             sampler=sampler,
             policy=policy,
             colocation=colocation,
-            rollouts=Rollouts(
-                config=config,
-                generator=Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s),
-                rendezvous=rendezvous,
-                scorer=Scorer(pool, decode),
-                sampling=training_sampling(config, model, tokenizer),
-                decode=decode,
-                runtime=runtime,
-                timers=timers,
-                warn=log.warn,
-            ),
+            rollouts=Rollouts(config, generator, rendezvous, Scorer(pool, decode), sampling, decode, runtime, timers, log.warn),
             checkpoints=checkpoints,
             inputs=RunInputs(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,
