@@ -99,8 +99,8 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
     from grpo_mega.commands.ranks import check_world_size
     from grpo_mega.distributed.launch import launch_local, rank_environments
     from grpo_mega.paths import LOGS
+    from grpo_mega.preflight import preflight
     from grpo_mega.run import folder as run_folder
-    from grpo_mega.validation import preflight
 
     is_rank = "RANK" in os.environ
     if is_rank:

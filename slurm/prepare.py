@@ -19,9 +19,9 @@ from grpo_mega.config import Config
 from grpo_mega.errors import UserError
 from grpo_mega.paths import user_path
 from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.validation import preflight, raise_first
-from grpo_mega.validation.engine import engine_rank_problems
-from grpo_mega.validation.layout import world_size_problems
+from grpo_mega.preflight import preflight, raise_first
+from grpo_mega.preflight.engine import engine_rank_problems
+from grpo_mega.preflight.layout import world_size_problems
 
 LEAST_LEAD_S = 600
 STEP_FACTOR = 3.0  # a step may take this many times its estimate, because estimates are rough and responses grow

@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT"
 
 FAST_MODEL=(tests/algorithm tests/batching tests/weights tests/planner tests/test_imports.py)
-FAST_RULES=(tests/rewards tests/validation tests/test_config.py tests/test_yaml_text.py tests/test_language.py)
+FAST_RULES=(tests/rewards tests/preflight tests/test_config.py tests/test_yaml_text.py tests/test_language.py)
 NO_TESTS=5 # pytest's exit code if it ran no test
 SLOW="distributed or sglang or waiting or pool"
 

@@ -31,7 +31,7 @@ OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filt
     "grpo_mega/cli.py": "main installs it",
     "grpo_mega/grpo.py": "the command line's main installs it",
     "grpo_mega/rollout/sglang/server_main.py": "writes to the server's log file alone",
-    "grpo_mega/validation/render_template.py": "prints nothing, and imports nothing of the package",
+    "grpo_mega/preflight/render_template.py": "prints nothing, and imports nothing of the package",
     "tools/check_node.py": "prints versions and figures of a node, and imports Python's own modules alone",
     **dict.fromkeys(
         (

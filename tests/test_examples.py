@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from grpo_mega.config import load
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
+from grpo_mega.preflight.layout import layout_problems
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy
-from grpo_mega.validation.layout import layout_problems
 from grpo_mega.weights.spec import ModelShape
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

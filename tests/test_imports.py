@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
 __init__ errors text console files yaml_text json_lines processes temporary http_client types paths config weights batching
-rewards data algorithm hardware observe distributed formats validation rollout megatron planner sync run commands train cli grpo
+rewards data algorithm hardware observe distributed formats preflight rollout megatron planner sync run commands train cli grpo
 """
 
 # Third-party packages that only one folder of the package may import.
@@ -32,7 +32,7 @@ WITHOUT = {
     "console": {"torch", "transformers", "numpy", "pydantic"},
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
-    "validation": {"torch", "transformers"},
+    "preflight": {"torch", "transformers"},
     "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
     "commands.eval": {"torch", "transformers"},
     "commands.eval_request": {"torch", "transformers", "numpy"},

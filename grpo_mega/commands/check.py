@@ -21,9 +21,9 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.reader import open_hf_reader
+from grpo_mega.preflight import preflight
 from grpo_mega.temporary import private_folder
 from grpo_mega.types import StepMetrics
-from grpo_mega.validation import preflight
 from grpo_mega.weights.boxes import Box
 
 UPDATES = 3

@@ -17,8 +17,8 @@ from grpo_mega.commands.ranks import check_world_size, heavy_imports, prepare_ra
 from grpo_mega.distributed.launch import launch_local, only_rank
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from grpo_mega.paths import LOGS
+from grpo_mega.preflight import preflight
 from grpo_mega.temporary import KEEP, private_folder
-from grpo_mega.validation import preflight
 
 FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # temporary folder of the ranks, set by the launcher
 

@@ -18,8 +18,8 @@ from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
-from grpo_mega.validation.findings import Findings, find_all
-from grpo_mega.validation.model import read_model
+from grpo_mega.preflight.findings import Findings, find_all
+from grpo_mega.preflight.model import read_model
 from grpo_mega.weights.spec import ModelShape
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2

@@ -1,7 +1,7 @@
 """The schema of a run's config: sections of pydantic models, read from YAML. Never imports torch.
 
 run.py holds the whole config and the smaller sections. The other modules are named after their sections, and loading.py reads a
-file. A rule that needs more than the config itself (files, the model, the machine) is in validation/.
+file. A rule that needs more than the config itself (files, the model, the machine) is in preflight/.
 """
 
 from grpo_mega.config.algorithm import AlgorithmConfig

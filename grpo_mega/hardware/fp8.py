@@ -1,4 +1,4 @@
-"""The requirements of each FP8 recipe of Transformer Engine. Never imports torch. The rules are in validation/precision.py.
+"""The requirements of each FP8 recipe of Transformer Engine. Never imports torch. The rules are in preflight/precision.py.
 
 The recipes use different scales: `delayed` from a history of maxima, `tensorwise` from each tensor's maximum, `blockwise` in
 blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).

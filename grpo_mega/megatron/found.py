@@ -14,9 +14,9 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.hardware import kernels
 from grpo_mega.hardware.device import Device
 from grpo_mega.hardware.kernels import Kernels
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.layout import context_problems, exchange_problems
-from grpo_mega.validation.precision import attention_problems, card_problems, transformer_engine_problems
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.layout import context_problems, exchange_problems
+from grpo_mega.preflight.precision import attention_problems, card_problems, transformer_engine_problems
 
 
 def in_use(device: Device) -> Kernels:

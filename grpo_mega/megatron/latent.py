@@ -21,7 +21,7 @@ BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 
 def settings(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
-    """Return the fields of MLATransformerConfig that other models lack, for configs that validation/model.py accepts."""
+    """Return the fields of MLATransformerConfig that other models lack, for configs that preflight/model.py accepts."""
     rope = hf_config.rope_parameters
     return {
         "q_lora_rank": shape.q_lora or None,

@@ -28,7 +28,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.found import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
-from grpo_mega.validation.layout import megatron_layout
+from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout
 
 

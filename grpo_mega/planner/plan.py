@@ -1,6 +1,6 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`make_plan` takes a Setup whose config breaks no rule (see validation/findings.py). Everything else is arithmetic.
+`make_plan` takes a Setup whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
-from grpo_mega.validation.findings import job_problems
+from grpo_mega.preflight.findings import job_problems
 
 Changes = dict[str, Any]  # values keyed by dotted config key
 MAX_VPP, MAX_CP = 4, 8

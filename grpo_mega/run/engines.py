@@ -13,6 +13,8 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.engine import engine_rank_problems, missing_engine_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
@@ -23,8 +25,6 @@ from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.sync.memory import GpuMemory
 from grpo_mega.sync.weight_sync import WeightSync
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, padding_problems, served_card_problems
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 

@@ -19,12 +19,12 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.model import architecture_problems
+from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.teacher import check_server
 from grpo_mega.text import well_formed
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.model import architecture_problems
-from grpo_mega.validation.tokenizer import check_vocabulary
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve
 from grpo_mega.weights.spec import Family, ModelShape, read_config

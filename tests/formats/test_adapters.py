@@ -18,7 +18,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.formats.export import FolderWriter
-from grpo_mega.validation.model import check_model
+from grpo_mega.preflight.model import check_model
 from tests.formats.families import CASES, save, tensors_of
 
 BASE = "org/other\u2028base"

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
 from grpo_mega.formats.known_models import KNOWN_MODELS, model_of_folder
-from grpo_mega.validation.model import shape_of
+from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
 from grpo_mega.formats.reader import CheckpointReader, open_reader
-from grpo_mega.validation.model import check_model
+from grpo_mega.preflight.model import check_model
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -89,7 +89,7 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tu
 
 def test_the_check_before_a_run_needs_no_torch(folders: tuple[Path, Path]) -> None:
     code = (
-        "import sys; from pathlib import Path; from grpo_mega.validation.model import check_model; "
+        "import sys; from pathlib import Path; from grpo_mega.preflight.model import check_model; "
         "from grpo_mega.config import ModelConfig; "
         f"check_model(ModelConfig(path=Path({str(folders[1])!r}))); assert 'torch' not in sys.modules"
     )

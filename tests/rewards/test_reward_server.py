@@ -13,10 +13,10 @@ import pytest
 
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.rewards import reward_problems
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.rewards import reward_problems
 from tests.helpers.http_servers import Answer, serving
 from tests.helpers.reward_pools import reward_pool
 

@@ -23,7 +23,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
-from grpo_mega.validation.model import check_model
+from grpo_mega.preflight.model import check_model
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")

@@ -12,7 +12,7 @@ import transformer_engine_torch as tex
 from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-from grpo_mega.validation.precision import attention_problems
+from grpo_mega.preflight.precision import attention_problems
 from tests.te_on_cpu.emulated_te import machine
 
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}

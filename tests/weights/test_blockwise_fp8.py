@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.engine import served_card_problems
-from grpo_mega.validation.precision import rollout_block_problems
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.engine import served_card_problems
+from grpo_mega.preflight.precision import rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
 from grpo_mega.weights.families import FAMILIES, family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards

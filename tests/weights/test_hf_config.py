@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.validation.model import shape_of
+from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import FAMILIES
 from grpo_mega.weights.hf_config import difference, resolve
 from grpo_mega.weights.hf_fields import ALIASES, FIELDS, ROPE_THETA

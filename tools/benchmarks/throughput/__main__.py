@@ -44,8 +44,8 @@ from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.paths import user_path
+from grpo_mega.preflight import preflight
 from grpo_mega.run import folder as run_folder
-from grpo_mega.validation import preflight
 from grpo_mega.yaml_text import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/throughput`

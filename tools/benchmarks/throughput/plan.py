@@ -17,7 +17,7 @@ from grpo_mega.errors import UserError
 from grpo_mega.hardware.cards import CARDS, Card, card_of
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
-from grpo_mega.validation.model import read_model
+from grpo_mega.preflight.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
 
 UNBOUNDED = 1e15  # bytes/s, so high that a transfer takes no time

@@ -23,6 +23,7 @@ from grpo_mega.megatron.compat import transfer_class
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
 from grpo_mega.observe.writers import Level
+from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.phase import Generator
@@ -32,7 +33,6 @@ from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
-from grpo_mega.validation.model import read_model
 from grpo_mega.weights.plan import plan_transfers
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 from tools.benchmarks.throughput.work import GroupLengths, work_of

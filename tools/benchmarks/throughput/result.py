@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from grpo_mega.config import Config
-from grpo_mega.validation.model import read_model
+from grpo_mega.preflight.model import read_model
 from tools.benchmarks.throughput.plan import Peak, peak_of, predict
 
 TOLERANCE = 0.02  # largest relative difference between the sum of phases and the wall time

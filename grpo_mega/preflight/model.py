@@ -16,7 +16,7 @@ from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, FINISHED
-from grpo_mega.validation import raise_first
+from grpo_mega.preflight import raise_first
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config

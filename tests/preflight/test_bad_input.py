@@ -376,7 +376,7 @@ def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
 
 def test_the_checks_before_the_ranks_start_import_no_torch(folder: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.validation import preflight\n"
+        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.preflight import preflight\n"
         "preflight.check(config.load(Path('config.yaml')))\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
     )

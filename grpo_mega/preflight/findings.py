@@ -15,14 +15,14 @@ from grpo_mega.data.load import check_data
 from grpo_mega.errors import UserError
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.hardware.cards import Card
-from grpo_mega.validation.engine import engine_rank_problems, missing_engine_problems, served_card_problems
-from grpo_mega.validation.layout import context_problems, world_size_problems
-from grpo_mega.validation.model import Model, check_weights, position_problems, read_model
-from grpo_mega.validation.precision import card_problems, installed_problems
-from grpo_mega.validation.preflight import cut_problems
-from grpo_mega.validation.rewards import reward_problems
-from grpo_mega.validation.teachers import row_problems, teacher_problems
-from grpo_mega.validation.tokenizer import check_tokenizer_files
+from grpo_mega.preflight.engine import engine_rank_problems, missing_engine_problems, served_card_problems
+from grpo_mega.preflight.layout import context_problems, world_size_problems
+from grpo_mega.preflight.model import Model, check_weights, position_problems, read_model
+from grpo_mega.preflight.precision import card_problems, installed_problems
+from grpo_mega.preflight.preflight import cut_problems
+from grpo_mega.preflight.rewards import reward_problems
+from grpo_mega.preflight.teachers import row_problems, teacher_problems
+from grpo_mega.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.weights.spec import ModelShape
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_file
-from grpo_mega.validation import render_template
-from grpo_mega.validation.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
+from grpo_mega.preflight import render_template
+from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
 
 MAX_TEMPLATE_BYTES = 4 << 20
 WALL_SECONDS = 120.0  # long enough for a busy machine; a template that does not wait reaches the CPU limit first

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_json
-from grpo_mega.validation.chat_template import check_chat_template
+from grpo_mega.preflight.chat_template import check_chat_template
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 

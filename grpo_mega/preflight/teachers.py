@@ -9,9 +9,9 @@ from grpo_mega.config import Config, LayoutConfig, ModelConfig
 from grpo_mega.data.rows import read_conversations
 from grpo_mega.data.sources import MissingColumn, find_value
 from grpo_mega.errors import UserError
-from grpo_mega.validation.layout import layout_problems
-from grpo_mega.validation.model import check_model, position_problems
-from grpo_mega.validation.tokenizer import check_tokenizer_files, vocabulary_difference
+from grpo_mega.preflight.layout import layout_problems
+from grpo_mega.preflight.model import check_model, position_problems
+from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.config import RolloutConfig
-from grpo_mega.validation.engine import CPU_ROWS, engine_rank_problems, missing_engine_problems, padding_problems
+from grpo_mega.preflight.engine import CPU_ROWS, engine_rank_problems, missing_engine_problems, padding_problems
 from grpo_mega.weights.spec import ModelShape
 
 SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)

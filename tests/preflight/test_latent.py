@@ -8,9 +8,9 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.validation.model import position_problems, shape_of
-from grpo_mega.validation.precision import installed_problems
-from grpo_mega.validation.preflight import cut_problems
+from grpo_mega.preflight.model import position_problems, shape_of
+from grpo_mega.preflight.precision import installed_problems
+from grpo_mega.preflight.preflight import cut_problems
 from tests.helpers.models import GLM, LATENT
 
 FIELDS = LATENT | {

@@ -16,14 +16,14 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
 from grpo_mega.hardware.driver import unusable_gpu_problems
 from grpo_mega.hardware.kernels import FUSED_PACKED
-from grpo_mega.validation import raise_first
-from grpo_mega.validation.engine import engine_problems, missing_engine_problems
-from grpo_mega.validation.layout import layout_problems
-from grpo_mega.validation.model import check_model, expert_problems, latent_problems, position_problems
-from grpo_mega.validation.precision import bf16_layer_problems, block_problems, installed_problems
-from grpo_mega.validation.rewards import reward_problems
-from grpo_mega.validation.teachers import row_problems, teacher_problems
-from grpo_mega.validation.tokenizer import check_tokenizer_files
+from grpo_mega.preflight import raise_first
+from grpo_mega.preflight.engine import engine_problems, missing_engine_problems
+from grpo_mega.preflight.layout import layout_problems
+from grpo_mega.preflight.model import check_model, expert_problems, latent_problems, position_problems
+from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, installed_problems
+from grpo_mega.preflight.rewards import reward_problems
+from grpo_mega.preflight.teachers import row_problems, teacher_problems
+from grpo_mega.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 

@@ -11,7 +11,7 @@ from grpo_mega.config.base import divisors
 from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
 from grpo_mega.hardware.kernels import Version
-from grpo_mega.validation.precision import rollout_block_problems
+from grpo_mega.preflight.precision import rollout_block_problems
 from grpo_mega.weights.layout import engine_layout_problems
 from grpo_mega.weights.spec import ModelShape
 

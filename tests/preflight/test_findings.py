@@ -16,8 +16,8 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import UserError
-from grpo_mega.validation import preflight
-from grpo_mega.validation.engine import engine_rank_problems
+from grpo_mega.preflight import preflight
+from grpo_mega.preflight.engine import engine_rank_problems
 from tests.helpers.models import VOCAB_SIZE, make_tokenizer
 
 pytestmark = pytest.mark.pool
@@ -59,7 +59,7 @@ def refusals_of_the_plan(path: Path) -> list[str]:
 @pytest.mark.full
 def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a machine that has it.
-    monkeypatch.setattr("grpo_mega.validation.precision.transformer_engine_version", lambda: "2.9.0")
+    monkeypatch.setattr("grpo_mega.preflight.precision.transformer_engine_version", lambda: "2.9.0")
     chance = random.Random(0)
     accepted: list[dict[str, Any]] = []
     reasons = set()

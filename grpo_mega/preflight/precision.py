@@ -19,7 +19,7 @@ from grpo_mega.hardware.kernels import (
     flash_attention_version,
     transformer_engine_version,
 )
-from grpo_mega.validation.layout import exchange_problems
+from grpo_mega.preflight.layout import exchange_problems
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
