@@ -3,8 +3,8 @@
 The commands are `grpo-mega train CONFIG`, `plan CONFIG`, `check CONFIG --layouts "..."`, `eval RUN_DIR_OR_CONFIG`, `export
 RUN_DIR OUT`, `report RUN_DIR`, `config [KEY]`, and `grpo` with the flags of TRL.
 
-Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line on stderr and exit
-code 2. `train` is one rank if torchrun has set RANK; otherwise it starts the ranks of the layout itself.
+Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line per broken rule on
+stderr and exit code 2. `train` is one rank if torchrun has set RANK; otherwise it starts the ranks of the layout itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(error.lines)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has exited; Python writes to stdout once more at the end
@@ -44,15 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        return _refuse(f"{error.filename or 'a file'} cannot be written ({error.strerror}); free its disk")
+        return _refuse([f"{error.filename or 'a file'} cannot be written ({error.strerror}); free its disk"])
 
 
-def _refuse(text: str) -> int:
-    """Print an error that the user can correct, and return the exit code."""
+def _refuse(lines: list[str]) -> int:
+    """Print errors that the user can correct, and return the exit code."""
     rank = os.environ.get("RANK", "0")
     with suppress(OSError):  # stderr may be a file on a full disk
         prefix = "" if rank == "0" else f"rank {rank}: "
-        print(f"grpo-mega: error: {prefix}{' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(*(f"grpo-mega: error: {prefix}{line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 
@@ -96,10 +96,10 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 def train(config: Config, resume: bool, argv: list[str]) -> int:
     """Train as one rank, or start the ranks with `argv`. Return the exit code."""
+    from grpo_mega import preflight
     from grpo_mega.commands.ranks import check_world_size
     from grpo_mega.distributed.launch import launch_local, rank_environments
     from grpo_mega.paths import LOGS
-    from grpo_mega.preflight import preflight
     from grpo_mega.run import folder as run_folder
 
     is_rank = "RANK" in os.environ
@@ -107,7 +107,7 @@ def train(config: Config, resume: bool, argv: list[str]) -> int:
         check_world_size(os.environ, config.layout)
     if CLAIMED in os.environ or os.environ.get("RANK", "0") != "0":
         return _train_as_rank(config)
-    preflight.check(config)
+    preflight.check(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
     with run_folder.claim(config, resume=resume, argv=argv) as claim:
         if not is_rank and config.layout.world_size > 1:
             os.environ[CLAIMED] = str(os.getpid())  # the ranks share this claim

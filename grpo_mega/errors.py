@@ -1,9 +1,10 @@
-"""Errors that the user can correct. Each text is one line that names the value, the broken rule, and the fix.
+"""Errors that the user can correct. Each is one line per broken rule, which names the value, the rule, and the fix.
 
-The command line prints the text without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
+The command line prints the lines without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
 """
 
 import errno
+from collections.abc import Iterable, Iterator
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -12,7 +13,15 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 
 class UserError(Exception):
-    """The base of all errors that the user can correct."""
+    """The base of all errors that the user can correct. The arguments are the broken rules."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Return one line per broken rule."""
+        return [" ".join(str(problem).split()) for problem in self.args]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class ConfigError(UserError):
@@ -57,3 +66,23 @@ class EngineError(UserError):
 
 class MismatchError(UserError):
     """Engine and trainer compute too different probabilities for the same tokens."""
+
+
+def raise_first(problems: Iterable[str]) -> None:
+    """Raise ConfigError for the first problem, if there is one."""
+    for problem in problems:
+        raise ConfigError(problem)
+
+
+def raise_all(problems: Iterable[str]) -> None:
+    """Raise one ConfigError for all problems, and for the UserError that may end them, if there are any."""
+    if lines := dict.fromkeys(with_error(problems)):
+        raise ConfigError(*lines)
+
+
+def with_error(problems: Iterable[str]) -> Iterator[str]:
+    """Yield the problems, and the lines of the UserError that may end them."""
+    try:
+        yield from problems
+    except UserError as error:
+        yield from error.lines

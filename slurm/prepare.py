@@ -1,7 +1,7 @@
 """Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
 Prints the plan and a line LEAD_SECONDS=N, the time that a step, a save and its verification may take. Prints NEEDS_NVCC=1 if
-SGLang runs on GPUs. Writes no files. An error that the user must fix is one line on stderr, with exit code 2.
+SGLang runs on GPUs. Writes no files. Errors that the user must fix are one line each on stderr, with exit code 2.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import sys
 from collections.abc import Iterator
 
 from grpo_mega import config as configs
-from grpo_mega import console
+from grpo_mega import console, preflight
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
-from grpo_mega.config import Config
 from grpo_mega.errors import UserError
 from grpo_mega.paths import user_path
 from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.preflight import preflight, raise_first
-from grpo_mega.preflight.engine import engine_rank_problems
-from grpo_mega.preflight.layout import world_size_problems
 
 LEAST_LEAD_S = 600
 STEP_FACTOR = 3.0  # a step may take this many times its estimate, because estimates are rough and responses grow
@@ -40,14 +36,13 @@ def main() -> int:
     options = parser.parse_args()
     try:
         config = configs.load(options.config, overrides_of(options))
-        preflight.check(config)
-        raise_first(world_problems(config, options.world_size, options.ranks_per_node))
+        preflight.check(config, preflight.Machine(options.world_size, options.ranks_per_node))
         plan_options = PlanOptions(
             options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
         )
         setup, findings = plan_setup(plan_options)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(*(f"error: {line}" for line in error.lines), sep="\n", file=sys.stderr)
         return 2
     if config.device != "cpu" and config.rollout.is_served:
         print("NEEDS_NVCC=1")
@@ -61,12 +56,6 @@ def main() -> int:
             print(line)
     print(f"LEAD_SECONDS={lead_seconds(plan.timing.step.value, plan.checkpoint.value / 1e9, options.disk_gbps)}")
     return 0
-
-
-def world_problems(config: Config, world_size: int, ranks_per_node: int) -> Iterator[str]:
-    yield from world_size_problems(config.layout, world_size)
-    if config.rollout.is_served:
-        yield from engine_rank_problems(config.rollout.tp, world_size, ranks_per_node, config.layout.engine_ranks)
 
 
 def describe(plan: Plan) -> Iterator[str]:

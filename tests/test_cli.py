@@ -51,7 +51,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.preflight.preflight.check", lambda config: None)
+    monkeypatch.setattr("grpo_mega.preflight.check", lambda config, machine: None)
     return configs
 
 

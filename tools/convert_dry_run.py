@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from grpo_mega.errors import ConfigError
-from grpo_mega.preflight import raise_first
+from grpo_mega.errors import ConfigError, raise_first
 from grpo_mega.weights.boxes import Block, LocalTensor, Piece
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems

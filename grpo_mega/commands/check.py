@@ -11,17 +11,18 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from grpo_mega import config as configs
+from grpo_mega import preflight
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import run_ranks
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.reader import open_hf_reader
-from grpo_mega.preflight import preflight
 from grpo_mega.temporary import private_folder
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.boxes import Box
@@ -94,6 +95,8 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     )
     cases = [Case("one rank", with_layout(config, "tp=1"))]
     cases += [Case(text, with_layout(config, text)) for text in layouts]
+    found = (preflight.find_problems(case.config, preflight.this_machine(case.config.layout)) for case in cases)
+    raise_all(chain.from_iterable(found))
     with private_folder() as folder:
         baseline, *outcomes = run_cases(cases, folder)
         return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
@@ -105,9 +108,7 @@ def with_layout(config: Config, text: str) -> Config:
     raw["layout"], raw["rollout"]["placement"] = {}, "colocated"
     for part in text.split(","):  # commas within a list are written as ";"
         configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
-    changed = configs.validate(raw)
-    preflight.check(changed)
-    return changed
+    return configs.validate(raw)
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:

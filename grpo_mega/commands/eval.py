@@ -11,13 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_mega import preflight
 from grpo_mega.commands.eval_request import EvalRequest, make_request
 from grpo_mega.commands.options import EvalOptions
 from grpo_mega.commands.ranks import check_world_size, heavy_imports, prepare_rank
 from grpo_mega.distributed.launch import launch_local, only_rank
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from grpo_mega.paths import LOGS
-from grpo_mega.preflight import preflight
 from grpo_mega.temporary import KEEP, private_folder
 
 FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # temporary folder of the ranks, set by the launcher
@@ -32,7 +32,7 @@ def run(options: EvalOptions, argv: list[str]) -> int:
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         return _under_torchrun(request)
-    preflight.check(request.config)
+    preflight.check(request.config, preflight.this_machine(request.config.layout))
     return _start(request, argv)
 
 
@@ -67,7 +67,7 @@ def _under_torchrun(request: EvalRequest) -> int:
     """Evaluate with a separate folder for each rank."""
     check_world_size(os.environ, request.config.layout)
     if os.environ["RANK"] == "0":
-        preflight.check(request.config)
+        preflight.check(request.config, preflight.this_machine(request.config.layout, os.environ))
     with private_folder() as folder:
         return _evaluate(request, folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from statistics import fmean
 
 from grpo_mega import config as configs
@@ -18,8 +19,8 @@ from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
-from grpo_mega.preflight.findings import Findings, find_all
-from grpo_mega.preflight.model import read_model
+from grpo_mega.preflight import Findings, Machine, find_all
+from grpo_mega.preflight.model import read_planned_model
 from grpo_mega.weights.spec import ModelShape
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
@@ -35,7 +36,7 @@ def run(options: PlanOptions) -> int:
     except UserError as error:
         if not options.is_json:
             raise
-        print(json.dumps(refusal(options.gpu, [" ".join(str(error).split())], []), indent=1))
+        print(json.dumps(refusal(options.gpu, error.lines, []), indent=1))
         return ILLEGAL
     if setup is None or findings.violations:
         if options.is_json:
@@ -58,7 +59,7 @@ def run(options: PlanOptions) -> int:
 
 
 def _rehearse(setup: Setup, options: PlanOptions) -> list[rehearsal.Comparison]:
-    fields = read_model(setup.config, options.model_config, options.model).fields
+    fields = read_planned_model(setup.config, options.model_config, options.model).fields
     return rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])[0]
 
 
@@ -77,10 +78,9 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
             raise ConfigError(f"{name}={value}: must be at least 1")
     config = configs.load(options.config, list(options.overrides))
     world_size = options.world_size or config.layout.world_size
-    model, findings = find_all(
-        config, card, world_size, options.gpus_per_node, model_config=options.model_config, model=options.model
-    )
-    if model is None:
+    read = partial(read_planned_model, model_config=options.model_config, name=options.model)
+    findings = find_all(config, Machine(world_size, options.gpus_per_node, card), read)
+    if (model := findings.model) is None:
         return None, findings
     nodes, rest = divmod(world_size, options.gpus_per_node)
     if nodes and rest:
@@ -122,7 +122,7 @@ def _teachers(config: Config, findings: Findings) -> tuple[tuple[ModelShape, int
     for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
         own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})
         try:
-            model = read_model(own)
+            model = read_planned_model(own)
             found.append((model.shape, model.experts_per_token))
         except UserError:
             findings.notes.append(f"teachers.{name}.path={teacher.path} cannot be read here: planned without it")

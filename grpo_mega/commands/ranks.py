@@ -14,7 +14,7 @@ from grpo_mega.errors import ConfigError
 
 def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     """Raise ConfigError if torchrun's WORLD_SIZE does not fit the layout."""
-    from grpo_mega.preflight import raise_first
+    from grpo_mega.errors import raise_first
     from grpo_mega.preflight.layout import world_size_problems
 
     text = environ.get("WORLD_SIZE", "")

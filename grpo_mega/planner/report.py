@@ -9,7 +9,7 @@ from grpo_mega.planner.figures import Figure
 from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
-from grpo_mega.preflight.findings import Findings
+from grpo_mega.preflight import Findings
 from grpo_mega.weights.layout import MegatronLayout
 
 

@@ -13,7 +13,7 @@ from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.plan import Plan, make_plan
 from grpo_mega.planner.setup import Setup
-from grpo_mega.preflight.findings import job_problems
+from grpo_mega.preflight import Machine, job_problems
 
 Changes = dict[str, Any]  # values keyed by dotted config key
 MAX_VPP, MAX_CP = 4, 8
@@ -70,9 +70,10 @@ def changed(config: Config, changes: Changes) -> Config | None:
 def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
     """Yield an option for each candidate whose config breaks no rule."""
     was = setup.config.model_dump(mode="json")
+    machine = Machine(setup.world_size, setup.gpus_per_node, setup.card)
     for changes in candidates:
         config = changed(setup.config, changes)
-        if config is None or any(job_problems(config, setup.shape, setup.card, setup.world_size, setup.gpus_per_node)):
+        if config is None or any(job_problems(config, setup.shape, machine)):
             continue
         news = {key: value for key, value in changes.items() if _get(was, key) != value}
         yield Option(news, make_plan(replace(setup, config=config)))

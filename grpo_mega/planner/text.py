@@ -13,7 +13,7 @@ from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import MARGIN, Plan, disk_bytes
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import Option, first_changes
-from grpo_mega.preflight.findings import Findings
+from grpo_mega.preflight import Findings
 
 WIDTH = 100
 _LABEL = 26

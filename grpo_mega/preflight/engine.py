@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.config.base import divisors
-from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
 from grpo_mega.hardware.kernels import Version
 from grpo_mega.preflight.precision import rollout_block_problems
@@ -33,11 +31,15 @@ def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelSh
         yield f"rollout.tp={rollout.tp} does not divide the job's {size} {owner}; use one of {legal}"
 
 
-def missing_engine_problems(rollout: RolloutConfig, *, on_gpu: bool) -> Iterator[str]:
-    """Yield a problem if SGLang must generate but is not installed, or lacks the compiler that it calls on a GPU."""
-    if rollout.is_served and importlib.util.find_spec("sglang") is None:
+def missing_engine_problems(rollout: RolloutConfig, *, has_sglang: bool) -> Iterator[str]:
+    """Yield a problem if SGLang must generate but is not installed."""
+    if rollout.is_served and not has_sglang:
         yield "rollout.engine='sglang', but SGLang is not installed; see grpo_mega/rollout/sglang/README.md, or use embedded"
-    if rollout.is_served and on_gpu and cuda_compiler(os.environ) is None:
+
+
+def compiler_problems(rollout: RolloutConfig, compiler: Path | None) -> Iterator[str]:
+    """Yield a problem if SGLang on a GPU lacks the compiler that it calls."""
+    if rollout.is_served and compiler is None:
         yield (
             "rollout.engine='sglang' needs nvcc on every node, with which SGLang compiles kernels when it starts; install the "
             "CUDA toolkit, or set CUDA_HOME to where it is"

@@ -1,25 +1,42 @@
-"""Every rule that a config breaks, each with its remedy, from the same generators that training uses.
+"""Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports torch.
 
-If something is only missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), it is a note, because a
-plan may be made on a laptop. If it is here and broken, it is a violation, as in training.
+A child process renders the chat template. Another one asks torch if it sees a GPU when `device: auto` finds one.
+
+If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here breaks a
+rule. A plan for other machines may be made on a laptop, so it only gets a note. If something is here and broken, both break a
+rule. Checks that need the tokenizer itself, the weights' values or the user's code run on the ranks before the first step.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
-from grpo_mega.errors import UserError
+from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
-from grpo_mega.hardware.cards import Card
-from grpo_mega.preflight.engine import engine_rank_problems, missing_engine_problems, served_card_problems
-from grpo_mega.preflight.layout import context_problems, world_size_problems
-from grpo_mega.preflight.model import Model, check_weights, position_problems, read_model
-from grpo_mega.preflight.precision import card_problems, installed_problems
-from grpo_mega.preflight.preflight import cut_problems
+from grpo_mega.hardware.driver import unusable_gpu_problems
+from grpo_mega.preflight.engine import (
+    compiler_problems,
+    engine_problems,
+    engine_rank_problems,
+    missing_engine_problems,
+    served_card_problems,
+)
+from grpo_mega.preflight.layout import context_problems, layout_problems, world_size_problems
+from grpo_mega.preflight.machine import Machine
+from grpo_mega.preflight.model import (
+    Model,
+    check_weights,
+    expert_problems,
+    latent_problems,
+    position_problems,
+    read_model,
+)
+from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
 from grpo_mega.preflight.rewards import reward_problems
 from grpo_mega.preflight.teachers import row_problems, teacher_problems
 from grpo_mega.preflight.tokenizer import check_tokenizer_files
@@ -28,106 +45,131 @@ from grpo_mega.weights.spec import ModelShape
 
 @dataclass
 class Findings:
+    """Broken rules and notes, and the model that was read (None if it cannot be read)."""
+
     violations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    model: Model | None = None
 
-    def take(self, problems: Iterable[str]) -> None:
-        """Add the problems, each once, and the UserError that may end them. Two rules may find the same problem."""
+    def take(self, problems: Iterable[str]) -> bool:
+        """Add the problems, each once, and the UserError that may end them. Return True if there are none.
 
-        def add() -> None:
-            for problem in problems:
-                self._add(problem)
+        Two rules may find the same problem. They name the value in the same words, and remedies after a semicolon.
+        """
+        found = list(with_error(problems))
+        for problem in found:
+            if all(problem.partition(";")[0] != known.partition(";")[0] for known in self.violations):
+                self.violations.append(problem)
+        return not found
 
-        self.run(add)
-
-    def run(self, check: Callable[[], object]) -> None:
-        """Add the UserError that `check` raises."""
+    def run(self, check: Callable[[], object]) -> bool:
+        """Add the UserError that `check` raises. Return True if it raises none."""
         try:
             check()
         except UserError as error:
-            self._add(" ".join(str(error).split()))
-
-    def _add(self, problem: str) -> None:
-        if all(problem.partition(";")[0] != known.partition(";")[0] for known in self.violations):
-            self.violations.append(problem)
+            return self.take(error.lines)
+        return True
 
 
-def find_all(
-    config: Config, card: Card, world_size: int, gpus_per_node: int, *, model_config: Path | None, model: str | None
-) -> tuple[Model | None, Findings]:
-    """Return the model (None if it cannot be read) and everything wrong with the config on these GPUs or missing here.
+def find_problems(config: Config, machine: Machine) -> list[str]:
+    """Return every rule that the config breaks on this machine, one line each."""
+    return find_all(config, machine).violations
 
-    `model_config` and `model` are a file and a well-known name to read the model from instead of model.path.
+
+def check(config: Config, machine: Machine) -> None:
+    """Raise ConfigError with every rule that the config breaks on this machine."""
+    raise_all(find_problems(config, machine))
+
+
+def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] = read_model) -> Findings:
+    """Return everything wrong with the config on these machines or missing here. `read` returns the model or raises UserError.
+
+    Rules that need the model's shape are skipped if the model cannot be read.
     """
     findings = Findings()
+    if machine.is_here:
+        findings.take(unusable_gpu_problems(config.device, os.environ))
     findings.take(reward_problems(config.rewards))
-    _find_data(config, findings)
-    findings.notes += _missing_here(config, card)
-    found: Model | None = None
     try:
-        found = read_model(config, model_config, model)
+        findings.model = read(config)
     except UserError as error:
-        findings.take([" ".join(str(error).split())])
-    findings.take(job_problems(config, found.shape if found else None, card, world_size, gpus_per_node))
-    if found is not None:
-        findings.take(position_problems(config, found.fields))
-        if found.is_here and all(teacher.url or _has_weights(teacher.path) for teacher in config.teachers.values()):
-            findings.take(teacher_problems(config, found.shape))
-        if found.is_here:
-            _find_files(config, found.shape, findings)
-        if found.note is not None:
-            findings.notes.insert(0, found.note)
-    return found, findings
+        findings.take(error.lines)
+    model = findings.model
+    if model is not None:
+        findings.notes += [] if model.note is None else [model.note]
+        findings.take(position_problems(config, model.fields))
+    findings.take(job_problems(config, model.shape if model else None, machine))
+    _check_packages(config, machine, findings)
+    if model is not None and model.is_here:
+        _check_files(config, model.shape, machine, findings)
+    _check_data(config, machine, findings)
+    return findings
 
 
-def job_problems(config: Config, shape: ModelShape | None, card: Card, world_size: int, gpus_per_node: int) -> Iterator[str]:
+def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> Iterator[str]:
     """Yield the broken rules that need no file. Without a shape, skip the rules that need the model."""
-    rollout = config.rollout
-    yield from world_size_problems(config.layout, world_size)
-    yield from context_problems(config)
-    yield from card_problems(config.precision, card.capability, card.title)
+    rollout, card = config.rollout, machine.card
+    yield from world_size_problems(config.layout, machine.world_size)
+    if card is not None:
+        yield from context_problems(config)
+        yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)
     if rollout.is_served:
-        yield from served_card_problems(rollout, config.engine_dtype, card.capability, card.title)
-        yield from engine_rank_problems(rollout.tp, world_size, min(world_size, gpus_per_node), config.layout.engine_ranks)
+        if card is not None:
+            yield from served_card_problems(rollout, config.engine_dtype, card.capability, card.title)
+        per_node = min(machine.world_size, machine.ranks_per_node)
+        yield from engine_rank_problems(rollout.tp, machine.world_size, per_node, config.layout.engine_ranks)
 
 
-def _find_data(config: Config, findings: Findings) -> None:
-    sources = [*config.data.train, *config.data.heldout_sources.values()]
-    missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
-    if missing:
-        findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
-    else:
-        findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout))
-        findings.take(row_problems(config))
+def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why the model cannot be split over the trainer's ranks, into FP8 blocks, or over an engine's ranks."""
+    yield from layout_problems(config.layout, shape)
+    yield from latent_problems(config, shape)
+    yield from expert_problems(config, shape)
+    yield from engine_problems(config.rollout, config.layout, shape)
+    yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
+    yield from block_problems(config.precision, config.layout, shape)
 
 
-def _find_files(config: Config, shape: ModelShape, findings: Findings) -> None:
-    """Check weights and tokenizer in model.path. The folder has at least a config.json."""
+def _check_packages(config: Config, machine: Machine, findings: Findings) -> None:
+    missing = findings if machine.is_here else Findings()
+    missing.take(installed_problems(config, machine))
+    missing.take(missing_engine_problems(config.rollout, has_sglang=machine.has_sglang))
+    if machine.is_here and config.device == "cuda":
+        missing.take(compiler_problems(config.rollout, machine.compiler))
+    if not machine.is_here:
+        findings.notes += [f"here: {problem}" for problem in missing.violations]
+
+
+def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> None:
+    """Check weights and tokenizer in model.path, and the teachers. The folder has at least a config.json."""
     folder = config.model.path
-    names = [path.name for path in folder.iterdir()]
     if config.model.init == "checkpoint":
-        if _has_weights(folder):
+        if machine.is_here or _has_weights(folder):
             findings.run(lambda: check_weights(folder, shape))
         else:
             findings.notes.append(f"model.path={folder} has no weights here: not checked")
-    if any(name.startswith(("tokenizer", "vocab")) for name in names):
-        findings.run(lambda: check_tokenizer_files(folder, shape.vocab))
+    if machine.is_here or any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir()):
+        if not findings.run(lambda: check_tokenizer_files(folder, shape.vocab)):
+            return  # teachers are compared with the tokenizer
     else:
         findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")
+    if machine.is_here or all(teacher.url or _has_weights(teacher.path) for teacher in config.teachers.values()):
+        findings.take(teacher_problems(config, shape))
+
+
+def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
+    sources = [*config.data.train, *config.data.heldout_sources.values()]
+    missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
+    if missing and not machine.is_here:
+        findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
+    elif findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout)):
+        findings.take(row_problems(config))
 
 
 def _has_weights(folder: Path) -> bool:
     return folder.is_dir() and any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
-
-
-def _missing_here(config: Config, card: Card) -> list[str]:
-    """Return the problems that training would have on this machine."""
-    missing = Findings()
-    missing.take(missing_engine_problems(config.rollout, on_gpu=False))
-    missing.take(installed_problems(config, card.capability, card.title))
-    return [f"here: {problem}" for problem in missing.violations]
 
 
 def _exists(path: str) -> bool:

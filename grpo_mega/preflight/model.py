@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.config import Config, ModelConfig
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.files import MAX_JSON_BYTES, parse_json, read_file
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import adapter_problem, check_tied, weight_files
@@ -16,7 +16,6 @@ from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, FINISHED
-from grpo_mega.preflight import raise_first
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -47,42 +46,50 @@ class Model:
     shape: ModelShape
     experts_per_token: int  # 0 for a dense model
     fields: dict[str, Any]  # resolved fields of config.json
-    is_here: bool  # True if the model is in model.path, so its other files can be checked too
+    is_here: bool = False  # True if the model is in model.path, so its other files can be checked too
     note: str | None = None  # source of the fields if it is not model.path
 
 
-def read_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
+def read_model(config: Config) -> Model:
+    """Read the model in model.path. Raise ConfigError or WeightMappingError."""
+    return _read_folder(config.model.path)
+
+
+def read_planned_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
     """Read the model from `model_config` (a config.json or its folder), from a well-known `name`, or from model.path.
 
     If model.path has no config.json, use the well-known model that its folder is named after. Raise ConfigError or
     WeightMappingError.
     """
-    folder, note = config.model.path, None
-    if model_config is None and name is None and (problem := adapter_problem(folder)) is not None:
-        raise ConfigError(f"model.path={folder} {problem}")
-    is_here = model_config is None and name is None and (folder / "config.json").is_file()
+    folder = config.model.path
     if model_config is not None:
-        fields = resolve(_read_fields(model_config))
-    elif name is not None:
-        fields = resolve(known_model(name).fields)
-    elif is_here:
-        fields = resolve(read_config(folder))
-    else:
-        known = model_of_folder(folder)
-        if known is None:
-            raise ConfigError(
-                f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
-                f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
-            )
-        fields = resolve(known.fields)
-        note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
-    shape = shape_of(fields)
-    return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields, is_here, note)
+        return _model_of(_read_fields(model_config))
+    if name is not None:
+        return _model_of(known_model(name).fields)
+    if (problem := adapter_problem(folder)) is not None:
+        raise ConfigError(f"model.path={folder} {problem}")
+    if (folder / "config.json").is_file():
+        return _read_folder(folder)
+    known = model_of_folder(folder)
+    if known is None:
+        raise ConfigError(
+            f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
+            f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
+        )
+    note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
+    return replace(_model_of(known.fields), note=note)
 
 
 def check_model(model: ModelConfig) -> ModelShape:
     """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or WeightMappingError."""
-    folder = model.path
+    shape = _read_folder(model.path).shape
+    if model.init == "checkpoint":
+        check_weights(model.path, shape)
+    return shape
+
+
+def _read_folder(folder: Path) -> Model:
+    """Read the model in a folder with a valid config.json."""
     if not folder.is_dir():
         raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
     if (problem := adapter_problem(folder)) is not None:
@@ -94,10 +101,13 @@ def check_model(model: ModelConfig) -> ModelShape:
         elif (folder / CONFIG_FILE).is_file():
             remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
         raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")
-    shape = shape_of(read_config(folder))
-    if model.init == "checkpoint":
-        check_weights(folder, shape)
-    return shape
+    return replace(_model_of(read_config(folder)), is_here=True)
+
+
+def _model_of(raw: Mapping[str, Any]) -> Model:
+    fields = resolve(raw)
+    shape = shape_of(fields)
+    return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
 
 
 def shape_of(fields: dict[str, Any]) -> ModelShape:
@@ -105,7 +115,7 @@ def shape_of(fields: dict[str, Any]) -> ModelShape:
     fields = resolve(fields)
     shape = ModelShape.from_hf_config(fields)
     family_of(shape.model_type)
-    raise_first(architecture_problems(fields))
+    raise_all(architecture_problems(fields))
     return shape
 
 

@@ -15,29 +15,28 @@ from grpo_mega.hardware.kernels import (
     as_text,
     as_version,
     check_apex,
-    cuda_version,
-    flash_attention_version,
-    transformer_engine_version,
 )
 from grpo_mega.preflight.layout import exchange_problems
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
 from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 
-def installed_problems(config: Config, capability: Version | None, name: str) -> Iterator[str]:
-    """Yield requirements that the installed packages miss for a GPU called `name`; `capability` is None if not known yet."""
-    transformer_engine = transformer_engine_version()
+def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
+    """Yield requirements that the installed packages miss."""
+    transformer_engine = machine.transformer_engine
     yield from transformer_engine_problems(config.precision, transformer_engine)
     yield from exchange_problems(config.layout, transformer_engine)
     for name in ("grouped_experts", "fused_permutation"):
         if getattr(config.model, name) and transformer_engine is None:
             yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
-    yield from cuda_problems(config.precision, cuda_version())
+    yield from cuda_problems(config.precision, machine.cuda)
     yield from moments_problems(config.optimizer, transformer_engine)
+    capability, name = machine.gpu(config.device)
     if capability is not None:
-        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, flash_attention_version())
+        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, machine.flash_attention)
     check_apex()
 
 

@@ -17,7 +17,7 @@ def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
         try:
             registry.check(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
         except UserError as error:
-            yield str(error)
+            yield from error.lines
         else:
             yield from _module_problems(function)
 

@@ -24,7 +24,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             theirs = check_model(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
             check_tokenizer_files(settings.path, theirs.vocab)
         except UserError as error:
-            yield str(error).replace("model.path", key)
+            yield from (line.replace("model.path", key) for line in error.lines)
             continue
         if difference := vocabulary_difference(settings.path, config.model.path):
             yield (

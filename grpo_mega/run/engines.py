@@ -10,11 +10,12 @@ import torch
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import raise_first
 from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.preflight import raise_first
-from grpo_mega.preflight.engine import engine_rank_problems, missing_engine_problems, padding_problems, served_card_problems
+from grpo_mega.preflight.engine import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.absent import AbsentEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
@@ -85,10 +86,9 @@ def ranks_per_node() -> int:
 def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> SGLangEngine:
     rollout, device = config.rollout, runtime.device
     rank, world_size = runtime.rank - runtime.first_engine_rank, runtime.num_ranks - runtime.first_engine_rank
-    raise_first(engine_rank_problems(rollout.tp, runtime.num_ranks, ranks_per_node(), runtime.num_engine_ranks))
     if device.is_cuda:
         index = device.torch_device
-        raise_first(missing_engine_problems(rollout, on_gpu=True))
+        raise_first(compiler_problems(rollout, cuda_compiler(os.environ)))
         raise_first(
             served_card_problems(
                 rollout, config.engine_dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)

@@ -12,14 +12,13 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.config import Config
 from grpo_mega.data.chat import find_turn_end
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, raise_first
 from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_reader, random_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
-from grpo_mega.preflight import raise_first
 from grpo_mega.preflight.model import architecture_problems
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling

@@ -47,7 +47,7 @@ IMPORTS = (
     "grpo_mega.commands.check_rank",
     "grpo_mega.commands.export",
     "grpo_mega.rollout.embedded.engine",
-    "grpo_mega.preflight.preflight",
+    "grpo_mega.preflight",
 )
 # Variables that are read when Python starts or a library is imported, so they must be the server's.
 READ_AT_IMPORT = (

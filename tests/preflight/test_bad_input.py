@@ -369,6 +369,18 @@ def test_bad_input_is_one_line_with_value_and_remedy_and_leaves_nothing(
         assert not (folder / "run/hf").exists()
 
 
+@pytest.mark.parametrize(("command", "count"), [("train", 3), ("eval", 3), ("check --layouts pp=5;pp=5,tp=3", 4)])
+def test_all_broken_rules_are_printed(command: str, count: int, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sets = ("layout.pp=5", "rewards.functions=[{name: acuracy}]", "data.heldout=none.jsonl")
+    before, words = files_of(folder), [word.replace(";", " ") for word in command.split()]
+    assert cli.main([*words, "config.yaml", *(word for item in sets for word in ("--set", item))]) == 2
+    output = capfd.readouterr()
+    lines = [line for line in output.err.splitlines() if line.startswith("grpo-mega: error: ")]
+    assert (len(lines), "\n".join(lines)) == (count, output.err.rstrip()) and files_of(folder) == before
+    for says in ("'acuracy'", "layout.pp=5 with vpp=1", "none.jsonl"):
+        assert sum(says in line for line in lines) == 1, output.err
+
+
 def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
     assert cli.main(["train", "config.yaml"]) == 0
     assert (folder / "run/hf/config.json").exists()
@@ -376,8 +388,8 @@ def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:
 
 def test_the_checks_before_the_ranks_start_import_no_torch(folder: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config\nfrom grpo_mega.preflight import preflight\n"
-        "preflight.check(config.load(Path('config.yaml')))\n"
+        "import sys\nfrom pathlib import Path\nfrom grpo_mega import config, preflight\n"
+        "c = config.load(Path('config.yaml'))\npreflight.check(c, preflight.this_machine(c.layout))\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)

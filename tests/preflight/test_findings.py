@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from grpo_mega import config as configs
+from grpo_mega import preflight
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import UserError
-from grpo_mega.preflight import preflight
-from grpo_mega.preflight.engine import engine_rank_problems
 from tests.helpers.models import VOCAB_SIZE, make_tokenizer
 
 pytestmark = pytest.mark.pool
@@ -36,42 +35,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal_of_training(path: Path) -> str | None:
-    """The line with which `grpo-mega train` ends when it starts the ranks itself, on nodes of 8; None if it would begin."""
+def refusals_of_training(path: Path) -> list[str]:
+    """The lines with which `grpo-mega train` ends on nodes of 8."""
     try:
         config = configs.load(path)
-        preflight.check(config)
     except UserError as error:
-        return str(error)
-    ranks, tp = config.layout.world_size, config.rollout.tp
-    if config.rollout.is_served:
-        return next(engine_rank_problems(tp, ranks, min(ranks, GPUS_PER_NODE)), None)
-    return None
+        return error.lines
+    return preflight.find_problems(
+        config, preflight.Machine(config.layout.world_size, GPUS_PER_NODE, transformer_engine="2.9.0")
+    )
 
 
 def refusals_of_the_plan(path: Path) -> list[str]:
     try:
         return prepare(PlanOptions(path, gpus_per_node=GPUS_PER_NODE))[1].violations
     except UserError as error:
-        return [str(error)]
+        return error.lines
 
 
 @pytest.mark.full
-def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on a machine that has it.
-    monkeypatch.setattr("grpo_mega.preflight.precision.transformer_engine_version", lambda: "2.9.0")
+def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path) -> None:
     chance = random.Random(0)
     accepted: list[dict[str, Any]] = []
     reasons = set()
     for _ in range(COUNT):
         path = write_random(folder, chance)
-        expected, found = refusal_of_training(path), refusals_of_the_plan(path)
-        if expected is None:
-            assert found == [], path.read_text()
-            accepted.append(start_of(path, chance))
+        expected = refusals_of_training(path)
+        assert refusals_of_the_plan(path) == expected, path.read_text()
+        if expected:
+            reasons |= {problem.partition("=")[0] for problem in expected}
         else:
-            assert expected in found, (expected, found, path.read_text())
-            reasons.add(expected.partition("=")[0])
+            accepted.append(start_of(path, chance))
     assert COUNT / 5 < len(accepted) < 4 * COUNT / 5
     assert len(reasons) >= 8, reasons
     start(accepted[::4])  # more than a second each

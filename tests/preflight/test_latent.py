@@ -8,9 +8,10 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError, WeightMappingError
+from grpo_mega.preflight.findings import cut_problems
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import position_problems, shape_of
 from grpo_mega.preflight.precision import installed_problems
-from grpo_mega.preflight.preflight import cut_problems
 from tests.helpers.models import GLM, LATENT
 
 FIELDS = LATENT | {
@@ -93,7 +94,7 @@ def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
             f"model.{name}=true: must be left out for {fields['model_type']}, whose layers are Megatron's local ones; remove it"
             for name in ("grouped_experts", "fused_permutation")
         ]
-    assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), None, "cuda")] == [
+    assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), Machine(1, 1))] == [
         f"model.{name}=true needs Transformer Engine" for name in ("grouped_experts", "fused_permutation")
     ]
     raw["precision"] = {"fp8": "hybrid"}

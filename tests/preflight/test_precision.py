@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, raise_first
 from grpo_mega.hardware.fp8 import RECIPES
-from grpo_mega.preflight import raise_first
 from grpo_mega.preflight.layout import context_problems, exchange_problems, layout_problems
 from grpo_mega.preflight.precision import (
     attention_problems,

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_mega.config import Config, validate
-from grpo_mega.errors import ConfigError, RewardError
-from grpo_mega.preflight import raise_first
+from grpo_mega.errors import ConfigError, RewardError, raise_first
 from grpo_mega.preflight.rewards import reward_problems
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
-from grpo_mega.errors import ConfigError, WeightMappingError
-from grpo_mega.preflight import raise_first
+from grpo_mega.errors import ConfigError, WeightMappingError, raise_first
 from grpo_mega.preflight.engine import served_card_problems
 from grpo_mega.preflight.precision import rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega import config as configs
-from grpo_mega import console, paths
+from grpo_mega import console, paths, preflight
 from grpo_mega.cli import CLAIMED
 from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
@@ -44,7 +44,6 @@ from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 from grpo_mega.hardware.cards import CARDS
 from grpo_mega.paths import user_path
-from grpo_mega.preflight import preflight
 from grpo_mega.run import folder as run_folder
 from grpo_mega.yaml_text import parse_yaml
 
@@ -71,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return run(options, argv)
     except UserError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print(*error.lines, sep="\n", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -199,7 +198,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         )
     if is_rank:
         check_world_size(os.environ, config.layout)
-    preflight.check(config)
+    preflight.check(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR

@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from grpo_mega import console
-from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.errors import ConfigError, UserError, raise_first
 from grpo_mega.paths import user_path
-from grpo_mega.preflight import raise_first
 from grpo_mega.weights.layout import (
     EngineLayout,
     MegatronLayout,
