@@ -287,6 +287,14 @@ def test_a_file_that_is_no_config_is_a_one_line_error(tmp_path: Path, text: str,
     assert "\n" not in str(caught.value)
 
 
+def test_all_broken_rules_of_values_and_sections_are_listed(tmp_path: Path) -> None:
+    overrides = ["steps=0", "optimizer.learning_rate=1", "layout.vpp=2", "layout.sequence_parallel=true", "eval.ks=[9]"]
+    with pytest.raises(ConfigError) as found:
+        load(tmp_path, overrides)
+    keys = [line.split()[0] for line in found.value.lines]
+    assert keys == ["steps=0:", "layout.sequence_parallel=true", "layout.vpp=2", "unknown", "eval.ks=[9]"]
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory; name an existing YAML file"):
         config.load(tmp_path / "none.yaml")

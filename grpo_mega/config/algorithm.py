@@ -67,28 +67,23 @@ class CorrectionConfig(Section):
         ),
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> CorrectionConfig:
+    def _problems(self) -> Iterator[str]:
+        yield from (f"algorithm.correction.{problem}" for problem in self._key_problems())
+
+    def _key_problems(self) -> Iterator[str]:
+        """Yield the problems without the name of the section."""
         if not self.mask_low < self.mask_high:
-            raise ValueError(
-                f"algorithm.correction.mask_low={self.mask_low} is not below algorithm.correction.mask_high={self.mask_high}; "
-                "lower it"
-            )
+            yield (f"mask_low={self.mask_low} is not below algorithm.correction.mask_high={self.mask_high}; lower it")
         if self.importance == "icepop" and self.mask != "none":
-            raise ValueError(
-                f"algorithm.correction.mask={self.mask!r}: must be 'none' with algorithm.correction.importance='icepop', whose "
+            yield (
+                f"mask={self.mask!r}: must be 'none' with algorithm.correction.importance='icepop', whose "
                 "band is mask_low .. mask_high; leave mask out"
             )
         if self.importance == "icepop" and self.max_importance != 2.0:
-            raise ValueError(
-                f"algorithm.correction.max_importance={self.max_importance}: must not be set with "
+            yield (
+                f"max_importance={self.max_importance}: must not be set with "
                 "algorithm.correction.importance='icepop', whose upper bound is mask_high; set mask_high"
             )
-        for problem in self._problems():
-            raise ValueError(f"algorithm.correction.{problem}")
-        return self
-
-    def _problems(self) -> Iterator[str]:
         if self.min_importance and self.importance not in ("token", "sequence"):
             yield f"min_importance={self.min_importance} needs importance='token' or 'sequence'; set it, or leave it out"
         if self.min_importance > self.max_importance:
@@ -298,18 +293,14 @@ class AlgorithmConfig(Section):
         inner = {name: {**recipe[name], **value[name]} for name in recipe if isinstance(value.get(name), dict)}
         return {**recipe, **value, **inner}
 
-    @model_validator(mode="after")
-    def _check(self) -> AlgorithmConfig:
-        if self.entropy_bonus != 0.0 and not self.calculate_entropy:
-            raise ValueError(
-                f"algorithm.entropy_bonus={self.entropy_bonus} needs algorithm.calculate_entropy=true; set both or neither"
-            )
-        for problem in self._problems():
-            raise ValueError(f"algorithm.{problem}")
-        return self
-
     def _problems(self) -> Iterator[str]:
+        yield from (f"algorithm.{problem}" for problem in self._key_problems())
+
+    def _key_problems(self) -> Iterator[str]:
+        """Yield the problems without the name of the section."""
         adv_type = f"algorithm.adv_type={self.adv_type}"
+        if self.entropy_bonus != 0.0 and not self.calculate_entropy:
+            yield f"entropy_bonus={self.entropy_bonus} needs algorithm.calculate_entropy=true; set both or neither"
         if self.kl_in == "reward" and self.adv_type in ("grpo_process", "grpo_turn", "gdpo"):
             yield f"kl_in=reward: must be loss with {adv_type}; use algorithm.kl_in=loss"
         if self.kl_target is not None and self.kl_beta == 0:

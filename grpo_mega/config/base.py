@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from grpo_mega.paths import user_path
 
@@ -15,6 +16,7 @@ MAX_COUNT = 10**9
 MAX_RANKS = 10**6
 MAX_NUMBER = 1e37  # float32 ends at 3.4e38
 MAX_SECONDS = 1e8
+SEPARATOR = "\x1e"  # between the broken rules of a section, which no message contains
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -66,3 +68,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
     is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := dict.fromkeys(self._problems()):
+            raise ValueError(SEPARATOR.join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yield the rules that the section's values break together, each with its remedy."""
+        yield from ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -115,29 +116,27 @@ class DataConfig(Section):
     def _as_list(cls, value: Any) -> Any:
         return value if isinstance(value, (list, tuple)) else [value]
 
-    @model_validator(mode="after")
-    def _check_pass_rates(self) -> DataConfig:
+    def _pass_rate_problems(self) -> Iterator[str]:
         low, high = self.min_pass_rate, self.max_pass_rate
         if self.pass_rates is not None and low is None and high is None:
-            raise ValueError(
+            yield (
                 f"data.pass_rates={self.pass_rates} needs a limit; set data.min_pass_rate, for example to 0.01, "
                 "data.max_pass_rate, for example to 0.99, or both"
             )
         for name, limit in (("min_pass_rate", low), ("max_pass_rate", high)):
             if self.pass_rates is None and limit is not None:
-                raise ValueError(f"data.{name}={limit} needs data.pass_rates, the file of pass rates; see data/pass_rates.py")
+                yield f"data.{name}={limit} needs data.pass_rates, the file of pass rates; see data/pass_rates.py"
         if low is not None and high is not None and low > high:
-            raise ValueError(f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it")
-        return self
+            yield f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it"
 
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def _problems(self) -> Iterator[str]:
+        yield from self._pass_rate_problems()
         paths = [source.path for source in self.train]
         if not paths:
-            raise ValueError("data.train=[] is empty; name at least one data set")
+            yield "data.train=[] is empty; name at least one data set"
         for path in paths:
             if paths.count(path) > 1:
-                raise ValueError(f"data.train names {path!r} twice; give it once, with its total weight")
+                yield f"data.train names {path!r} twice; give it once, with its total weight"
         heldout = {
             "data.heldout": self.heldout and self.heldout.path,
             "data.heldout_sets": ", ".join(self.heldout_sets) or None,
@@ -146,8 +145,7 @@ class DataConfig(Section):
         }
         given = [f"{key}={value}" for key, value in heldout.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are set; give one of them")
+            yield f"{' and '.join(given)} are set; give one of them"
         for name in self.heldout_sets:
             if not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"data.heldout_sets has the name {name!r}; use letters, digits, '.', '_' and '-'")
-        return self
+                yield f"data.heldout_sets has the name {name!r}; use letters, digits, '.', '_' and '-'"

@@ -11,8 +11,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from grpo_mega.config.base import Section, inner_section
+from grpo_mega.config.base import SEPARATOR, Section, inner_section
 from grpo_mega.config.run import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_file
@@ -49,11 +50,11 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """Return a Config from a nested dict. Raise ConfigError for the first problem."""
+    """Return a Config from a nested dict. Raise ConfigError for all problems. The rules between sections come last."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(one_line(Config, error)) from None
+        raise ConfigError(*problems_of(Config, error)) from None
 
 
 def dump(config: Config) -> str:
@@ -114,20 +115,25 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def one_line(schema: type[BaseModel], error: ValidationError) -> str:
-    """Return the first problem that `schema` finds in its values."""
-    problem = error.errors()[0]
-    location = [part for part in problem["loc"] if part not in _UNION_LABELS]
-    key = ".".join(str(part) for part in location)
+def problems_of(schema: type[BaseModel], error: ValidationError) -> list[str]:
+    """Return what `schema` finds wrong in its values: one line per broken rule, and the first line of each key."""
+    lines: dict[str, list[str]] = {}
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"] if part not in _UNION_LABELS)
+        lines.setdefault(key, _lines_of(schema, key, problem))
+    return [line for of_key in lines.values() for line in of_key]
+
+
+def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[str]:
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"
+        return [f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"]
     if problem["type"] == "missing":
-        return f"{key} is missing; it has no default"
+        return [f"{key} is missing; it has no default"]
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not message.startswith("must "):
-        return message  # the message already names the key
+        return message.split(SEPARATOR)  # the messages already name the key
     message = _REMEDIES.get(problem["type"], message)
-    return f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+    return [f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"]
 
 
 def _shown(value: object) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_mega.config.base import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -31,18 +32,16 @@ class RouterConfig(Section):
     )
     freeze: bool = Field(default=False, description="Do not train the routers.")
 
-    @model_validator(mode="after")
-    def _check(self) -> RouterConfig:
+    def _problems(self) -> Iterator[str]:
         if (self.balancing == "none") != (self.aux_loss_coeff == 0):
-            raise ValueError(
+            yield (
                 f"model.router.balancing={self.balancing} contradicts model.router.aux_loss_coeff={self.aux_loss_coeff:g}; "
                 "set both or neither"
             )
         moved = {name: getattr(self, name) for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate")}
         for name, value in moved.items():
             if self.freeze and value:
-                raise ValueError(f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them")
-        return self
+                yield f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them"
 
 
 class ModelConfig(Section):
@@ -152,36 +151,34 @@ class PrecisionConfig(Section):
         default=GuardConfig(), description="Detection of spikes in gradient norms, and fallback from FP8 to bf16."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> PrecisionConfig:
+    def _problems(self) -> Iterator[str]:
         if self.fp8 is None:
             given = self.model_dump(exclude={"fp8", "fp8_recipe", "guard"}, exclude_defaults=True)
             given |= {"guard.fall_back": True} if self.guard.fall_back else {}
             for name, value in given.items():
-                raise ValueError(f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out")
-            return self
+                yield f"precision.{name}={value} needs precision.fp8; set it to hybrid or e4m3, or leave {name} out"
+            return
         if self.fp8_recipe != "delayed":
             history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
             for name, value in self.model_dump(include=history, exclude_defaults=True).items():
-                raise ValueError(
+                yield (
                     f"precision.{name}={value} needs precision.fp8_recipe=delayed, because only this recipe has a history; "
                     f"set it, or leave {name} out"
                 )
         if self.fp8_parameters and self.fp8_recipe == "mxfp8":
-            raise ValueError(
+            yield (
                 "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8' in FP8; "
                 "leave fp8_parameters out, or use blockwise or tensorwise"
             )
         if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
-            raise ValueError(
+            yield (
                 "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true and "
                 "precision.guard.fall_back=false, or leave fp8_parameters out"
             )
         if self.fp8_recipe == "delayed" and (
             self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference
         ):
-            raise ValueError(
+            yield (
                 "precision.fp8_recipe='delayed' cannot leave layers or the reference in bf16; use tensorwise, "
                 "or set fp8_reference=true, guard.fall_back=false and first_layers_bf16=last_layers_bf16=0"
             )
-        return self

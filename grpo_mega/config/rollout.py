@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
 from grpo_mega.config.server_args import problem_of
@@ -153,36 +154,32 @@ class RolloutConfig(Section):
         """Return the number of prompts that are started or continued while a step trains."""
         return self.max_staleness * prompts_per_step if self.is_separate else 0
 
-    @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
+    def _problems(self) -> Iterator[str]:
         for name in self.server_args:
             if (problem := problem_of(name)) is not None:
-                raise ValueError(f"rollout.server_args.{name} {problem}; remove it")
+                yield f"rollout.server_args.{name} {problem}; remove it"
         if not self.is_served and self.tp > 1:
-            raise ValueError(f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank")
+            yield f"rollout.tp={self.tp} needs rollout.engine=sglang; the embedded engine spans one rank"
         if self.tp % self.ep:
-            raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it")
+            yield f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it"
         if self.is_separate and self.partial:
-            raise ValueError("rollout.partial=true: must not be with placement=separate (it always continues); leave it out")
+            yield "rollout.partial=true: must not be with placement=separate (it always continues); leave it out"
         if self.is_separate and self.carries and self.oversample > 1:
-            raise ValueError(
+            yield (
                 f"rollout.oversample={self.oversample}: must be 1 with placement=separate and "
                 f"max_staleness={self.max_staleness}, because it sets how much is started; leave it out"
             )
         if self.partial and self.max_staleness == 0:
-            raise ValueError("rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out")
+            yield "rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out"
         if self.partial and self.oversample == 1:
-            raise ValueError("rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25")
+            yield "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"
         if self.longest_first and self.oversample > 1 and not self.carries:
-            raise ValueError(
+            yield (
                 f"rollout.longest_first=true: must not be with oversample={self.oversample}, because it "
                 "aborts the groups that start last, here always the short ones; set partial=true, or leave one out"
             )
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
-            raise ValueError(
-                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"
-            )
-        return self
+            yield f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"
 
 
 class SyncConfig(Section):

@@ -1,6 +1,7 @@
 """The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-A key's description states its meaning and unit, and the meaning of None or 0. Validators check rules that need only the config.
+A key's description states its meaning and unit, and the meaning of None or 0. `_problems` yields the broken
+rules that need only the config.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import (
@@ -92,26 +93,22 @@ class LayoutConfig(Section):
     def world_size(self) -> int:
         return self.num_trainers + self.engine_ranks
 
-    @model_validator(mode="after")
-    def _check(self) -> LayoutConfig:
+    def _problems(self) -> Iterator[str]:
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp")
+            yield "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"
         if self.dp is not None and self.dp * self.cp % self.ep:
             times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
-            raise ValueError(
-                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
-            )
+            yield f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
         if (self.vpp or 1) > 1 and self.pp == 1:
-            raise ValueError(f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp")
+            yield f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp"
         num_chunks = self.pp * (self.vpp or 1)
         if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
-            raise ValueError(
+            yield (
                 f"layout.layers_per_chunk={list(self.layers_per_chunk)} has {len(self.layers_per_chunk)} entries; "
                 f"give pp * vpp = {num_chunks}"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError("layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true")
-        return self
+            yield "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"
 
 
 class BatchConfig(Section):
@@ -137,14 +134,12 @@ class BatchConfig(Section):
     def optimizer_steps(self) -> int:
         return self.mini_batches * self.epochs
 
-    @model_validator(mode="after")
-    def _check(self) -> BatchConfig:
+    def _problems(self) -> Iterator[str]:
         if self.prompts_per_step % self.mini_batches:
-            raise ValueError(
+            yield (
                 f"batch.mini_batches={self.mini_batches} does not divide batch.prompts_per_step={self.prompts_per_step}; "
                 f"use {any_divisor(self.prompts_per_step)}"
             )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -168,11 +163,9 @@ class OptimizerConfig(Section):
         default="float32", description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam."
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
+    def _problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
-            raise ValueError(f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it")
-        return self
+            yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"
 
 
 class EvalConfig(Section):
@@ -198,14 +191,12 @@ class EvalConfig(Section):
         powers = (2**i for i in range(self.samples.bit_length()))
         return tuple(powers) if self.ks is None else self.ks
 
-    @model_validator(mode="after")
-    def _check(self) -> EvalConfig:
+    def _problems(self) -> Iterator[str]:
         if not self.greedy and not self.samples:
-            raise ValueError("eval.greedy=false and eval.samples=0 leave nothing to evaluate; set one of them")
+            yield "eval.greedy=false and eval.samples=0 leave nothing to evaluate; set one of them"
         for k in self.ks or ():
             if k > self.samples:
-                raise ValueError(f"eval.ks={list(self.ks or ())} has {k}, above eval.samples={self.samples}; raise samples")
-        return self
+                yield f"eval.ks={list(self.ks or ())} has {k}, above eval.samples={self.samples}; raise samples"
 
 
 class CheckpointConfig(Section):
@@ -309,53 +300,50 @@ class Config(Section):
     def engine_dtype(self) -> str:
         return self.rollout.dtype or self.model.dtype
 
-    @model_validator(mode="after")
-    def _check(self) -> Config:
+    def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
-            raise ValueError(f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run")
+            yield f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run"
         if self.batch.share_prompts and self.layout.cp > 1:
-            raise ValueError(f"batch.share_prompts=true: must not be with layout.cp={self.layout.cp}; remove one of them")
+            yield f"batch.share_prompts=true: must not be with layout.cp={self.layout.cp}; remove one of them"
         if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
-            raise ValueError(
+            yield (
                 f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that rollout.routing_replay "
                 "sends to the engine's experts; remove one of them"
             )
         if self.precision.fp8 and self.model.dtype != "bfloat16":
-            raise ValueError(f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+            yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
-            raise ValueError(f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it")
+            yield f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.precision.fp8_parameters and self.algorithm.ref_model_sync_steps is not None:
-            raise ValueError("algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out")
+            yield "algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
-            raise ValueError(
+            yield (
                 f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
                 "another; set placement=separate and engine_ranks to the number of ranks that only generate, or neither"
             )
         if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
-            raise ValueError("rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps")
+            yield "rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps"
         if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:
-            raise ValueError(f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command; leave it out")
+            yield f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command; leave it out"
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
-            raise ValueError("algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo")
+            yield "algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo"
         factors = [function.name for function in self.rewards.functions if function.multiplies]
         if self.algorithm.adv_type == "gdpo" and factors:
-            raise ValueError(f"algorithm.adv_type=gdpo adds rewards, but {factors[0]!r} multiplies them; leave multiplies out")
+            yield f"algorithm.adv_type=gdpo adds rewards, but {factors[0]!r} multiplies them; leave multiplies out"
         if self.algorithm.loss_type == "kl_cov" and self.batch.optimizer_steps == 1:
-            raise ValueError(
+            yield (
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
                 "batch.mini_batches or batch.epochs above 1"
             )
-        for problem in self._teacher_problems():
-            raise ValueError(problem)
+        yield from self._teacher_problems()
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         least = tokens_on_rank(longest, self.layout.cp)
         if least > self.batch.tokens_per_micro_batch:
             share = f" over layout.cp={self.layout.cp} ranks" if self.layout.cp > 1 else ""
-            raise ValueError(
+            yield (
                 f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
                 f"data.max_prompt_length + rollout.max_response_length = {longest}{share}; raise it to at least {least}"
             )
-        return self
 
     def _teacher_problems(self) -> Iterator[str]:
         beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from grpo_mega.config.base import PositiveInt, Section
-from grpo_mega.config.loading import one_line
+from grpo_mega.config.loading import problems_of
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
 from grpo_mega.rewards.api import NoScore, Score, Step
@@ -232,7 +232,7 @@ def server_of(options: Mapping[str, Any]) -> Server:
     try:
         return Server.model_validate(options)
     except ValidationError as error:
-        raise ConfigError(f"reward_model: {one_line(Server, error)}") from None
+        raise ConfigError(*(f"reward_model: {problem}" for problem in problems_of(Server, error))) from None
 
 
 def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
