@@ -190,7 +190,7 @@ def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(config: P
     resumed.process.send_signal(signal.SIGINT)
     log = resumed.end()
     assert resumed.process.returncode == 0, log
-    assert f"resumed after step {last} from" in log and "go on with the same command and --resume" in log
+    assert f"resumed after step {last} from" in log and "continue with the same command and --resume" in log
     check_nothing_is_left(tree, temporary)
 
 
@@ -230,7 +230,7 @@ def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: P
     run.process.send_signal(signal.SIGINT)
     log = run.end()
     # On a slow machine the servers may already be up. Then the run ends like a stopped run.
-    assert run.process.returncode != 0 or "go on with the same command and --resume" in log, log
+    assert run.process.returncode != 0 or "continue with the same command and --resume" in log, log
     check_nothing_is_left(tree, temporary)
 
 

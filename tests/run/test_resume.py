@@ -152,7 +152,7 @@ def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "go on with the same command and --resume" in output
+    assert "continue with the same command and --resume" in output
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 

@@ -65,7 +65,7 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: 
 
 
 def _setup(raw: Mapping[str, Any], config: Config, card: Card, prompt: float, response: float, *, is_card: bool) -> Setup:
-    model = read_model(config, None)
+    model = read_model(config)
     found = raw["layout"]
     layout = LayoutConfig.model_validate(config.layout.model_dump() | {"dp": found["dp"]})
     return Setup(

@@ -84,7 +84,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         dist.all_gather_object(everyone, mine)
         if not job.is_main:
             return None
-        experts = read_model(config, None).experts_per_token
+        experts = read_model(config).experts_per_token
         work = [asdict(work_of(job.model.shape, experts, groups)) for groups in drawn]
         return _about(job) | {"ranks": everyone, "work": work}
 

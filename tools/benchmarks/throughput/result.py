@@ -88,7 +88,7 @@ def settings(config: Config, synthetic: str | None) -> dict[str, Any]:
     found["model"] = found["model"] | {"path": None}
     found["data"] = found["data"] | {"train": None, "heldout": None, "heldout_sets": None, "pass_rates": None}
     found["rollout"].pop("tp")  # the engines' layout may differ, too
-    return {"synthetic": synthetic, "shape": str(read_model(config, None).shape)} | found
+    return {"synthetic": synthetic, "shape": str(read_model(config).shape)} | found
 
 
 def problem(found: Mapping[str, Any]) -> str | None:
