@@ -14,13 +14,13 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EXPERTS_FILE = "experts.json"  # tokens per expert and layer in the last mini-batch
 MESSAGES_FILE = "messages.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"  # all samples, if rewards.refresh_command is set; see run/refresh.py
+ROLLOUTS_FILE = "rollouts.jsonl"  # all samples, if rewards.refresh_command is set; see run/reward_model_refresh.py
 REPLAY_FILE = "replay.jsonl"  # the samples that the command reads
 REPORT_FILE = "report.html"
 LOGS = "logs"  # output of ranks and servers
 TRACE = "trace"
 CHECKPOINTS = "checkpoints"
-FINISHED = "hf"  # the policy after the last step, as a Hugging Face folder
+EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
 def user_path(path: str | Path) -> Path:

@@ -17,7 +17,7 @@ from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollou
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
 from grpo_mega.observe.tracing import Tracer
-from grpo_mega.paths import FINISHED
+from grpo_mega.paths import EXPORT_DIR
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.routes import share_live
@@ -28,7 +28,7 @@ from grpo_mega.run.folder import explained
 from grpo_mega.run.health import staleness_metrics
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
-from grpo_mega.run.refresh import keep_rollout, refresh_rewards_if_due
+from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
@@ -55,8 +55,8 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(job.policy, job.model, config.run_dir / FINISHED)
-            job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / FINISHED}")
+                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR)
+            job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
 
 
 def train_step(job: Job, step: int) -> None:
@@ -111,8 +111,8 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
-    carries = config.rollout.carries
-    backlog = job.backlog.restarted(oldest=step - config.rollout.max_staleness)
+    carries = config.rollout.keeps_unfinished
+    backlog = job.backlog.without_stale(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
         backlog = backlog.drawn_up_to(config.rollout.num_begun(wanted), job.draw, seen)
@@ -177,9 +177,11 @@ def after_update(
             policy.adapt_kl(metrics["kl/mean"], len(samples))
         with job.timers("exchange"):
             first = num_logged(groups, job.config.log.samples_per_step)
-            old_logprobs = gather_old_logprobs(batches, samples, job.runtime, None if job.config.rollout.carries else first)
+            old_logprobs = gather_old_logprobs(
+                batches, samples, job.runtime, None if job.config.rollout.keeps_unfinished else first
+            )
         attach_old_logprobs(samples[:first], old_logprobs)
-        if job.config.rollout.carries:
+        if job.config.rollout.keeps_unfinished:
             metrics |= staleness_metrics(samples, old_logprobs, step)
         if job.config.rollout.routing_replay:
             metrics |= {"routing/live": share_live(samples)}

@@ -32,7 +32,9 @@ class Prompt:
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)  # the row's prompt (also as "prompts") and answer, keyed by column
+    raw_columns: dict[str, Any] = field(
+        default_factory=dict
+    )  # the row's prompt (also as "prompts") and answer, keyed by column
 
 
 class Turn(NamedTuple):
@@ -98,7 +100,7 @@ class Sample:
         return self.finish_reason is not None
 
     @property
-    def begun_by(self) -> int:
+    def first_version(self) -> int:
         """Return the policy version of the first token. It is also the step that seeds the sample's random stream."""
         return self.spans[0].version
 
@@ -132,9 +134,9 @@ class Group:
         return sum(sample.response_len for sample in self.samples)
 
     @property
-    def begun_by(self) -> int | None:
+    def oldest_version(self) -> int | None:
         """Return the oldest policy version that generated a part of the group; None if nothing is generated yet."""
-        return min((sample.begun_by for sample in self.samples), default=None)
+        return min((sample.first_version for sample in self.samples), default=None)
 
 
 @dataclass
@@ -159,7 +161,7 @@ class PackedBatch:
     lengths: list[int]  # tokens per sample over all context-parallel ranks, without padding
     # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the segments of
     # all samples. It is -1 if the sample's segment has the whole prompt.
-    trunks: list[int] | None = None
+    shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0
     old_logprobs: Tensor | None = None  # [T] float32; only on the last pipeline stage
@@ -169,7 +171,7 @@ class PackedBatch:
     teacher_hidden: dict[str, tuple[Tensor, Tensor]] | None = None
     # Values that some methods compute from the whole mini-batch, see LossInputs.
     nll_weights: Tensor | None = None  # [T] float32
-    is_chosen: Tensor | None = None  # [T] float32
+    covariance_mask: Tensor | None = None  # [T] float32
     importance_mean: float = 1.0
     # [T, MoE layers, experts per token] expert ids (see Routes); None if no token has recorded routes
     routes: Tensor | None = None

@@ -261,6 +261,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),
         ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: input should be greater than 0"),
         ("data.heldout={path: a, weight: 1}", "unknown key 'data.heldout.weight'; known keys here: path, prompt_column"),
+        ("sync.prove=false", "sync.prove is called sync.verify now; rename the key"),
         # invalid overrides
         ("steps", "--set 'steps' is not of the form key.subkey=value"),
         ("steps.x=1", "--set 'steps.x=1': 'steps' is a value, not a section"),

@@ -36,7 +36,7 @@ class LossInputs:
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
     # Computed from all tokens of the mini-batch before the update; None or 1 if no method uses them.
     nll_weights: Tensor | None = None  # weights of the negative log-likelihood, from token_weights.py
-    is_chosen: Tensor | None = None  # 1 on the tokens that covariance.py chooses
+    covariance_mask: Tensor | None = None  # 1 on the tokens that covariance.py chooses
     importance_mean: float = 1.0  # divisor of the correction's weights
     cp_group: dist.ProcessGroup | None = None  # ranks that hold the other parts of the same responses
 
@@ -47,7 +47,7 @@ class LossInputs:
         has = (has_reference, has_entropy, distill_kl == "sampled", distill_kl not in (None, "sampled"))
         ref, entropy, teacher, teacher_kl = (zero if has_it else None for has_it in has)
         segment = torch.zeros(1, dtype=torch.int64)
-        masked = cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, nll_weights=zero, is_chosen=zero)
+        masked = cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, nll_weights=zero, covariance_mask=zero)
         return replace(masked, teacher_logprobs=teacher, teacher_kl=teacher_kl, entropy=entropy)
 
     def without_masked(self) -> LossInputs:
@@ -73,7 +73,7 @@ class LossInputs:
             teacher_kl=clean_any(self.teacher_kl),
             entropy=clean_any(self.entropy),
             nll_weights=clean_any(self.nll_weights),
-            is_chosen=clean_any(self.is_chosen),
+            covariance_mask=clean_any(self.covariance_mask),
         )
 
     def log_ratio(self) -> Tensor:
@@ -84,7 +84,7 @@ class LossInputs:
         """Return the logarithm [T] of the mismatch ratio, old_logprobs - rollout_logprobs, clamped to +-20."""
         return (self.old_logprobs - self.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
-    def log_lead(self) -> Tensor:
+    def log_policy_over_teacher(self) -> Tensor:
         """Return the logarithm [T] of policy over teacher, old_logprobs - teacher_logprobs, clamped to +-20."""
         assert self.teacher_logprobs is not None, "distillation needs teacher_logprobs"
         return (self.old_logprobs - self.teacher_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

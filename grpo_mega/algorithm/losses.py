@@ -44,7 +44,7 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     """
     x = inputs.without_masked()
     if a.distill_beta > 0 and not a.has_vocab_kl:
-        x = replace(x, advantages=x.advantages - a.distill_beta * x.log_lead())
+        x = replace(x, advantages=x.advantages - a.distill_beta * x.log_policy_over_teacher())
     correction = correct(x, a.correction)
     # A dropped token is excluded from its response's mean ratio too, because it would get a gradient through it.
     objective = OBJECTIVES[a.loss_type](replace(x, loss_mask=x.loss_mask * correction.keep), a)
@@ -71,8 +71,8 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
         sums |= diagnostics | {
             f"correction/{name}": _sum(x.loss_mask * values_T) for name, values_T in correction.metrics.items()
         }
-        if a.is_by_covariance and x.is_chosen is not None:
-            sums["clip/chosen"] = _sum(x.is_chosen)
+        if a.is_by_covariance and x.covariance_mask is not None:
+            sums["clip/chosen"] = _sum(x.covariance_mask)
     return LossOutputs(loss=loss_T.sum(), sums=sums, maxima=maxima)
 
 
@@ -114,7 +114,7 @@ def _diagnostics(x: LossInputs, objective: Objective, kl_clamp: float | None) ->
     if x.ref_logprobs is not None:
         means["kl/mean"] = kl_penalty(x.logprobs, x.ref_logprobs, "low_var_kl", kl_clamp=kl_clamp)
     if x.teacher_logprobs is not None:
-        means["distill/kl"] = x.log_lead()
+        means["distill/kl"] = x.log_policy_over_teacher()
     if x.teacher_kl is not None:
         means["distill/kl"] = x.teacher_kl
     if x.entropy is not None:

@@ -110,8 +110,8 @@ def clip_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
     A chosen token that is already clipped keeps its l_t, which has no gradient.
     """
     inner = _clipped(x.log_ratio().exp(), x.advantages, a)
-    assert x.is_chosen is not None
-    is_cut_T = (x.is_chosen > 0) & ~inner.is_low & ~inner.is_high
+    assert x.covariance_mask is not None
+    is_cut_T = (x.covariance_mask > 0) & ~inner.is_low & ~inner.is_high
     return Objective(inner.loss.masked_fill(is_cut_T, 0.0), inner.is_low, inner.is_high)
 
 
@@ -121,9 +121,9 @@ def kl_cov(x: LossInputs, a: AlgorithmConfig) -> Objective:
     l_t = -r_t A_t, plus cov_kl |log r_t| on the tokens that covariance.py chooses, as in the authors' code
     """
     log_T = x.log_ratio()
-    assert x.is_chosen is not None
+    assert x.covariance_mask is not None
     none_T = torch.zeros_like(x.advantages, dtype=torch.bool)
-    return Objective(a.cov_kl * x.is_chosen * log_T.abs() - log_T.exp() * x.advantages, none_T, none_T)
+    return Objective(a.cov_kl * x.covariance_mask * log_T.abs() - log_T.exp() * x.advantages, none_T, none_T)
 
 
 # Keyed by the names in a config (algorithm.loss_type); "actor" is RLinf's name of the clipped objective.

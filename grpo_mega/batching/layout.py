@@ -59,7 +59,7 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
     """
     cuts = batch.cu_seqlens.tolist()
     for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
-        whole, pairs = response_slice(0, samples[index], is_shared=batch.trunks is not None), []
+        whole, pairs = response_slice(0, samples[index], is_shared=batch.shared_prompt_segments is not None), []
         for chunk in chunks_of((end - begin) * batch.cp_size, batch.cp_size, batch.cp_rank):
             first = min(max(whole.start, chunk.start), chunk.stop)
             last = max(first, min(whole.stop, chunk.stop))

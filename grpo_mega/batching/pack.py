@@ -131,7 +131,9 @@ def _pack_one(
         if routes is not None and sample.routes is not None:
             routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(begin + length)
-    trunks = _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if share_prompts else None
+    shared_prompt_segments = (
+        _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if share_prompts else None
+    )
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)
@@ -147,21 +149,21 @@ def _pack_one(
         sample_indices=[offset + member for member in members],
         lengths=[samples[member].total_len for member in members],
         routes=routes,
-        trunks=trunks,
+        shared_prompt_segments=shared_prompt_segments,
     )
 
 
 def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
     """Append each prompt without its last token once, after all samples. Return each sample's trunk (see PackedBatch)."""
-    trunks: dict[int, int] = {}
+    shared_prompt_segments: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
         begin, length = boundaries[-1], len(prompt.token_ids) - 1
-        trunks[prompt.id] = len(boundaries) - 1 if length else -1
+        shared_prompt_segments[prompt.id] = len(boundaries) - 1 if length else -1
         if length:
             tokens[begin : begin + length] = torch.tensor(prompt.token_ids[:-1])
             position_ids[begin : begin + length] = torch.arange(length)
             boundaries.append(begin + length)
-    return [trunks[sample.prompt.id] for sample in samples]
+    return [shared_prompt_segments[sample.prompt.id] for sample in samples]
 
 
 def num_tokens_of(samples: Sequence[Sample]) -> int:

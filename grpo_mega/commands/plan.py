@@ -14,10 +14,10 @@ from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
 from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import rehearsal, text
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.lengths import read_lengths
 from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
-from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.preflight import Findings, Machine, find_all
 from grpo_mega.preflight.model import read_planned_model
@@ -58,12 +58,12 @@ def run(options: PlanOptions) -> int:
     return FITS if plan.fits and agrees else DOES_NOT_FIT
 
 
-def _rehearse(setup: Setup, options: PlanOptions) -> list[rehearsal.Comparison]:
+def _rehearse(setup: PlannedJob, options: PlanOptions) -> list[rehearsal.Comparison]:
     fields = read_planned_model(setup.config, options.model_config, options.model).fields
     return rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])[0]
 
 
-def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
+def prepare(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     card = card_of(options.gpu)
     if options.ranks and not options.rehearses:
@@ -101,7 +101,7 @@ def prepare(options: PlanOptions) -> tuple[Setup | None, Findings]:
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
-    setup = Setup(
+    setup = PlannedJob(
         config=config,
         shape=model.shape,
         experts_per_token=model.experts_per_token,

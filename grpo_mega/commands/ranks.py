@@ -47,6 +47,8 @@ def prepare_rank(config: Config) -> None:
     from grpo_mega.hardware.fp8 import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
-    from grpo_mega.megatron.found import check_loads  # imported late, because it imports Megatron, which reads the environment
+    from grpo_mega.megatron.loaded_kernels import (
+        check_loads,  # imported late, because it imports Megatron, which reads the environment
+    )
 
     check_loads()

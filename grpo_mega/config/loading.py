@@ -22,6 +22,7 @@ from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 MAX_BYTES = 4 << 20  # the largest config file that is read
 _MAX_SHOWN = 200
 _UNION_LABELS = ("bool", "literal['reference']")  # pydantic adds these labels for a key with several types
+_RENAMED = {"sync.prove": "sync.verify"}  # old names of keys
 _REMEDIES = {
     "bool_type": "must be true or false; write one of them",
     "int_type": "must be a whole number; write it in digits, like 16",
@@ -125,6 +126,8 @@ def problems_of(schema: type[BaseModel], error: ValidationError) -> list[str]:
 
 
 def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[str]:
+    if key in _RENAMED:
+        return [f"{key} is called {_RENAMED[key]} now; rename the key"]
     if problem["type"] == "extra_forbidden":
         return [f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"]
     if problem["type"] == "missing":

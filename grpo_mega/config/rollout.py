@@ -140,13 +140,13 @@ class RolloutConfig(Section):
         return self.placement == "separate"
 
     @property
-    def carries(self) -> bool:
+    def keeps_unfinished(self) -> bool:
         """True if unfinished or surplus complete groups of a step continue in the next one."""
         return self.partial or (self.is_separate and self.max_staleness > 0)
 
     def num_begun(self, prompts_per_step: int) -> int:
         """Return the number of prompts that a step starts or continues."""
-        if self.is_separate and self.carries:
+        if self.is_separate and self.keeps_unfinished:
             return (1 + self.max_staleness) * prompts_per_step
         return math.ceil(round(prompts_per_step * self.oversample, 6))
 
@@ -164,7 +164,7 @@ class RolloutConfig(Section):
             yield f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it"
         if self.is_separate and self.partial:
             yield "rollout.partial=true: must not be with placement=separate (it always continues); leave it out"
-        if self.is_separate and self.carries and self.oversample > 1:
+        if self.is_separate and self.keeps_unfinished and self.oversample > 1:
             yield (
                 f"rollout.oversample={self.oversample}: must be 1 with placement=separate and "
                 f"max_staleness={self.max_staleness}, because it sets how much is started; leave it out"
@@ -173,7 +173,7 @@ class RolloutConfig(Section):
             yield "rollout.max_staleness=0: must be at least 1 with rollout.partial; raise it, or leave partial out"
         if self.partial and self.oversample == 1:
             yield "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"
-        if self.longest_first and self.oversample > 1 and not self.carries:
+        if self.longest_first and self.oversample > 1 and not self.keeps_unfinished:
             yield (
                 f"rollout.longest_first=true: must not be with oversample={self.oversample}, because it "
                 "aborts the groups that start last, here always the short ones; set partial=true, or leave one out"
@@ -186,6 +186,6 @@ class SyncConfig(Section):
     bucket_mib: PositiveFloat = Field(
         default=256.0, description="MiB of weights that a rank sends to its engine at once. Two such buckets are allocated."
     )
-    prove: bool = Field(
+    verify: bool = Field(
         default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."
     )

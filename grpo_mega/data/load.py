@@ -100,7 +100,7 @@ def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, firs
             answer=one.answer,
             prefill=prefill if text.endswith(prefill) else "",
             extras=one.extras,
-            given=one.given,
+            raw_columns=one.raw_columns,
         )
         for one, text, token_ids in zip(conversations, texts, all_token_ids, strict=True)
         if len(token_ids) <= config.max_prompt_length
@@ -170,7 +170,7 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
     num_begun = rollout.num_begun(prompts_per_step)
-    if num_begun == prompts_per_step or rollout.carries:
+    if num_begun == prompts_per_step or rollout.keeps_unfinished:
         return sampler
     try:
         return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)

@@ -33,7 +33,7 @@ class Conversation:
     messages: list[Message]
     answer: str
     extras: dict[str, Any]  # other columns of the row
-    given: dict[str, Any]  # see types.Prompt
+    raw_columns: dict[str, Any]  # see types.Prompt
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:

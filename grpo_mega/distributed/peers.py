@@ -16,7 +16,7 @@ from grpo_mega.distributed.store import LOOPBACK, open_store
 from grpo_mega.errors import EngineError
 
 
-class Peers:
+class EngineRanks:
     """`size` consecutive ranks of the job. This rank is number `index`. All of them call every method together."""
 
     def __init__(self, job: Rendezvous, index: int, size: int, deadline_s: float) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_mega.errors import ResumeError
 from grpo_mega.files import read_json, read_name
-from grpo_mega.paths import CHECKPOINTS, FINISHED
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR
 
 LATEST = "latest"
 MANIFEST = "checkpoint.json"
@@ -43,7 +43,7 @@ class Manifest:
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
     draws: int  # number of prompt batches drawn from the data so far
-    inputs: dict[str, str]  # digests of model and data, see run/inputs.py
+    inputs: dict[str, str]  # digests of model and data, see run/input_digests.py
     kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     written_at: float = 0.0  # seconds since the epoch; set by publish
@@ -130,7 +130,7 @@ def find_finished(run_dir: Path, step: int | None) -> Path | None:
 
     Raise ResumeError if a step's checkpoint is requested from such a run.
     """
-    finished = run_dir / FINISHED
+    finished = run_dir / EXPORT_DIR
     if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
         return None
     if step is not None:

@@ -20,7 +20,7 @@ from grpo_mega.formats.dtypes import TORCH_NAMES
 from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, FINISHED
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, EXPORT_DIR
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), _manifest_of(state.parent))
     if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, None)
-    finished = path / FINISHED
+    finished = path / EXPORT_DIR
     if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
         return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, None, without_checkpoints(finished))
     raise WeightMappingError(

@@ -57,18 +57,18 @@ def pack_params(
     dtype: torch.dtype,
     cp_size: int = 1,
     cp_rank: int = 0,
-    trunks: Sequence[int] | None = None,
+    shared_prompt_segments: Sequence[int] | None = None,
 ) -> LocalPackedSeqParams:
     """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]) for queries of `dtype`.
 
-    The segments cover all T tokens of this rank. `trunks`: see PackedBatch.
+    The segments cover all T tokens of this rank. `shared_prompt_segments`: see PackedBatch.
     """
     cuts, device = cu_seqlens.tolist(), position_ids.device
-    trunks = trunks or ()
-    branches = {i for i, trunk in enumerate(trunks) if trunk >= 0}
+    shared_prompt_segments = shared_prompt_segments or ()
+    branches = {i for i, trunk in enumerate(shared_prompt_segments) if trunk >= 0}
     spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], dtype, cp_size, cp_rank)
-    found += _branches(cuts, trunks, dtype)
+    found += _branches(cuts, shared_prompt_segments, dtype)
     restore = torch.empty(cuts[-1], dtype=torch.int64)
     base = 0
     for stack, is_real in found:
@@ -98,11 +98,11 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
     return found
 
 
-def _branches(cuts: list[int], trunks: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
+def _branches(cuts: list[int], shared_prompt_segments: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
     """Return one stack per trunk: the segments of any length that continue it. Their queries see all keys of the trunk."""
     found = []
-    for trunk in sorted({trunk for trunk in trunks if trunk >= 0}):
-        spans = [(cuts[i], cuts[i + 1] - cuts[i]) for i, other in enumerate(trunks) if other == trunk]
+    for trunk in sorted({trunk for trunk in shared_prompt_segments if trunk >= 0}):
+        spans = [(cuts[i], cuts[i + 1] - cuts[i]) for i, other in enumerate(shared_prompt_segments) if other == trunk]
         starts, lengths = (torch.tensor(column)[:, None] for column in zip(*spans, strict=True))
         column = torch.arange(int(lengths.max()))
         queries, before = starts + torch.minimum(column, lengths - 1), torch.arange(cuts[trunk], cuts[trunk + 1])

@@ -34,9 +34,9 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
-from grpo_mega.megatron import compat, latent, routers
+from grpo_mega.megatron import compat, mla, routers
 from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
-from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.boxes import RankShards
@@ -104,8 +104,8 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, config, runtime),
-        **(latent.routing(shape, hf_config) if shape.shared_ffn else {}),
-        **(latent.settings(shape, hf_config) if shape.kv_lora else {}),
+        **(mla.routing(shape, hf_config) if shape.shared_ffn else {}),
+        **(mla.settings(shape, hf_config) if shape.kv_lora else {}),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
@@ -181,7 +181,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     # transformers computes the frequencies, for every rope type that preflight accepts.
     inv_freq = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config).inv_freq.float()
     if shape.kv_lora:
-        latent.set_rotary(model, hf_config)
+        mla.set_rotary(model, hf_config)
     elif use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
@@ -197,9 +197,9 @@ def output_weight(model: GPTModel) -> Any:
 def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
     """Return every parameter by its local name. Assert that the family's table and the model agree on names and shapes.
 
-    The expert biases of routers are buffers, not parameters: see `latent.biases_of`.
+    The expert biases of routers are buffers, not parameters: see `mla.biases_of`.
     """
-    holding = {name: tensor for name, tensor in holding.items() if not name.endswith(latent.BIAS)}
+    holding = {name: tensor for name, tensor in holding.items() if not name.endswith(mla.BIAS)}
     parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
     for name, p in parameters.items():
@@ -240,7 +240,7 @@ def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> 
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
         if shape.kv_lora:
-            latent.set_parts(attention)
+            mla.set_parts(attention)
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         return spec

@@ -31,11 +31,11 @@ from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.guard import Guard, num_groups
-from grpo_mega.megatron.latent import biases_of
+from grpo_mega.megatron.mla import biases_of
 from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
 from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
-from grpo_mega.megatron.precision import PlainTensors, held, in_bf16, is_quantised, set_level, write_back
+from grpo_mega.megatron.precision import PlainTensors, in_bf16, is_quantised, set_level, storage_tensors, write_back
 from grpo_mega.megatron.reference import Reference
 from grpo_mega.megatron.replay import Replay
 from grpo_mega.megatron.routers import Routers
@@ -66,9 +66,13 @@ class Policy:
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
-        self.num_pushed = 0  # steps of this process that must change weights: past warm-up, with a gradient above 0
+        # Steps of this process that must change weights: past warm-up, with a gradient above 0.
+        self.num_effective_steps = 0
         self.memory = PolicyMemory(
-            self.chunks, partial(held, self.parameters.values()), self._optimizer_state, is_cuda=runtime.device.is_cuda
+            self.chunks,
+            partial(storage_tensors, self.parameters.values()),
+            self._optimizer_state,
+            is_cuda=runtime.device.is_cuda,
         )
         self._reference: Reference | None = None
         self.teachers: dict[str, Teacher] = {}  # models to distill from, by name
@@ -118,7 +122,7 @@ class Policy:
 
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
-        with self._runtime.together():
+        with self._runtime.raise_on_all_ranks():
             for name, shard in self._shards.rank_shards(self._runtime.rank).items():
                 p = self.parameters[name]
                 values = torch.empty(p.shape, dtype=p.dtype, device=p.device) if is_quantised(p) else p
@@ -255,7 +259,7 @@ class Policy:
         self.memory.onload_optimizer()
         self._optimizer.step()
         self.routers.move_biases()
-        self.num_pushed += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
+        self.num_effective_steps += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
         self.optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
 
@@ -335,7 +339,7 @@ class Policy:
                 teacher_kl=self._teacher_kl(hidden_TH, batch),
                 entropy=entropy,
                 nll_weights=batch.nll_weights,
-                is_chosen=batch.is_chosen,
+                covariance_mask=batch.covariance_mask,
                 importance_mean=batch.importance_mean,
                 cp_group=self._runtime.cp_group,
             ),

@@ -135,7 +135,7 @@ def is_quantised(parameter: Tensor) -> bool:
     return bool(is_float8tensor(parameter))
 
 
-def held(parameters: Iterable[Tensor]) -> list[Tensor]:
+def storage_tensors(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that hold the bytes of plain and quantized parameters."""
     tensors: list[Tensor] = []
     for p in parameters:

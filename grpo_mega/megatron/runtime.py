@@ -21,12 +21,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega.config import Config
-from grpo_mega.distributed import sides
+from grpo_mega.distributed import process_groups
 from grpo_mega.distributed.messages import shared_key
 from grpo_mega.distributed.store import job_store
 from grpo_mega.errors import UserError
 from grpo_mega.hardware import device as devices
-from grpo_mega.megatron.found import check as check_kernels
+from grpo_mega.megatron.loaded_kernels import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout
@@ -94,7 +94,7 @@ class Runtime:
         return values
 
     @contextmanager
-    def together(self, ranks: dist.ProcessGroup | None = None) -> Iterator[None]:
+    def raise_on_all_ranks(self, ranks: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Raise on all `ranks` the first UserError that any of them raises inside. None: the default group.
 
         All ranks then end with the same line instead of waiting for a rank that is gone. Call no collectives inside.
@@ -117,7 +117,7 @@ def start(config: Config) -> Runtime:
         return arrange(config, join(config))
     device = _select_device(config)
     with _joining(config) as (store, rank, world_size):
-        joined = sides.join(device.backend, store, rank, world_size, config.layout.engine_ranks, _timeout(config))
+        joined = process_groups.join(device.backend, store, rank, world_size, config.layout.engine_ranks, _timeout(config))
     if joined.trains:
         runtime = arrange(config, device)
     else:
@@ -195,7 +195,7 @@ def _leave_groups() -> None:
     forget_fp8_state()
     gc.collect()
     for group in [
-        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD and g.group_desc != sides.EVERYONE
+        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD and g.group_desc != process_groups.EVERYONE
     ]:
         dist.destroy_process_group(group)
 

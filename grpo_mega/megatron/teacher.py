@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.config import Config, PrecisionConfig
-from grpo_mega.megatron.latent import biases_of
+from grpo_mega.megatron.mla import biases_of
 from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
 from grpo_mega.megatron.offload import HostCopy, storages_of
 from grpo_mega.megatron.pipeline import Pipeline
@@ -58,7 +58,7 @@ class Teacher:
 
     def load(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights from a checkpoint's slices, and move them to the host."""
-        with self._runtime.together(), torch.no_grad():
+        with self._runtime.raise_on_all_ranks(), torch.no_grad():
             load_shards(self._holding, self._parameters, read)
             if self._head is not None:
                 self.head_VG = torch.zeros(self._head_size, dtype=next(iter(self._parameters.values())).dtype)

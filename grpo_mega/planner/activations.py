@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.planner import te_layers
-from grpo_mega.planner.figures import Figure, Trust, figure, product
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import TracedNumber, Trust, figure, product
+from grpo_mega.planner.job import PlannedJob
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (packed.MAX_PADDING)
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on a GPU
@@ -23,25 +23,25 @@ TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on 
 class Activations:
     """Bytes of activations of one stage."""
 
-    saved: Figure  # kept until their backward pass
-    recomputed: Figure  # kept by the layer whose backward pass is running
-    work: Figure  # working memory of that layer, which autograd does not keep
-    exchanged: Figure  # keys, values and results that its attention exchanges with other context-parallel ranks
-    logprobs: Figure  # tiles of logits, and their hidden states; on the last stage only
-    forward_only: Figure  # working memory in a pass without gradients
-    layer: list[Figure]  # elements that one layer keeps, part by part
+    saved: TracedNumber  # kept until their backward pass
+    recomputed: TracedNumber  # kept by the layer whose backward pass is running
+    work: TracedNumber  # working memory of that layer, which autograd does not keep
+    exchanged: TracedNumber  # keys, values and results that its attention exchanges with other context-parallel ranks
+    logprobs: TracedNumber  # tiles of logits, and their hidden states; on the last stage only
+    forward_only: TracedNumber  # working memory in a pass without gradients
+    layer: list[TracedNumber]  # elements that one layer keeps, part by part
 
     @property
-    def kept(self) -> list[Figure]:
+    def kept(self) -> list[TracedNumber]:
         """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
     @property
-    def training(self) -> list[Figure]:
+    def training(self) -> list[TracedNumber]:
         return [*self.kept, self.work, self.exchanged, self.logprobs]
 
 
-def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activations:
+def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Activations:
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, tokens = shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
@@ -76,13 +76,13 @@ def activations(setup: Setup, pp_rank: int, padding: float = PADDING) -> Activat
     )
 
 
-def experts_share(setup: Setup) -> float:
+def experts_share(setup: PlannedJob) -> float:
     """Return the tokens on the busiest rank's experts relative to the micro-batch's tokens; 0 for a dense model."""
     spread = setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
     return setup.experts_per_token * spread if setup.shape.num_experts else 0
 
 
-def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Figure, Figure]:
+def _layer(setup: PlannedJob, pp_rank: int, padding: float) -> tuple[list[TracedNumber], TracedNumber, TracedNumber]:
     """Return the parts that one layer keeps, and its total without recompute and with selective recompute."""
     shape, tp = setup.shape, setup.layout.tp
     h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
@@ -110,7 +110,9 @@ def _layer(setup: Setup, pp_rank: int, padding: float) -> tuple[list[Figure], Fi
     return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
 
 
-def _latent_layer(setup: Setup, pp_rank: int, padded: float, keys: float) -> tuple[list[Figure], Figure, Figure]:
+def _latent_layer(
+    setup: PlannedJob, pp_rank: int, padded: float, keys: float
+) -> tuple[list[TracedNumber], TracedNumber, TracedNumber]:
     """Return the same for local layers with multi-latent attention, averaged over a stage's layers with and without experts.
 
     With recompute only the recomputed layer counts. The formula assumes the largest one.
@@ -133,13 +135,13 @@ def _latent_layer(setup: Setup, pp_rank: int, padded: float, keys: float) -> tup
     return [norms], whole, selective
 
 
-def _share_in_fp8(setup: Setup, pp_rank: int) -> float:
+def _share_in_fp8(setup: PlannedJob, pp_rank: int) -> float:
     """Return the share of a stage's layers that compute in FP8."""
     layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
     return sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
 
 
-def layers_in_flight(setup: Setup, pp_rank: int) -> int:
+def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
     """Return the largest number of layers times micro-batches whose activations a stage holds (1F1B, interleaved or not)."""
     layout = setup.layout
     sizes = [len(chunk) for chunk in setup.chunks(pp_rank)]
@@ -154,7 +156,7 @@ def layers_in_flight(setup: Setup, pp_rank: int) -> int:
     return num_layers
 
 
-def _exchanged(setup: Setup) -> Figure:
+def _exchanged(setup: PlannedJob) -> TracedNumber:
     """Return the keys, values and partial results that attention exchanges with other context-parallel ranks.
 
     Local layers hold the keys and values of all ranks. In the backward pass they also hold the gradients, before and after
@@ -175,7 +177,7 @@ def _exchanged(setup: Setup) -> Figure:
     return figure(label, "B", lambda: tokens * b * kv * (3 * cp + 0.5))
 
 
-def _logprobs(setup: Setup, pp_rank: int) -> Figure:
+def _logprobs(setup: PlannedJob, pp_rank: int) -> TracedNumber:
     if pp_rank != setup.layout.pp - 1:
         return product("log-prob tiles", "B")
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, floor
 
-from grpo_mega.planner.figures import Figure, figure, product
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import TracedNumber, figure, product
+from grpo_mega.planner.job import PlannedJob
 
 
 @dataclass(frozen=True)
 class Batch:
-    samples: Figure  # per step
-    tokens: Figure  # per step, prompts included
-    micro_batches: Figure  # per rank and optimizer step, if samples have mean length
-    most_micro_batches: Figure  # per rank and optimizer step, if all samples have the maximum length
-    micro_batch_tokens: Figure  # mean per rank
-    bubble: Figure  # share of an update in which a pipeline stage is idle
+    samples: TracedNumber  # per step
+    tokens: TracedNumber  # per step, prompts included
+    micro_batches: TracedNumber  # per rank and optimizer step, if samples have mean length
+    most_micro_batches: TracedNumber  # per rank and optimizer step, if all samples have the maximum length
+    micro_batch_tokens: TracedNumber  # mean per rank
+    bubble: TracedNumber  # share of an update in which a pipeline stage is idle
 
     @property
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[TracedNumber]:
         return [self.samples, self.tokens, self.micro_batches, self.most_micro_batches, self.micro_batch_tokens, self.bubble]
 
 
-def batch(setup: Setup) -> Batch:
+def batch(setup: PlannedJob) -> Batch:
     config, pp, vpp, dp, cp = setup.config, setup.layout.pp, setup.layout.vpp, setup.layout.dp, setup.layout.cp
     mean_prompt, mean_response, longest = setup.mean_prompt, setup.mean_response, setup.longest_on_rank
     mini_batches, budget, fill = config.batch.mini_batches, config.batch.tokens_per_micro_batch, setup.assumed.packing_fill

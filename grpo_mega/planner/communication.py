@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.engine import received_weights
-from grpo_mega.planner.figures import Figure, figure
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import TracedNumber, figure
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import State
 from grpo_mega.weights.layout import MegatronLayout
 
@@ -18,10 +18,10 @@ from grpo_mega.weights.layout import MegatronLayout
 class Link:
     """One kind of communication."""
 
-    sent: Figure  # bytes that the busiest rank sends in a step
+    sent: TracedNumber  # bytes that the busiest rank sends in a step
     num_groups: int  # number of process groups that exchange tensors
     num_crossing: int  # number of groups that span several nodes
-    seconds: Figure  # time per step; overlap with computation is not deducted
+    seconds: TracedNumber  # time per step; overlap with computation is not deducted
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
+def communication(setup: PlannedJob, batch: Batch, state: State) -> list[Link]:
     """Return the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
     tp, vpp, ep, replicas = layout.tp, layout.vpp, layout.ep, layout.num_replicas
@@ -101,7 +101,7 @@ def communication(setup: Setup, batch: Batch, state: State) -> list[Link]:
     return links
 
 
-def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) -> Figure:
+def _tensor_parallel(setup: PlannedJob, layers: int, moe_layers: int, tokens: float) -> TracedNumber:
     """Return the bytes between tensor-parallel ranks.
 
     A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism an
@@ -133,7 +133,7 @@ def _tensor_parallel(setup: Setup, layers: int, moe_layers: int, tokens: float) 
     )
 
 
-def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
+def _context_parallel(setup: PlannedJob, layers: int, tokens: float) -> TracedNumber:
     """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
 
     This happens once in the forward pass, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and once more
@@ -151,23 +151,23 @@ def _context_parallel(setup: Setup, layers: int, tokens: float) -> Figure:
     return figure(label, "B", lambda: layers * tokens * kv * b * (cp - 1) * (updates * (2 + again) + forwards))
 
 
-def num_passes(setup: Setup) -> tuple[int, int]:
+def num_passes(setup: PlannedJob) -> tuple[int, int]:
     """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per step."""
     batch = setup.config.batch
     return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
 
 
-def tokens_per_rank(setup: Setup, batch: Batch) -> float:
+def tokens_per_rank(setup: PlannedJob, batch: Batch) -> float:
     """Return the tokens that each rank of a stage processes in one pass over a step."""
     return batch.tokens.value / setup.layout.num_replicas
 
 
-def largest_stage(setup: Setup) -> int:
+def largest_stage(setup: PlannedJob) -> int:
     """Return the number of layers of the largest stage."""
     return max(map(setup.num_layers, range(setup.layout.pp)))
 
 
-def _link(setup: Setup, bytes_sent: Figure, members: Sequence[Sequence[int]]) -> Link:
+def _link(setup: PlannedJob, bytes_sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
     """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
     assumed, card, sent = setup.assumed, setup.card, bytes_sent.value
     num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import floor, prod
 
 from grpo_mega.hardware.cards import Card
-from grpo_mega.planner.figures import GIB, Figure, Number, figure, product
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import GIB, Number, TracedNumber, figure, product
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 
@@ -17,16 +17,16 @@ from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 class EngineMemory:
     """Memory of one device of an engine."""
 
-    weights: Figure
-    cache: Figure
-    cache_tokens: Figure  # tokens that one engine's cache holds
-    extra: Figure  # working memory while the engine generates
-    asleep: Figure  # memory that stays while the engine sleeps
-    concurrent: Figure  # sequences of mean length that an engine decodes at once
+    weights: TracedNumber
+    cache: TracedNumber
+    cache_tokens: TracedNumber  # tokens that one engine's cache holds
+    extra: TracedNumber  # working memory while the engine generates
+    asleep: TracedNumber  # memory that stays while the engine sleeps
+    concurrent: TracedNumber  # sequences of mean length that an engine decodes at once
     shortfall: str | None = None  # reason why the engine cannot serve the longest sample
 
 
-def engine_memory(setup: Setup) -> EngineMemory:
+def engine_memory(setup: PlannedJob) -> EngineMemory:
     return _served(setup) if setup.is_served else _embedded(setup)
 
 
@@ -59,7 +59,7 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
     return Elements(plain, linear, num_scales)
 
 
-def received_weights(setup: Setup, label: str) -> Figure:
+def received_weights(setup: PlannedJob, label: str) -> TracedNumber:
     """Return all bytes that a rank of the engine receives in a sync."""
     layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held = elements_of(setup.family, setup.shape, layout)
@@ -70,7 +70,7 @@ def received_weights(setup: Setup, label: str) -> Figure:
     return figure(label, "B", lambda: plain * b + linear + 4 * blocks, "exact")
 
 
-def cache_bytes_per_token(setup: Setup) -> int:
+def cache_bytes_per_token(setup: PlannedJob) -> int:
     """Return the bytes per token on one device. If ranks outnumber key-value heads, each rank holds one head.
 
     With multi-latent attention SGLang caches the latents, all of them on every rank.
@@ -91,7 +91,7 @@ def default_fraction(card: Card, tp: int) -> float:
     return round((capacity - reserve) / capacity, 3)
 
 
-def _served(setup: Setup) -> EngineMemory:
+def _served(setup: PlannedJob) -> EngineMemory:
     rollout, card, b = setup.config.rollout, setup.card, setup.engine_itemsize
     hidden, vocab = setup.shape.hidden, setup.shape.vocab
     held, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
@@ -122,7 +122,7 @@ def _served(setup: Setup) -> EngineMemory:
     return EngineMemory(held, cached, tokens, extra, asleep, _concurrent(setup, tokens.value), shortfall)
 
 
-def _embedded(setup: Setup) -> EngineMemory:
+def _embedded(setup: PlannedJob) -> EngineMemory:
     """Return the memory of transformers' model in the trainer's process. Its cache exists only while it generates."""
     layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
     elements = elements_of(setup.family, setup.shape, None).total  # the embedded engine is never quantised
@@ -137,12 +137,12 @@ def _embedded(setup: Setup) -> EngineMemory:
     return EngineMemory(weights, cached, tokens, extra, nothing, _concurrent(setup, tokens.value))
 
 
-def _concurrent(setup: Setup, tokens: Number) -> Figure:
+def _concurrent(setup: PlannedJob, tokens: Number) -> TracedNumber:
     limit, mean, sequences = setup.config.rollout.max_concurrent, setup.mean_sample, sequences_per_engine(setup)
     return figure("sequences decoded at once", "", lambda: max(1, min(limit, floor(tokens / mean), sequences)))
 
 
-def sequences_per_engine(setup: Setup) -> int:
+def sequences_per_engine(setup: PlannedJob) -> int:
     """Return the sequences per step on the busiest engine; a prompt's group stays on one engine."""
     num_engines = setup.engine_layout.num_engines
     num_begun = setup.config.rollout.num_begun(setup.config.batch.prompts_per_step)

@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Figure:
+class TracedNumber:
     label: str
     value: Number
     unit: Unit
@@ -52,7 +52,7 @@ class Figure:
         cells = tuple(CellType(values[name]) for name in code.co_freevars)
         return float(FunctionType(code, self.function.__globals__, closure=cells)())
 
-    def trusted(self, trust: Trust) -> Figure:
+    def trusted(self, trust: Trust) -> TracedNumber:
         return replace(self, trust=trust)
 
     def as_json(self) -> dict[str, Any]:
@@ -66,24 +66,24 @@ class Figure:
         }
 
 
-def figure(label: str, unit: Unit, formula: Callable[[], Number], trust: Trust = "estimate") -> Figure:
+def figure(label: str, unit: Unit, formula: Callable[[], Number], trust: Trust = "estimate") -> TracedNumber:
     """Return the figure of a lambda. No other lambda may start on the same line."""
     assert isinstance(formula, FunctionType)
     cells = zip(formula.__code__.co_freevars, formula.__closure__ or (), strict=True)
-    return Figure(label, formula(), unit, {name: cell.cell_contents for name, cell in cells}, formula, trust)
+    return TracedNumber(label, formula(), unit, {name: cell.cell_contents for name, cell in cells}, formula, trust)
 
 
-def total(label: str, unit: Unit, parts: Iterable[Figure]) -> Figure:
+def total(label: str, unit: Unit, parts: Iterable[TracedNumber]) -> TracedNumber:
     """Return the sum of the parts. Their labels name the inputs."""
     figures = list(parts)
     inputs = {_name(part.label): part.value for part in figures}
     assert len(inputs) == len(figures), [part.label for part in figures]
-    return Figure(label, sum(inputs.values()), unit, inputs, None)
+    return TracedNumber(label, sum(inputs.values()), unit, inputs, None)
 
 
-def product(label: str, unit: Unit, trust: Trust = "estimate", **factors: Number) -> Figure:
+def product(label: str, unit: Unit, trust: Trust = "estimate", **factors: Number) -> TracedNumber:
     """Return the product of the factors; 0 without factors."""
-    return Figure(label, math.prod(factors.values()) if factors else 0, unit, factors, None, trust, operator=" * ")
+    return TracedNumber(label, math.prod(factors.values()) if factors else 0, unit, factors, None, trust, operator=" * ")
 
 
 @functools.cache

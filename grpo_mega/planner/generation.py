@@ -19,7 +19,9 @@ from heapq import heappop, heappush
 
 from grpo_mega.planner.lengths import Lengths
 
-MEASURED = 4  # steps in the mean; the steps before them are warm-up, until every step has the same mix of old and new groups
+NUM_AVERAGED_STEPS = (
+    4  # steps in the mean; the steps before them are warm-up, until every step has the same mix of old and new groups
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Schedule:
     group_size: int
     begun: int  # groups that are started or continued while the step waits
     ahead: int  # groups that continue while the step trains
-    carries: bool  # unfinished groups continue in the next step
+    keeps_unfinished: bool  # unfinished groups continue in the next step
     max_staleness: int
 
 
@@ -57,14 +59,14 @@ class Response:
 @dataclass(eq=False, slots=True)
 class Group:
     responses: list[Response] = field(default_factory=list)
-    begun_by: int | None = None  # step of the first token
+    first_step: int | None = None  # step of the first token
     num_open: int = 0  # number of unfinished responses
 
     def opened(self) -> list[Response]:
         return [response for response in self.responses if response.decoded < response.length]
 
     def restart(self) -> None:
-        self.begun_by = None
+        self.first_step = None
         for response in self.responses:
             response.decoded = 0
 
@@ -76,23 +78,23 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Sched
     `prompt`: tokens per prompt. `training`: seconds for which separate engines continue while the others train.
     """
     draw, backlog, waits = _draws(lengths, schedule), list[Group](), list[float]()
-    for step in range(MEASURED + (1 + schedule.max_staleness if schedule.carries else 0)):
+    for step in range(NUM_AVERAGED_STEPS + (1 + schedule.max_staleness if schedule.keeps_unfinished else 0)):
         oldest = step - schedule.max_staleness
         for group in backlog:
-            if group.begun_by is not None and group.begun_by < oldest:
+            if group.first_step is not None and group.first_step < oldest:
                 group.restart()
-        needed = {place for place, group in enumerate(backlog) if group.begun_by == oldest}
+        needed = {place for place, group in enumerate(backlog) if group.first_step == oldest}
         while len(backlog) < schedule.begun:
             backlog += next(draw)
         here = backlog[: schedule.begun]
         waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=[here[i] for i in needed]))
         whole = [place for place, group in enumerate(here) if not group.opened()]
-        whole.sort(key=lambda place: (place not in needed, here[place].begun_by, place))
+        whole.sort(key=lambda place: (place not in needed, here[place].first_step, place))
         kept = set(whole[: schedule.prompts])
-        backlog = [group for place, group in enumerate(backlog) if place not in kept] if schedule.carries else []
+        backlog = [group for place, group in enumerate(backlog) if place not in kept] if schedule.keeps_unfinished else []
         if schedule.ahead:
             run_phase(engines, prompt, backlog[: schedule.ahead], step, until=training)
-    return sum(waits[-MEASURED:]) / MEASURED
+    return sum(waits[-NUM_AVERAGED_STEPS:]) / NUM_AVERAGED_STEPS
 
 
 def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
@@ -150,8 +152,8 @@ def run_phase(
     for server in servers:
         server.stop(now)
     for group in opened:
-        if group.begun_by is None and any(response.decoded for response in group.responses):
-            group.begun_by = step
+        if group.first_step is None and any(response.decoded for response in group.responses):
+            group.first_step = step
     return now
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
-from grpo_mega.planner.figures import GIB, Figure, Trust, figure, product, total
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import GIB, TracedNumber, Trust, figure, product, total
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
 from grpo_mega.rollout.routes import RouterSizes
 
@@ -25,12 +25,12 @@ class StageMemory:
 
     pp_rank: int
     state: State
-    phases: dict[str, list[Figure]]
-    totals: dict[str, Figure]
-    layer: list[Figure]  # the elements that one layer keeps for its backward pass
+    phases: dict[str, list[TracedNumber]]
+    totals: dict[str, TracedNumber]
+    layer: list[TracedNumber]  # the elements that one layer keeps for its backward pass
 
     @property
-    def peak(self) -> Figure:
+    def peak(self) -> TracedNumber:
         return max(self.totals.values(), key=lambda figure: figure.value)
 
     @property
@@ -38,13 +38,13 @@ class StageMemory:
         return max(self.totals, key=lambda phase: self.totals[phase].value)
 
 
-def device_memory(setup: Setup) -> list[StageMemory]:
+def device_memory(setup: PlannedJob) -> list[StageMemory]:
     """Return the memory of each stage's devices."""
     engine = engine_memory(setup)
     return [_stage(setup, engine, pp_rank) for pp_rank in range(setup.layout.pp)]
 
 
-def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
+def _stage(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory:
     state = state_of(setup, pp_rank)
     acts = activations(setup, pp_rank)
     fixed = _fixed(setup, engine)
@@ -77,17 +77,17 @@ def _stage(setup: Setup, engine: EngineMemory, pp_rank: int) -> StageMemory:
     return StageMemory(pp_rank, state, phases, totals, acts.layer)
 
 
-def state_of(setup: Setup, pp_rank: int) -> State:
+def state_of(setup: PlannedJob, pp_rank: int) -> State:
     storage = Storage.of(setup.config, setup.shape)
     return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, setup.uses_te)
 
 
-def teacher_weights(of_teacher: Setup, pp_rank: int) -> float:
+def teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
     """Return the bytes of a teacher's weights on a rank of a stage."""
     return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
-def state_figures(setup: Setup, state: State) -> list[Figure]:
+def state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
     trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
@@ -100,7 +100,7 @@ def state_figures(setup: Setup, state: State) -> list[Figure]:
     ]
 
 
-def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
+def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
@@ -114,7 +114,7 @@ def _fixed(setup: Setup, engine: EngineMemory) -> list[Figure]:
     ]
 
 
-def engine_device(setup: Setup) -> list[Figure]:
+def engine_device(setup: PlannedJob) -> list[TracedNumber]:
     """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
@@ -132,7 +132,7 @@ def engine_device(setup: Setup) -> list[Figure]:
     ]
 
 
-def communicators(setup: Setup) -> list[str]:
+def communicators(setup: PlannedJob) -> list[str]:
     """Return the names of the trainer's process groups with more than one rank."""
     layout = setup.layout
     sizes = {
@@ -150,7 +150,7 @@ def communicators(setup: Setup) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
+def _fp8_copies_of(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
     """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only transposed."""
     precision, elements = setup.config.precision, state.num_parameters
     in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
@@ -168,7 +168,7 @@ def _fp8_copies_of(setup: Setup, state: State, pp_rank: int) -> list[Figure]:
     return [size]
 
 
-def _with_slack(setup: Setup, parts: list[Figure]) -> list[Figure]:
+def _with_slack(setup: PlannedJob, parts: list[TracedNumber]) -> list[TracedNumber]:
     moving = sum(part.value for part in parts)
     return [*parts, product("fragmentation", "B", share=setup.assumed.slack_share, moving=moving)]
 
@@ -177,14 +177,14 @@ def _with_slack(setup: Setup, parts: list[Figure]) -> list[Figure]:
 class HostMemory:
     """Host memory of the node that needs most."""
 
-    pinned: list[Figure]
-    pinned_total: Figure
-    other: list[Figure]
-    saving: Figure  # additional memory while a checkpoint is gathered and staged
-    peak: Figure
+    pinned: list[TracedNumber]
+    pinned_total: TracedNumber
+    other: list[TracedNumber]
+    saving: TracedNumber  # additional memory while a checkpoint is gathered and staged
+    peak: TracedNumber
 
 
-def host_memory(setup: Setup) -> HostMemory:
+def host_memory(setup: PlannedJob) -> HostMemory:
     layout = setup.layout
     states = [state_of(setup, pp_rank) for pp_rank in range(layout.pp)]
     by_node: dict[int, list[State]] = {rank // setup.gpus_per_node: [] for rank in range(setup.world_size)}
@@ -197,7 +197,7 @@ def host_memory(setup: Setup) -> HostMemory:
     return _node(setup, node, setup.ranks_per_node)
 
 
-def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
+def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:
     """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating ranks."""
     layout, assumed, engine_ranks = setup.layout, setup.assumed, num_engine_ranks
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
@@ -241,7 +241,7 @@ def _node(setup: Setup, node: list[State], num_engine_ranks: int) -> HostMemory:
     return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
 
 
-def checkpoint_bytes(setup: Setup) -> Figure:
+def checkpoint_bytes(setup: PlannedJob) -> TracedNumber:
     """Return the bytes of the weights, the fp32 masters and moments, and a reference that follows the policy."""
     parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
     reference = setup.config.algorithm.saved_reference_bytes(b)

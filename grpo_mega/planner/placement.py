@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.plan import Plan
-from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.suggest import Changes, Option, options_of
 
 
@@ -50,7 +50,7 @@ def _fastest(options: Sequence[Option]) -> Option | None:
     return options[place] if options else None
 
 
-def _others(setup: Setup) -> Iterator[Changes]:
+def _others(setup: PlannedJob) -> Iterator[Changes]:
     """Yield the changes that switch to the other placement, with the same tp, cp and pp."""
     layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
     unit = layout.tp * layout.cp * layout.pp

@@ -1,6 +1,6 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`make_plan` takes a Setup whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic.
+`make_plan` takes a PlannedJob whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cached_property
 from grpo_mega.planner.batch import Batch, batch
 from grpo_mega.planner.communication import Link, communication
 from grpo_mega.planner.engine import EngineMemory, engine_memory
-from grpo_mega.planner.figures import Figure, total
+from grpo_mega.planner.figures import TracedNumber, total
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, engine_device, host_memory
-from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Timing, timing
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
@@ -24,10 +24,10 @@ MARGIN = 0.08  # share of the device that a plan should leave free, because esti
 
 @dataclass(frozen=True)
 class Plan:
-    setup: Setup
+    setup: PlannedJob
     stages: list[StageMemory]
     engine: EngineMemory
-    engine_device: list[Figure]  # memory of a separate engine's device; empty if engines are colocated
+    engine_device: list[TracedNumber]  # memory of a separate engine's device; empty if engines are colocated
     batch: Batch
     links: list[Link]
 
@@ -41,7 +41,7 @@ class Plan:
         return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
 
     @property
-    def engine_total(self) -> Figure:
+    def engine_total(self) -> TracedNumber:
         return total("an engine's own device", "B", self.engine_device)
 
     @property
@@ -96,7 +96,7 @@ class Plan:
         return host_memory(self.setup)
 
     @cached_property
-    def checkpoint(self) -> Figure:
+    def checkpoint(self) -> TracedNumber:
         return checkpoint_bytes(self.setup)
 
     @cached_property
@@ -114,7 +114,7 @@ class Plan:
         return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.engine_itemsize)
 
 
-def make_plan(setup: Setup) -> Plan:
+def make_plan(setup: PlannedJob) -> Plan:
     stages = device_memory(setup)
     engine = engine_memory(setup)
     batches = batch(setup)

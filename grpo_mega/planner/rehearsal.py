@@ -20,9 +20,9 @@ from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.batch import batch
 from grpo_mega.planner.communication import communication, groups
-from grpo_mega.planner.figures import Figure, Number
+from grpo_mega.planner.figures import Number, TracedNumber
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import device_memory
-from grpo_mega.planner.setup import Setup
 
 TOLERANCE = {"parameters": 0.0, "communication": 0.03, "activations": 0.10}  # relative to the rehearsed number
 SEGMENTS = 8  # samples of equal length per micro-batch
@@ -53,14 +53,14 @@ class Comparison:
         return self.difference <= self.tolerance
 
 
-def default_ranks(setup: Setup) -> list[int]:
+def default_ranks(setup: PlannedJob) -> list[int]:
     """Return one rank each of the first, the middle and the last pipeline stage."""
     stages = sorted({0, setup.layout.pp // 2, setup.layout.pp - 1})
     places = {setup.layout.place(rank): rank for rank in range(setup.layout.world_size)}
     return [places[0, stage, 0] for stage in stages]
 
 
-def rehearse(cases: Sequence[tuple[Setup, Sequence[int], Mapping[str, Any]]]) -> list[list[Comparison]]:
+def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]]) -> list[list[Comparison]]:
     """Return the comparisons of each setup's ranks. A case is (setup, ranks, fields of config.json).
 
     Raise ConfigError or PlanError.
@@ -81,13 +81,13 @@ def rehearse(cases: Sequence[tuple[Setup, Sequence[int], Mapping[str, Any]]]) ->
         raise PlanError(f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse") from None
 
 
-def _local(setup: Setup) -> Setup:
+def _local(setup: PlannedJob) -> PlannedJob:
     """Return the setup with Megatron's local layers, without Transformer Engine's features, and with balanced experts."""
     config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
     return replace(setup, config=config, uses_te=False, assumed=replace(setup.assumed, expert_imbalance=1.0))
 
 
-def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request to megatron/rehearsal.py for a rank. Raise ConfigError if the rank does not exist."""
     size = setup.layout.world_size
     if not 0 <= rank < size:
@@ -107,12 +107,12 @@ def request_of(setup: Setup, rank: int, fields: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def num_batches(setup: Setup) -> int:
+def num_batches(setup: PlannedJob) -> int:
     """Return enough micro-batches to fill the pipeline. Interleaved stages start more than one round before the first ends."""
     return setup.layout.pp * (2 if setup.layout.vpp > 1 else 1)
 
 
-def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comparison]:
+def _compare(setup: PlannedJob, rank: int, found: Mapping[str, Any]) -> Iterator[Comparison]:
     _, pp_rank, _ = setup.layout.place(rank)
     state = device_memory(setup)[pp_rank].state
     yield Comparison(rank, "parameters", state.num_parameters, found["num_parameters"], TOLERANCE["parameters"])
@@ -137,7 +137,7 @@ def _compare(setup: Setup, rank: int, found: Mapping[str, Any]) -> Iterator[Comp
             yield Comparison(rank, kind, _sent(setup, kind, links[kind], pp_rank), sent, TOLERANCE["communication"])
 
 
-def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
+def _sent(setup: PlannedJob, kind: str, figure: TracedNumber, pp_rank: int) -> float:
     """Return the result of the plan's formula for a rehearsal's micro-batches on this stage."""
     layout = setup.layout
     tokens = setup.micro_batch_tokens * num_batches(setup)
@@ -154,7 +154,7 @@ def _sent(setup: Setup, kind: str, figure: Figure, pp_rank: int) -> float:
     return sent
 
 
-def render(setup: Setup, comparisons: Sequence[Comparison]) -> str:
+def render(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a table for a terminal of 100 columns."""
     lines = [
         f"Rehearsal ({num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo_mega.planner.figures import Figure
+from grpo_mega.planner.figures import TracedNumber
 from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import Plan, disk_bytes
 from grpo_mega.planner.suggest import Option, first_changes
@@ -89,7 +89,7 @@ def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[s
     }
 
 
-def sections(plan: Plan) -> Iterator[tuple[str, list[Figure]]]:
+def sections(plan: Plan) -> Iterator[tuple[str, list[TracedNumber]]]:
     """Yield all figures by section. Memory figures are for the stage with the highest peak."""
     yield "batch", plan.batch.figures
     for phase, parts in plan.worst.phases.items():

@@ -11,8 +11,8 @@ from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.planner.setup import Setup
 from grpo_mega.preflight import Machine, job_problems
 
 Changes = dict[str, Any]  # values keyed by dotted config key
@@ -34,7 +34,7 @@ class Option:
         return float(self.plan.timing.tokens_per_second_per_gpu.value)
 
 
-def suggest(setup: Setup, count: int = 5) -> list[Option]:
+def suggest(setup: PlannedJob, count: int = 5) -> list[Option]:
     """Return the fastest layouts that leave plan.MARGIN free, best first; if rates are equal, the smallest pp and tp first."""
     options = [option for option in options_of(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
     options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
@@ -67,7 +67,7 @@ def changed(config: Config, changes: Changes) -> Config | None:
         return None
 
 
-def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
+def options_of(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Option]:
     """Yield an option for each candidate whose config breaks no rule."""
     was = setup.config.model_dump(mode="json")
     machine = Machine(setup.world_size, setup.gpus_per_node, setup.card)
@@ -79,7 +79,7 @@ def options_of(setup: Setup, candidates: Iterable[Changes]) -> Iterator[Option]:
         yield Option(news, make_plan(replace(setup, config=config)))
 
 
-def _layouts(setup: Setup) -> Iterator[Changes]:
+def _layouts(setup: PlannedJob) -> Iterator[Changes]:
     """Yield all layouts that the trainer ranks and the node allow. Tensor parallelism stays within a node."""
     shape, world = setup.shape, setup.layout.world_size
     node = divisors(setup.ranks_per_node)
@@ -105,7 +105,7 @@ def _layouts(setup: Setup) -> Iterator[Changes]:
             }
 
 
-def _single_changes(setup: Setup) -> Iterator[Changes]:
+def _single_changes(setup: PlannedJob) -> Iterator[Changes]:
     config, layout = setup.config, setup.layout
     for recompute in ("none", "selective", "full"):
         if recompute != config.model.recompute:
@@ -136,7 +136,7 @@ def _single_changes(setup: Setup) -> Iterator[Changes]:
         yield {"optimizer.moments_dtype": "bfloat16"}
 
 
-def _contexts(setup: Setup, sizes: Iterable[int]) -> Iterator[tuple[int, Changes]]:
+def _contexts(setup: PlannedJob, sizes: Iterable[int]) -> Iterator[tuple[int, Changes]]:
     """Yield other sizes of context parallelism, with the same micro-batch tokens over all ranks.
 
     Yield none if the longest sample leaves room to halve the token budget instead.
@@ -148,7 +148,7 @@ def _contexts(setup: Setup, sizes: Iterable[int]) -> Iterator[tuple[int, Changes
             yield cp, {"layout.cp": cp, "batch.tokens_per_micro_batch": scaled}
 
 
-def _engine_cut(setup: Setup, tp: int) -> Changes:
+def _engine_cut(setup: PlannedJob, tp: int) -> Changes:
     """Return `tp` for the engines, with as many expert parts as now or fewer."""
     return {"rollout.tp": tp, "rollout.ep": min(tp, setup.config.rollout.ep)}
 

@@ -8,8 +8,8 @@ be measured like this. Its formula is a tensorwise layer with the scales of bloc
 from __future__ import annotations
 
 from grpo_mega.config import PrecisionConfig
-from grpo_mega.planner.figures import Figure, figure
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.figures import TracedNumber, figure
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.weights.spec import BLOCK
 
 KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
@@ -35,7 +35,9 @@ MEASURED = {
 # FP8 instead of its input, 0 if it keeps the input.
 
 
-def layer(setup: Setup, q: int, kv: int, f: int, r: float, layers_in_fp8: float) -> tuple[list[Figure], Figure, Figure]:
+def layer(
+    setup: PlannedJob, q: int, kv: int, f: int, r: float, layers_in_fp8: float
+) -> tuple[list[TracedNumber], TracedNumber, TracedNumber]:
     """Return the parts that one layer keeps, and its total without recompute and with selective recompute."""
     h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
     heads, is_moe = setup.shape.num_heads // setup.layout.tp, setup.shape.num_experts > 0
@@ -66,7 +68,7 @@ def layer(setup: Setup, q: int, kv: int, f: int, r: float, layers_in_fp8: float)
     return [*parts, again] if setup.config.model.recompute == "selective" else parts, whole, selective
 
 
-def router_elements(setup: Setup) -> float:
+def router_elements(setup: PlannedJob) -> float:
     """Return the elements that routing keeps per token: indices and weights of its experts, and a mask over all experts."""
     return (20 * setup.experts_per_token + 5 * setup.shape.num_experts) / (setup.itemsize * setup.sequence_parts)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from grpo_mega.planner.communication import groups
-from grpo_mega.planner.figures import GIB, Figure
+from grpo_mega.planner.figures import GIB, TracedNumber
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.placement import compare
 from grpo_mega.planner.plan import MARGIN, Plan, disk_bytes
@@ -232,7 +232,7 @@ def _time(plan: Plan) -> list[str]:
     rate, share = timing.tokens_per_second_per_gpu.value, timing.model_flops_share.value
     lines.append(_row("a step", _seconds(timing.step.value)))
     lines.append(_row("tokens per second per GPU", f"{rate:,.0f}", f"       update at {share:.0%} of the bf16 peak"))
-    if plan.setup.config.rollout.is_separate and plan.setup.config.rollout.carries:
+    if plan.setup.config.rollout.is_separate and plan.setup.config.rollout.keeps_unfinished:
         lines.append("  Engines generate while the others train; sampling is the time that the trainers wait.")
     return lines
 
@@ -288,7 +288,7 @@ def _assumptions(plan: Plan) -> list[str]:
     return [*lines, *_wrapped([rates], "  ")]
 
 
-def _value(figure: Figure) -> str:
+def _value(figure: TracedNumber) -> str:
     if figure.unit == "B":
         return f"{figure.value / GIB:,.2f} GiB"
     if figure.unit == "s":

@@ -13,23 +13,23 @@ from grpo_mega.batching import flops as model_flops
 from grpo_mega.planner.batch import Batch
 from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_rank
 from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
-from grpo_mega.planner.figures import Figure, Number, figure, product, total
+from grpo_mega.planner.figures import Number, TracedNumber, figure, product, total
 from grpo_mega.planner.generation import Engines, Schedule, mean_wait
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.lengths import Lengths
-from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.state import State
 
 
 @dataclass(frozen=True)
 class Timing:
-    phases: list[Figure]  # seconds, in the order of a step
-    step: Figure
-    decoding: Figure  # one decoding step of an engine with all its sequences
-    tokens_per_second_per_gpu: Figure
-    model_flops_share: Figure  # model FLOPs in updates, relative to the bf16 peak
+    phases: list[TracedNumber]  # seconds, in the order of a step
+    step: TracedNumber
+    decoding: TracedNumber  # one decoding step of an engine with all its sequences
+    tokens_per_second_per_gpu: TracedNumber
+    model_flops_share: TracedNumber  # model FLOPs in updates, relative to the bf16 peak
 
 
-def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
+def timing(setup: PlannedJob, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
     by_kind = {link.kind: link.seconds.value for link in links}
     logprobs, policy_update = _passes(setup, batch, by_kind, state)
     context = setup.mean_prompt + setup.mean_response / 2
@@ -54,7 +54,7 @@ def timing(setup: Setup, batch: Batch, links: list[Link], state: State, engine: 
     return Timing(phases, whole, decoding, rate, flops_share)
 
 
-def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State) -> tuple[Figure, Figure]:
+def _passes(setup: PlannedJob, batch: Batch, by_kind: dict[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
     """Return the times of the log-probs and of the update."""
     layout, config, in_fp8 = setup.layout, setup.config, len(setup.layers_in_fp8)
     layers, output = _layers_seconds(setup, batch, in_fp8), _output_seconds(setup, batch)
@@ -99,14 +99,14 @@ def _passes(setup: Setup, batch: Batch, by_kind: dict[str, float], state: State)
     return logprobs, update
 
 
-def _forward_flops(setup: Setup, batch: Batch) -> float:
+def _forward_flops(setup: PlannedJob, batch: Batch) -> float:
     """Return the model FLOPs of one forward pass over a step's tokens. Only responses go through the output layer."""
     tokens, outputs = batch.tokens.value, batch.samples.value * setup.mean_response
     pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
     return model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
 
 
-def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
+def _layers_seconds(setup: PlannedJob, batch: Batch, num_in_fp8: int) -> float:
     """Return the time of one forward pass over a step's tokens through the layers of the largest stage."""
     card, assumed, in_fp8 = setup.card, setup.assumed, num_in_fp8 / setup.shape.num_layers
     weights = model_flops.layer_weights(setup.shape, setup.experts_per_token)
@@ -119,25 +119,25 @@ def _layers_seconds(setup: Setup, batch: Batch, num_in_fp8: int) -> float:
     return largest_stage(setup) * tokens_per_rank(setup, batch) / setup.layout.tp * (products + attention)
 
 
-def _forward_seconds(of_teacher: Setup, batch: Batch) -> float:
+def _forward_seconds(of_teacher: PlannedJob, batch: Batch) -> float:
     """Return the time of a teacher's forward pass over a step's tokens."""
     layers, output = _layers_seconds(of_teacher, batch, 0), _output_seconds(of_teacher, batch)
     return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / largest_stage(of_teacher) * layers + output)
 
 
-def _output_seconds(setup: Setup, batch: Batch) -> float:
+def _output_seconds(setup: PlannedJob, batch: Batch) -> float:
     """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
     tokens, shape = batch.samples.value * setup.mean_response / setup.layout.num_replicas, setup.shape
     return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / (setup.card.bf16_flops * setup.assumed.logprob_share)
 
 
-def _adam_seconds(setup: Setup, state: State) -> float:
+def _adam_seconds(setup: PlannedJob, state: State) -> float:
     touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize
     rate = setup.card.hbm_bytes * setup.assumed.hbm_share
     return setup.config.batch.optimizer_steps * (state.largest_share * touched + state.gradients) / rate
 
 
-def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
+def _generation(setup: PlannedJob, engine: EngineMemory, step: TracedNumber) -> TracedNumber:
     """Return the time of full batches until no sequence waits, and of a tail until the longest responses end."""
     sequences, concurrent = sequences_per_engine(setup), engine.concurrent.value
     prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
@@ -150,7 +150,7 @@ def _generation(setup: Setup, engine: EngineMemory, step: Figure) -> Figure:
     )
 
 
-def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Lengths, training: float) -> Figure:
+def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, lengths: Lengths, training: float) -> TracedNumber:
     """Return the simulated time that a step waits until its groups are complete; see generation.py."""
     rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
     concurrent, without = int(engine.concurrent.value), step.at(concurrent=1, context=0)
@@ -165,12 +165,12 @@ def _simulated(setup: Setup, engine: EngineMemory, step: Figure, lengths: Length
         per_prefill=token_seconds(setup),
     )
     begun, ahead = rollout.num_begun(prompts), rollout.num_ahead(prompts)
-    schedule = Schedule(prompts, group, begun, ahead, rollout.carries, rollout.max_staleness)
+    schedule = Schedule(prompts, group, begun, ahead, rollout.keeps_unfinished, rollout.max_staleness)
     waited = mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
     return product("sampling", "s", simulated=waited)
 
 
-def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: float) -> Figure:
+def decoding_step(setup: PlannedJob, weights: Number, concurrent: Number, context: float) -> TracedNumber:
     """Return the time in which an engine decodes one token of each sequence; `context` is their mean length in tokens.
 
     The times to read the weights and to multiply by them are added, because published figures of large batches show no overlap.
@@ -194,7 +194,7 @@ def decoding_step(setup: Setup, weights: Number, concurrent: Number, context: fl
     )
 
 
-def token_seconds(setup: Setup) -> float:
+def token_seconds(setup: PlannedJob) -> float:
     """Return the time of an engine's matrix products for one token."""
     shape, card, is_served = setup.shape, setup.card, setup.is_served
     weights = shape.num_layers * model_flops.layer_weights(shape, setup.experts_per_token) + shape.hidden * shape.vocab
@@ -203,7 +203,7 @@ def token_seconds(setup: Setup) -> float:
     return 2 * weights / ((setup.config.rollout.tp if is_served else 1) * peak * setup.assumed.prefill_share)
 
 
-def _offload(setup: Setup, state: State) -> Figure:
+def _offload(setup: PlannedJob, state: State) -> TracedNumber:
     moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
     weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
     return figure("offload and onload", "s", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate)

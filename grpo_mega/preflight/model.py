@@ -15,7 +15,7 @@ from grpo_mega.formats.hf_files import adapter_problem, check_tied, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CONFIG_FILE, FINISHED
+from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -96,8 +96,8 @@ def _read_folder(folder: Path) -> Model:
         raise ConfigError(f"model.path={folder} {problem}")
     if not (folder / "config.json").is_file():
         remedy = "name the folder of a Hugging Face checkpoint"
-        if (folder / FINISHED / "config.json").is_file():
-            remedy = f"it is a run's folder, so name its policy, {folder / FINISHED}"
+        if (folder / EXPORT_DIR / "config.json").is_file():
+            remedy = f"it is a run's folder, so name its policy, {folder / EXPORT_DIR}"
         elif (folder / CONFIG_FILE).is_file():
             remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
         raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")

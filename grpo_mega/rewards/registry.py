@@ -18,8 +18,8 @@ from typing import Any, get_type_hints
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction
-from grpo_mega.rewards.groups import GIVEN, parameters_of, takes_groups
 from grpo_mega.rewards.steps import splitter
+from grpo_mega.rewards.trl_signature import GIVEN, parameters_of, takes_groups
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Step
-from grpo_mega.rewards.groups import FINISH_REASON
 from grpo_mega.rewards.steps import tokens_at
+from grpo_mega.rewards.trl_signature import FINISH_REASON
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.types import Group, Sample
 
@@ -71,7 +71,7 @@ class Scorer:
             if id(sample) not in self._key_of:
                 self.submit(sample)
         keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [list(sample.response_ids) for sample in ordered]
-        self._pool.submit_group(keys, ordered[0].prompt.given, token_ids)
+        self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Keep the samples of these groups, and stop scoring all other submitted samples."""

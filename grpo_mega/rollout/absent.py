@@ -14,7 +14,7 @@ from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
 
 
-class AbsentEngine(Engine):
+class NoEngine(Engine):
     is_absent = True
 
     def __init__(self, side: ShardLayout, device: torch.device) -> None:

@@ -58,9 +58,9 @@ class Backlog:
             ahead = drawn
         return backlog
 
-    def restarted(self, oldest: int) -> Backlog:
+    def without_stale(self, oldest: int) -> Backlog:
         """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
-        is_stale = [group.begun_by is not None and group.begun_by < oldest for group in self.groups]
+        is_stale = [group.oldest_version is not None and group.oldest_version < oldest for group in self.groups]
         pairs = list(zip(self.groups, is_stale, strict=True))
         fresh = tuple(Group(group.prompt, []) if stale else group for group, stale in pairs)
         return replace(self, groups=fresh).dropped("stale", [group for group, stale in pairs if stale])
@@ -72,7 +72,7 @@ class Backlog:
         must finish too, because there would be too few prompts to draw otherwise.
         """
         waited_for = {turn.prompt.id for turn in self.deferred}
-        return [p for p, group in enumerate(self.groups) if group.begun_by == oldest or group.prompt.id in waited_for]
+        return [p for p, group in enumerate(self.groups) if group.oldest_version == oldest or group.prompt.id in waited_for]
 
     def after_phase(self, before: Sequence[Group], kept: Sequence[Group], rest: Sequence[Group]) -> Backlog:
         """Update groups and ledger after a phase that took the first groups, `before`, and returned `kept` and `rest`."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
 from grpo_mega.rollout.routes import cut
-from grpo_mega.rollout.stop_condition import StopCondition, UntilTrained
+from grpo_mega.rollout.stop_condition import StopCondition, StopWhenTrainersArrive
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 
@@ -62,7 +62,7 @@ class Generator:
         """
         wanted = len(prompts) if wanted is None else min(wanted, len(prompts))
         whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
-        done = [_Done(begun[place].begun_by or 0, 0, 0, place) for place in whole]
+        done = [_Done(begun[place].oldest_version or 0, 0, 0, place) for place in whole]
         todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
         mine: dict[int, Group] = {}
         reported: dict[int, _Report] = {}
@@ -83,7 +83,7 @@ class Generator:
                 stop.close()
             mine = {place: group for place, group in mine.items() if place not in todo} | groups
             reported |= {report.place: report for report in reports}
-            done += [_Done(reported[place].begun_by, attempt, clock, place) for place, clock in ended.items()]
+            done += [_Done(reported[place].oldest_version, attempt, clock, place) for place, clock in ended.items()]
             todo = {place: prompt for place, prompt in todo.items() if place not in ended}
             self._recover(version)
         first = sorted(done, key=lambda one: (one.place not in needed, one))[:wanted]
@@ -109,7 +109,7 @@ class Generator:
         """
         whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
         todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
-        stop = UntilTrained(self._rendezvous, num_trainers)
+        stop = StopWhenTrainersArrive(self._rendezvous, num_trainers)
         if self._engine.is_absent:
             stop.arrive()
         groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, begun=begun)
@@ -149,7 +149,7 @@ class Generator:
 class _Done(NamedTuple):
     """A done group. The fields are the sort key of the order in which groups are kept."""
 
-    begun_by: int  # version of the policy
+    oldest_version: int  # version of the policy
     attempt: int  # clocks restart at 0 after an engine failure
     clock: int
     place: int
@@ -160,7 +160,7 @@ class _Report(NamedTuple):
 
     place: int
     clock: int | None  # None: not finished
-    begun_by: int
+    oldest_version: int
     num_samples: int  # with at least one token
     num_tokens: int
 
@@ -170,8 +170,8 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: 
     reports = []
     for place, group in groups.items():
         clock = (stop.clocks[place] if stop else 0) if group.is_complete(sampling.group_size) else None
-        if group.begun_by is not None:
-            reports.append(_Report(place, clock, group.begun_by, len(group.samples), group.num_tokens))
+        if group.oldest_version is not None:
+            reports.append(_Report(place, clock, group.oldest_version, len(group.samples), group.num_tokens))
     return reports
 
 

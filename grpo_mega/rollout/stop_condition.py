@@ -56,7 +56,7 @@ class StopCondition:
             self._rendezvous.delete(key)
 
 
-class UntilTrained(StopCondition):
+class StopWhenTrainersArrive(StopCondition):
     """Met when all `num_trainers` ranks that train have arrived, however many groups are done."""
 
     def __init__(self, rendezvous: Rendezvous, num_trainers: int) -> None:

@@ -25,7 +25,7 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.routes import is_intact
-from grpo_mega.run.teaching import attach_teacher_logprobs
+from grpo_mega.run.distillation import attach_teacher_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample
 
 
@@ -165,7 +165,7 @@ def _attach_from_whole(
                 batch.importance_mean = mean
         if a.is_by_covariance:
             rows[begin:end] = covariance.choose(whole, a, random).split([s.response_len for s in members])
-            packing.attach(mini_batch, "is_chosen", rows, samples)
+            packing.attach(mini_batch, "covariance_mask", rows, samples)
         begin = end
 
 

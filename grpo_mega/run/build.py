@@ -16,7 +16,7 @@ from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
 from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, policy_shards
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
@@ -30,7 +30,7 @@ from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
-from grpo_mega.run.inputs import RunInputs
+from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
 from grpo_mega.run.rollout import Rollouts
@@ -62,7 +62,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
         policy = build(config, model, runtime) if runtime.trains else None
-        with runtime.together(runtime.everyone):
+        with runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
         stop = StopRequest(config.run_dir)
@@ -88,7 +88,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             colocation=colocation,
             rollouts=Rollouts(config, generator, rendezvous, Scorer(pool, decode), sampling, decode, runtime, timers, log.warn),
             checkpoints=checkpoints,
-            inputs=RunInputs(config, data.digests, runtime.rank, runtime.layout.world_size),
+            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,
             timers=timers,
             stop=stop,

@@ -48,7 +48,7 @@ class Checkpoints:
         self._num_saves = 0
         self._writer: Writer | None = None  # writer of the save in progress
         self._last: Manifest | None = None  # manifest of the last save
-        self._num_pushed = 0  # Policy.num_pushed at the last save
+        self._num_pushed = 0  # Policy.num_effective_steps at the last save
         self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
         remove_unused()
         if rank == 0:
@@ -144,13 +144,13 @@ class Checkpoints:
 
     def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
         """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no gradients."""
-        last, num_pushed = self._last, policy.num_pushed - self._num_pushed
-        self._num_pushed = policy.num_pushed
+        last, num_effective_steps = self._last, policy.num_effective_steps - self._num_pushed
+        self._num_pushed = policy.num_effective_steps
         if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
             return
         num_steps = manifest.optimizer_step - last.optimizer_step
         text = f"the weights did not change in {num_steps} optimizer steps since step {last.step}"
-        if num_pushed:
+        if num_effective_steps:
             raise ResumeError(f"{text}; is optimizer.lr too small?")
         self._warn(f"{text}: past warm-up, no gradient was above 0; do rewards differ within any group?")
 

@@ -16,7 +16,7 @@ from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.engine import compiler_problems, padding_problems, served_card_problems
-from grpo_mega.rollout.absent import AbsentEngine
+from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.routes import RouterSizes
@@ -33,7 +33,7 @@ from grpo_mega.weights.plan import plan_transfers
 def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous) -> Engine:
     """Build the engine of this rank. If the rank leads a server, launch it; `wait_until_ready` waits for it."""
     if not runtime.generates:
-        return AbsentEngine(_engine_side(config, model, runtime), runtime.device.torch_device)
+        return NoEngine(_engine_side(config, model, runtime), runtime.device.torch_device)
     if config.rollout.is_served:
         return _sglang(config, model, runtime, rendezvous)
     return EmbeddedEngine(
@@ -45,7 +45,7 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
         config.rollout.max_concurrent,
         rank=runtime.rank - runtime.first_engine_rank,
         world_size=runtime.num_ranks - runtime.first_engine_rank,
-        prove=config.sync.prove,
+        verify=config.sync.verify,
         quantise=config.rollout.quantization is not None,
     )
 
@@ -60,7 +60,7 @@ def build_sync(
         dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
-        prove=config.sync.prove,
+        verify=config.sync.verify,
         ranks=runtime.everyone,
     )
 
@@ -70,7 +70,7 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
     if rollout.is_separate or not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]
-    with runtime.together():
+    with runtime.raise_on_all_ranks():
         engine.wait_until_ready()
     memory = GpuMemory(runtime.device.torch_device, before - torch.cuda.mem_get_info()[0], peak)
     if rollout.sleep != "never":
@@ -113,7 +113,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         cores=_cores(first_local, rollout.tp),
         seed=config.seed + engine,
         routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
-        prove=config.sync.prove,
+        verify=config.sync.verify,
         shows_progress=rank == 0 and config.log.progress,
     )
     buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)

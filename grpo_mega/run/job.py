@@ -27,7 +27,7 @@ from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.health import Health
-from grpo_mega.run.inputs import RunInputs
+from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.run.rollout import Rollouts
 from grpo_mega.sync.colocation import Colocation
@@ -45,7 +45,7 @@ class Job:
     colocation: Colocation
     rollouts: Rollouts
     checkpoints: Checkpoints
-    inputs: RunInputs
+    inputs: InputDigests
     log: RunLog
     timers: Timers
     stop: StopRequest
@@ -186,9 +186,9 @@ class Job:
         prompts = {prompt.id: prompt for prompt in self.data.train}
         self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_begun = sum(bool(group.samples) for group in self.backlog.groups)
-        if num_begun and not self.config.rollout.carries:
+        if num_begun and not self.config.rollout.keeps_unfinished:
             self.log.warn(f"restarting {num_begun} groups that earlier steps had started: rollout no longer continues them")
-            self.backlog = self.backlog.restarted(oldest=manifest.step)
+            self.backlog = self.backlog.without_stale(oldest=manifest.step)
 
     def _wait_until_saved(self) -> None:
         """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is gone."""

@@ -145,7 +145,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         if settings.url is None:
             policy.teachers[name] = _build_teacher(config, _read(settings.path, config), runtime, model.shape.vocab)
             continue
-        with runtime.together():
+        with runtime.raise_on_all_ranks():
             check_server(name, settings.url)
     return policy
 

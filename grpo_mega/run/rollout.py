@@ -18,7 +18,7 @@ from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
 
-_MANY = 2**24  # exceeds the number of samples of any phase
+_SAMPLES_PER_COUNTER = 2**24  # exceeds the number of samples of any phase
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Rollouts:
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
         rollout = self.config.rollout
-        if not rollout.carries:
+        if not rollout.keeps_unfinished:
             num_begun = rollout.num_begun(wanted)
             kept, _ = self._phase(backlog.groups[:num_begun], step, description, self.sampling, wanted)
             return kept, replace(backlog, groups=backlog.groups[num_begun:])
@@ -92,13 +92,13 @@ class Rollouts:
         Samples are scored when they finish, on the rank that generated them. Samples of unfinished groups are scored later.
         Without partial rollouts the other groups are returned unchanged.
         """
-        keeps_rest = self.config.rollout.carries and not is_evaluation
+        keeps_rest = self.config.rollout.keeps_unfinished and not is_evaluation
         oldest = step - self.config.rollout.max_staleness if keeps_rest else step
         is_whole = [group.is_complete(sampling.group_size) for group in groups]
         phase = self._generate(groups, step, description, sampling, wanted, needed)
         mine = phase.mine | (phase.rest if keeps_rest else {})
         self.scorer.keep(group for group in mine.values() if group.is_complete(sampling.group_size))
-        with self.timers("reward"), self.runtime.together(self.runtime.everyone):
+        with self.timers("reward"), self.runtime.raise_on_all_ranks(self.runtime.everyone):
             self.scorer.finish(recorder().beat)
             if not is_evaluation:
                 self.scorer.check()
@@ -136,9 +136,9 @@ class Rollouts:
                 if not self.config.log.progress:
                     return
                 # One number stores both counts over all ranks, because each request to the store takes time.
-                added = _MANY * sample.response_len + 1
+                added = _SAMPLES_PER_COUNTER * sample.response_len + 1
                 before = self.rendezvous.fetch_add(counter, added)
-                tokens, num_done = divmod(before + added, _MANY)
+                tokens, num_done = divmod(before + added, _SAMPLES_PER_COUNTER)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
                 num_shown, tokens_shown = num_done, tokens
 

@@ -32,14 +32,14 @@ class WeightSync:
         bucket_bytes: int,
         all_gather: AllGather,
         *,
-        prove: bool = True,
+        verify: bool = True,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `prove`: send and compare checksums.
+        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare checksums.
 
         `ranks`: the group of all ranks of the plan; None for the default group.
         """
-        self._plan, self._dtype, self._bucket_bytes, self._prove = plan, dtype, bucket_bytes, prove
+        self._plan, self._dtype, self._bucket_bytes, self._verify = plan, dtype, bucket_bytes, verify
         self._all_gather, self._ranks = all_gather, ranks
 
     def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
@@ -56,7 +56,7 @@ class WeightSync:
             bucket_bytes=self._bucket_bytes,
             allocate=engine.allocate,
             group=self._ranks,
-            prove=self._prove,
+            verify=self._verify,
         ):
             engine.load(bucket)
             num_bytes += bucket.num_bytes_received

@@ -65,7 +65,7 @@ def execute(
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     num_bytes = 0
-    for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, prove=False):
+    for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, verify=False):
         write_entries(bucket.entries, bucket.values, targets, dtype)
         num_bytes += bucket.num_bytes_received
     return num_bytes
@@ -80,16 +80,16 @@ def buckets(
     bucket_bytes: int,
     allocate: Callable[[int, int], Tensor],
     group: dist.ProcessGroup | None = None,
-    prove: bool = True,
+    verify: bool = True,
 ) -> Iterator[Bucket]:
     """Yield this rank's buckets, one per round. Every rank of `group` calls this with the same plan and takes all its buckets.
 
     `dtype` is the dtype of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D uint8
     tensor that becomes a bucket's values. A bucket is not touched again after it is yielded. A rank that receives nothing in a
     round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed `bucket_bytes`,
-    unless a single row does (if quantised, a row of blocks); such a row is sent alone. Without `prove` all checksums are 0.
+    unless a single row does (if quantised, a row of blocks); such a row is sent alone. Without `verify` all checksums are 0.
     """
-    exchange = _Exchange(sources, dtype, allocate, group, prove=prove)
+    exchange = _Exchange(sources, dtype, allocate, group, verify=verify)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
     for index in range(len(rounds)):
         yield exchange.run(index, rounds.of(index, exchange.rank))
@@ -105,10 +105,10 @@ class _Exchange:
         allocate: Callable[[int, int], Tensor],
         group: dist.ProcessGroup | None,
         *,
-        prove: bool,
+        verify: bool,
     ) -> None:
         self.rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._sources, self._dtype, self._allocate, self._group, self._prove = sources, dtype, allocate, group, prove
+        self._sources, self._dtype, self._allocate, self._group, self._verify = sources, dtype, allocate, group, verify
         self._outgoing = torch.empty(0, dtype=torch.uint8)  # reused, because on a CPU fresh memory costs more than the copy
 
     def run(self, index: int, transfers: list[Transfer]) -> Bucket:
@@ -179,7 +179,7 @@ class _Exchange:
         return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
 
     def _checksum(self, piece: Tensor) -> Tensor:
-        return checksum(piece) if self._prove else torch.zeros((), dtype=torch.int64, device=piece.device)
+        return checksum(piece) if self._verify else torch.zeros((), dtype=torch.int64, device=piece.device)
 
 
 def _quantise(piece: Tensor, place: Tensor) -> None:

@@ -37,7 +37,7 @@ def ours(responses, settings, num_parts=1, seed=0):
     for members in [order[part::num_parts] for part in range(num_parts)]:
         where = torch.cat([(whole.segments == member).nonzero()[:, 0] for member in members])
         numbers = torch.tensor([members.index(member) for member in whole.segments[where].tolist()])
-        present = [name for name in ("is_chosen", "nll_weights") if getattr(whole, name) is not None]
+        present = [name for name in ("covariance_mask", "nll_weights") if getattr(whole, name) is not None]
         vectors = {name: getattr(whole, name)[where] for name in (*VECTORS, "loss_mask", "loss_weights", *present)}
         part = replace(whole, **vectors, segments=numbers, num_segments=len(members))
         total = total + policy_loss(part, adapter.algorithm_config(settings)).loss

@@ -70,7 +70,7 @@ class Policy:
             segments=segments(batch),
             num_segments=batch.num_segments,
             entropy=packed(self.entropy),
-            is_chosen=packed([(old > -1.5).double() for old in self.old]),
+            covariance_mask=packed([(old > -1.5).double() for old in self.old]),
         )
 
 

@@ -23,7 +23,7 @@ from grpo_mega.formats.checkpoint_files import latest, read_manifest
 from grpo_mega.run import checkpoint_writer, checkpoints, staging
 from grpo_mega.run import inputs as run_inputs
 from grpo_mega.run.checkpoints import Checkpoints
-from grpo_mega.run.inputs import RunInputs
+from grpo_mega.run.input_digests import InputDigests
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
 
@@ -216,12 +216,12 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
             (path / name).write_bytes(content)
     dist.barrier()
 
-    def opened(init: str = "checkpoint", **teachers: Path) -> RunInputs:
+    def opened(init: str = "checkpoint", **teachers: Path) -> InputDigests:
         config: Any = SimpleNamespace(
             model=ModelConfig.model_validate({"path": path, "init": init}),
             teachers={name: TeacherConfig(path=teacher) for name, teacher in teachers.items()},
         )
-        found = RunInputs(config, {"data.train=t": "d"}, rank, WORLD_SIZE)
+        found = InputDigests(config, {"data.train=t": "d"}, rank, WORLD_SIZE)
         found.start()
         return found
 
@@ -280,11 +280,11 @@ def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
     save(1, "a")
     save(2, "a")  # all rewards were equal until now
     assert len(WARNINGS) == 1 and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
-    policy.num_pushed = 1
+    policy.num_effective_steps = 1
     save(3, "b")
     save(4, "b")
     assert len(WARNINGS) == 2
-    policy.num_pushed = 2
+    policy.num_effective_steps = 2
     assert "did not change in 1 optimizer steps since step 4; is optimizer.lr too small?" in raised(save, 5, "b")
 
 

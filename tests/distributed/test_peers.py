@@ -11,26 +11,26 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from grpo_mega.distributed.peers import Peers
+from grpo_mega.distributed.peers import EngineRanks
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 
 TEXT = "\u2028 a line\nof \ud800 its own"
 
 
-def as_ranks(ranks: range, act: Callable[[Peers, int], Any], *, leader: int, size: int, deadline_s: float = 60.0) -> Any:
+def as_ranks(ranks: range, act: Callable[[EngineRanks, int], Any], *, leader: int, size: int, deadline_s: float = 60.0) -> Any:
     """Return the result of `act` on each rank, and the number of keys left in the job's store."""
     job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
     num_keys = job.num_keys()
 
     deadlines = {rank: deadline_s + 3 * (rank == leader) for rank in ranks}  # the leader's store must outlive the other ranks
-    peers = {rank: Peers(Rendezvous(job, rank, 9), rank - leader, size, deadlines[rank]) for rank in ranks}
+    peers = {rank: EngineRanks(Rendezvous(job, rank, 9), rank - leader, size, deadlines[rank]) for rank in ranks}
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(act, peers.values(), peers)), job.num_keys() - num_keys
 
 
 def test_all_have_the_texts_of_all_in_order_and_the_leaders() -> None:
-    def act(peers: Peers, rank: int) -> tuple[list[str], list[str]]:
+    def act(peers: EngineRanks, rank: int) -> tuple[list[str], list[str]]:
         said = [peers.broadcast("saying", f"{rank}, {turn}") for turn in range(3)]
         return peers.gather("gathering", f"{rank}{TEXT}"), said
 
@@ -47,7 +47,7 @@ def test_one_alone_needs_no_store() -> None:
 def test_a_leader_that_has_gone_is_named() -> None:
     has_read = Event()
 
-    def act(peers: Peers, rank: int) -> str:
+    def act(peers: EngineRanks, rank: int) -> str:
         peers.gather("gathering", "")
         if rank == 4:
             has_read.wait()
@@ -66,7 +66,7 @@ def test_a_leader_that_has_gone_is_named() -> None:
 def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
     """The error names the rank by its number in the job."""
 
-    def act(peers: Peers, rank: int) -> str:
+    def act(peers: EngineRanks, rank: int) -> str:
         with pytest.raises(EngineError) as error:
             peers.gather("gathering", "")
         return str(error.value)

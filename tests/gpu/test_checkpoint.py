@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_mega.hardware.device import Device
-from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
 from tests.helpers.gpu_policies import make_policy, make_samples, packed, supported_precisions
 from tests.helpers.models import VOCAB_SIZE

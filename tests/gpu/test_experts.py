@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.hardware.device import Device
-from grpo_mega.megatron.found import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
 from tests.helpers.models import make_config
 

@@ -14,7 +14,7 @@ class SlowPolicy:
     """The part of a policy that Checkpoints needs. Each rank's file is a pipe with `num_parts` parts of `part_bytes`."""
 
     def __init__(self, rank: int, num_parts: int = 3, part_bytes: int = 1000, pause_s: float = 0.0) -> None:
-        self.num_pushed, self.state_bytes = 0, 1000
+        self.num_effective_steps, self.state_bytes = 0, 1000
         self.folder: Path | None = None  # folder of the last saved state
         self.mode = 0
         self._rank, self._num_parts, self._part_bytes, self._pause_s = rank, num_parts, part_bytes, pause_s

@@ -22,8 +22,8 @@ from grpo_mega.formats.dcp_read import read_metadata
 from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.hardware.cards import CARDS
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import checkpoint_bytes, host_memory
-from grpo_mega.planner.setup import Setup
 from grpo_mega.types import Group, Sample
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
@@ -129,7 +129,7 @@ def check_all_steps(layout: str, rank: int, folder: Path) -> None:
 def check_plan(trainee: Trainee, state: Path) -> None:
     """Compare the planned bytes of a checkpoint and of the average with the actual bytes."""
     policy, config = trainee.policy, trainee.config
-    setup = Setup(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
+    setup = PlannedJob(config, policy._shape, 0, CARDS["h100"], 2, 1, 32.0, 32.0, uses_te=False)
     is_saved = {name: t for name, t in read_metadata(state).items() if not name.endswith((".step", "_extra_state"))}
     saved = {name: math.prod(t.shape) * ITEM_BYTES[t.dtype] for name, t in is_saved.items()}
     assert sum(saved.values()) == checkpoint_bytes(setup).value, saved

@@ -22,7 +22,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.setup import Setup
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
@@ -118,7 +118,7 @@ def check_activations(case: StateCase, runtime: Runtime) -> None:
     """Count the bytes that autograd saves in the forward pass of one full micro-batch, by storage."""
     policy, shape = build(case, runtime)
     config = case.config
-    setup = Setup(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)
+    setup = PlannedJob(config, shape, 0, CARDS["h100"], 4, 4, 32.0, 32.0, uses_te=False)
     held: dict[int, torch.UntypedStorage] = {}
     known = {p.untyped_storage().data_ptr() for p in policy.parameters.values()}
     at_the_end: list[int] = []

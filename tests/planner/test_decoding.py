@@ -11,8 +11,8 @@ from grpo_mega import config as configs
 from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner.engine import cache_bytes_per_token, engine_memory
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import host_memory
-from grpo_mega.planner.setup import Setup
 from grpo_mega.planner.timing import decoding_step, token_seconds
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
@@ -51,7 +51,7 @@ LATENT = {
 }
 
 
-def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None, ep: int = 1) -> Setup:
+def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None, ep: int = 1) -> PlannedJob:
     raw = {
         "run_dir": "unused",
         "steps": 1,
@@ -60,10 +60,10 @@ def setup_of(fields: dict[str, Any], tp: int, quantization: str | None = None, e
         "data": {"train": "unused"},
         "rollout": {"engine": "sglang", "tp": tp, "ep": ep, "quantization": quantization},
     }
-    return Setup(configs.validate(raw), ModelShape.from_hf_config(fields), 0, card_of("h100"), tp, 8, 64.0, 256.0)
+    return PlannedJob(configs.validate(raw), ModelShape.from_hf_config(fields), 0, card_of("h100"), tp, 8, 64.0, 256.0)
 
 
-def step(setup: Setup, concurrent: float, context: float) -> float:
+def step(setup: PlannedJob, concurrent: float, context: float) -> float:
     return float(decoding_step(setup, engine_memory(setup).weights.value, concurrent, context).value)
 
 

@@ -15,8 +15,8 @@ from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.hardware.cards import card_of
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
-from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 
@@ -122,7 +122,7 @@ LATENT_LAYOUTS = (
 )
 
 
-def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
+def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> PlannedJob:
     layout, *rest = text.split(" ")
     raw = {
         "run_dir": "unused",
@@ -136,7 +136,7 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> Setup:
         configs.apply_override(raw, override)
     config = configs.validate(raw)
     shape, chosen = ModelShape.from_hf_config(fields), fields.get("num_experts_per_tok", 0)
-    return Setup(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0)
+    return PlannedJob(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0)
 
 
 ALL_LAYOUTS = {text: (text, FIELDS) for text in LAYOUTS}

@@ -23,9 +23,9 @@ from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.batch import batch
 from grpo_mega.planner.communication import communication
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.rehearsal import default_ranks, request_of
-from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 from tests.te_on_cpu.emulated_te import launcher
@@ -68,7 +68,7 @@ class Layer:
     layout: dict[str, Any]
     tokens: int
 
-    def setup(self, num_layers: int) -> Setup:
+    def setup(self, num_layers: int) -> PlannedJob:
         raw = {
             "run_dir": "unused",
             "steps": 1,
@@ -81,7 +81,7 @@ class Layer:
         }
         config, shape = configs.validate(raw), ModelShape.from_hf_config(self.fields | {"num_hidden_layers": num_layers})
         chosen, assumed = self.fields.get("num_experts_per_tok", 0), replace(ASSUMED, expert_imbalance=1.0)
-        return Setup(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed)
+        return PlannedJob(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed)
 
     def request(self, num_layers: int) -> dict[str, Any]:
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {"num_batches": 1}
@@ -134,7 +134,7 @@ SHARED = [
 RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 
-def setup_of(name: str, fields: dict[str, Any], folder: Path) -> Setup:
+def setup_of(name: str, fields: dict[str, Any], folder: Path) -> PlannedJob:
     (folder / "config.json").write_text(json.dumps(fields))
     setup, findings = prepare(PlanOptions(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json"))
     assert setup is not None and not findings.violations

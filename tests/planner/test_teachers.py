@@ -8,8 +8,8 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.hardware.cards import card_of
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.plan import make_plan
-from grpo_mega.planner.setup import Setup
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 
@@ -27,7 +27,7 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
         "rollout": {"engine": "sglang", "tp": 8, "max_response_length": 3072},
     }
     shape = ModelShape.from_hf_config(LLAMA_70B)
-    setup = Setup(configs.validate(raw), shape, 0, card_of("h100"), 64, 8, 512.0, 1024.0)
+    setup = PlannedJob(configs.validate(raw), shape, 0, card_of("h100"), 64, 8, 512.0, 1024.0)
     alone, plan = make_plan(setup), make_plan(replace(setup, teachers=((replace(shape, num_layers=8), 0),)))
     embedding = 128256 * 8192
     layer = (70_553_706_496 - 2 * embedding - 8192) / 80

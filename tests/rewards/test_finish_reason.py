@@ -26,7 +26,7 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def scored(*names: str, options: dict[str, dict[str, Any]] | None = None) -> list[Sample]:
     """Score a group of TEXTS. The data also has a column named finish_reason."""
-    prompt = Prompt(3, "40+11?", (1,), "51", extras={"finish_reason": "a column"}, given={"prompts": "40+11?"})
+    prompt = Prompt(3, "40+11?", (1,), "51", extras={"finish_reason": "a column"}, raw_columns={"prompts": "40+11?"})
     samples = [Sample(prompt, i, [i], [-1.0], reason) for i, reason in enumerate(REASONS)]  # type: ignore[arg-type]
     with reward_pool([(name, 1.0) for name in names], options=options) as pool:
         scorer = Scorer(pool, lambda ids: TEXTS[ids[0]])

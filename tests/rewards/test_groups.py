@@ -15,8 +15,8 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
 from grpo_mega.rewards.api import as_score, result_of
-from grpo_mega.rewards.groups import takes_groups
 from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rewards.trl_signature import takes_groups
 from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.pool
@@ -124,7 +124,7 @@ def test_a_function_that_needs_messages_reports_the_key_to_set() -> None:
 
 
 def test_the_scorer_submits_whole_groups_in_the_order_of_their_samples() -> None:
-    prompts = [Prompt(n, f"<user>{n}", (1,), "18", extras=dict(ROW), given={"prompts": str(n)}) for n in range(3)]
+    prompts = [Prompt(n, f"<user>{n}", (1,), "18", extras=dict(ROW), raw_columns={"prompts": str(n)}) for n in range(3)]
     groups = [Group(p, [Sample(p, i, [p.id, i], [-1.0] * 2, "stop") for i in (2, 0, 1)]) for p in prompts]
     with pool_of({"name": "trl_functions.Heard"}, {"name": "len", "weight": 0.0}, num_workers=2) as pool:
         scorer = Scorer(pool, lambda ids: ".".join(map(str, ids)))

@@ -50,7 +50,7 @@ class Ranks:
             max_concurrent,
             rank=rank,
             world_size=WORLD_SIZE,
-            prove=False,
+            verify=False,
         )
         weights = dict(MODEL.named_parameters())
         holding = self.engine.shard_layout().rank_shards(rank)
@@ -160,12 +160,12 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
             histories.append(history)
             assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
             expected = [
-                [whole[s.begun_by][place].samples[s.index] for s in group.samples] for place, group in enumerate(groups)
+                [whole[s.first_version][place].samples[s.index] for s in group.samples] for place, group in enumerate(groups)
             ]
             check_same(
                 dict(enumerate(groups)), {place: Group(PROMPTS[place], samples) for place, samples in enumerate(expected)}
             )
-            has_two_beginnings = any(len({s.begun_by for s in group.samples}) > 1 for group in groups)
+            has_two_beginnings = any(len({s.first_version for s in group.samples}) > 1 for group in groups)
             assert has_two_beginnings or not sampling.longest_first
             for sample in (sample for group in groups for sample in group.samples):
                 ends = [0, *(span.end for span in sample.spans)]

@@ -102,8 +102,8 @@ def test_a_group_is_needed_before_it_is_too_old_or_restarts_in_place() -> None:
     ledger = Backlog().after_phase([Group(g.prompt, []) for g in groups], [], groups).ledger
     backlog = Backlog(2, groups, ledger)
     assert (backlog.needed(4), backlog.needed(5), backlog.needed(3)) == ([0], [1], [])
-    assert backlog.restarted(4) == backlog
-    again = backlog.restarted(6)
+    assert backlog.without_stale(4) == backlog
+    again = backlog.without_stale(6)
     assert ids(again) == [0, 1, 2, 3] and [bool(g.samples) for g in again.groups] == [False, False, True, False]
     assert again.metrics(SIZE) == {
         "ledger/begun_groups": 3.0,
@@ -124,7 +124,7 @@ def test_the_ledger_closes_after_any_phases_and_an_error_is_reported() -> None:
     numbers = random.Random(1)
     backlog, trained = Backlog(), 0
     for step in range(40):
-        backlog = backlog.restarted(step - 2).drawn_up_to(6, draw, ())
+        backlog = backlog.without_stale(step - 2).drawn_up_to(6, draw, ())
         before = backlog.groups[:6]
         after = [grown(g, step, numbers) for g in before]
         kept = [g for g in after if g.is_complete(SIZE)][:3]

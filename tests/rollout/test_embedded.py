@@ -40,7 +40,7 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
     engine = EmbeddedEngine(
-        model.config, family_of(shape.model_type), shape, model.dtype, cpu, max_concurrent, rank=0, world_size=1, prove=True
+        model.config, family_of(shape.model_type), shape, model.dtype, cpu, max_concurrent, rank=0, world_size=1, verify=True
     )
     parameters = dict(model.named_parameters())
     read = read or (lambda box: parameters[box.tensor][region(box.start, box.shape)])

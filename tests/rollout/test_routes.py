@@ -175,7 +175,7 @@ def test_the_embedded_engine_records_only_on_request_and_resumes() -> None:
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
     engine = EmbeddedEngine(
-        model.config, family_of("qwen3_moe"), shape, torch.float32, cpu, 8, rank=0, world_size=1, prove=True
+        model.config, family_of("qwen3_moe"), shape, torch.float32, cpu, 8, rank=0, world_size=1, verify=True
     )
     with torch.no_grad():
         for name, tensor in sorted(engine.tensors().items()):

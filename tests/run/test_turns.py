@@ -65,14 +65,14 @@ class Counted(Rollouts):
             num_wanted = min(wanted, len(groups))
             end = max([sorted(missing)[num_wanted - 1], *(missing[place] for place in needed)])
             done = [place for place in range(len(groups)) if missing[place] <= end]
-            order = {p: (p not in needed, groups[p].begun_by if groups[p].samples else step, missing[p], p) for p in done}
+            order = {p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done}
             kept = sorted(sorted(done, key=order.__getitem__)[:num_wanted])
         after = [self.grown(g, step, end) for g in groups]
         self.begun += [g.prompt.id for g, grown in zip(groups, after, strict=True) if grown.samples and not g.samples]
         return [after[p] for p in kept], [g for p, g in enumerate(after) if p not in kept]
 
     def length(self, group: Group, index: int, step: int) -> int:
-        rng = random.Random(f"{group.prompt.id} {index} {group.begun_by if group.samples else step}")
+        rng = random.Random(f"{group.prompt.id} {index} {group.oldest_version if group.samples else step}")
         return rng.randint(20, 40) if group.prompt.id < self.num_long else rng.randint(2, 6)
 
     def grown(self, group: Group, step: int, ticks: int) -> Group:
@@ -131,7 +131,7 @@ def step_of(job: Job, step: int) -> list[int]:
     groups, job.backlog, metrics = generate(job, step)
     if job.config.rollout.is_separate:
         generate_ahead(job, step)
-    if job.config.rollout.carries:
+    if job.config.rollout.keeps_unfinished:
         assert metrics["ledger/deferred_prompts"] <= job.backlog.ledger["deferred_prompts"]
     return [group.prompt.id for group in groups]
 

@@ -28,7 +28,7 @@ from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.rollout.absent import AbsentEngine
+from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
@@ -71,11 +71,11 @@ class Flipping:
 @contextmanager
 def engine_of(
     case: Case, model: ModelFiles, side: ShardLayout, tp: int, runtime: Runtime, folder: Path
-) -> Iterator[SGLangEngine | AbsentEngine]:
+) -> Iterator[SGLangEngine | NoEngine]:
     """Yield one server on the first `tp` ranks. It may still be starting."""
     rank = runtime.rank
     if rank >= tp:
-        yield AbsentEngine(side, torch.device("cpu"))
+        yield NoEngine(side, torch.device("cpu"))
         return
     rollout = RolloutConfig(
         engine="sglang",
@@ -147,7 +147,7 @@ def sync_layout(
     config: Config,
     runtime: Runtime,
     rendezvous: Rendezvous,
-    engines: dict[int, tuple[ShardLayout, SGLangEngine | AbsentEngine]],
+    engines: dict[int, tuple[ShardLayout, SGLangEngine | NoEngine]],
     version: int,
     carried: dict[int, dict[int, Group]],
 ) -> None:
@@ -198,7 +198,7 @@ def ignore(sample: Sample, group: Group) -> None:
     pass
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | AbsentEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
+def sync_flipped(policy: Policy, engine: SGLangEngine | NoEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
     """Verify that every rank reports a flipped byte with the name of its tensor."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
     plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)

@@ -307,7 +307,7 @@ def test_a_prompt_without_room_for_its_response_is_refused_unsent(model: Path, t
 def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, prove=False)  # this rank has no server
+    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, verify=False)  # this rank has no server
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []

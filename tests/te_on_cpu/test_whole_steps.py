@@ -77,7 +77,7 @@ def test_whole_steps_in_fp8_end_with_verified_syncs_and_weights_that_moved(runs:
         assert 0.01 < row["mismatch/k3"] < WARN and row["guard/level"] == 0
         assert row["grad_norm"] > 0 and row["nonfinite_mini_batches"] == 0
     assert not any("bf16" in message for message in run.messages())
-    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
+    assert "verify: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
     start_weights, end = (load_file(run.folder / name / "model.safetensors") for name in ("model", "run/hf"))
     moved = [name for name, weight in end.items() if not torch.equal(weight, start_weights[name].to(weight.dtype))]
     assert len(moved) > len(end) / 2, moved
@@ -94,7 +94,7 @@ def test_the_guard_falls_back_from_an_outlier_to_bf16_and_the_run_goes_on(runs: 
     # The policy has moved from its start, and the engine has followed it.
     assert steps[2]["kl/mean"] > 5 * in_bf16
     assert all(math.isfinite(row["loss/total"]) for row in steps)
-    assert "prove: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
+    assert "verify: false" not in (run.folder / "run" / "config.yaml").read_text()  # wrong checksums would end the run
     told = [message for message in run.messages() if message.startswith("step ") and "bf16" in message]
     whose = ("the first and last 1 layers", "all layers", "the first and last 1 layers")
     assert len(told) == len(whose)

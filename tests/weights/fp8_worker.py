@@ -284,12 +284,12 @@ class ServedEngine(Engine):
                 self.flip = None
         size, dtype = bucket.values.numel(), str(bucket.dtype)
         self._problems += self.ask(
-            bucket.values, action="fill", slot=0, opens=True, entries=bucket.entries, used_bytes=size, dtype=dtype, prove=True
+            bucket.values, action="fill", slot=0, opens=True, entries=bucket.entries, used_bytes=size, dtype=dtype, verify=True
         )
         self._entries += [entry for entry in bucket.entries if not entry.is_quantised]
 
     def end_update(self, version: int) -> list[str]:
-        return self._problems + self.ask(torch.empty(0), action="prove", entries=self._entries)
+        return self._problems + self.ask(torch.empty(0), action="verify", entries=self._entries)
 
 
 def moves_nothing_more_without_proof(rank: int, folder: Path) -> None:
@@ -298,7 +298,7 @@ def moves_nothing_more_without_proof(rank: int, folder: Path) -> None:
     made = plan_transfers(trainer, targets, ranks_per_node=2)
     engine = Engine(targets, rank, case.dtype, keeps_blocks=True)
     engine.end_update = lambda version: []  # type: ignore[method-assign]
-    received = WeightSync(made, case.dtype, BUCKETS[1], meet, prove=False).sync_weights(policy.tensors(), engine, version=8)
+    received = WeightSync(made, case.dtype, BUCKETS[1], meet, verify=False).sync_weights(policy.tensors(), engine, version=8)
     assert received == made.traffic(2).received[rank]
     check_tensors(case, engine, quantised_of(case.shape), keeps_blocks=True)
 

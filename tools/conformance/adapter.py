@@ -226,7 +226,7 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
         rows = torch.tensor(token_weights.positive_weights(scored, a), dtype=torch.float64).repeat_interleave(lengths)
         packed = replace(packed, nll_weights=rows)
     if a.is_by_covariance:
-        packed = replace(packed, is_chosen=covariance.choose(packed, a, torch.Generator().manual_seed(0)))
+        packed = replace(packed, covariance_mask=covariance.choose(packed, a, torch.Generator().manual_seed(0)))
     if a.correction.batch_normalize:
         packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
     return packed

@@ -32,11 +32,11 @@ from typing import Any
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
-from grpo_mega.rewards.groups import FINISH_REASON
 from grpo_mega.rewards.math.accuracy import GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import BUILT_IN, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine_of, len_of
+from grpo_mega.rewards.trl_signature import FINISH_REASON
 from grpo_mega.rewards.workers.checks import Check, Checks, Texts
 from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.workers.worker import ACCURACY, JUDGED, Job, Outcome, Request

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.processes import die_with_parent
-from grpo_mega.rewards import groups, registry
+from grpo_mega.rewards import registry, trl_signature
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
@@ -65,7 +65,7 @@ class Job:
         except BaseException as error:
             connection.send(describe(error))
             return
-        connection.send(frozenset(name for name, function in functions.items() if groups.takes_groups(function)))
+        connection.send(frozenset(name for name, function in functions.items() if trl_signature.takes_groups(function)))
         forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
         while True:
             name, samples, group = connection.recv()
@@ -96,7 +96,7 @@ def _run(function: RewardFunction, pickled: list[bytes], group: bytes | None, fo
             returned = [function(*samples[0])]
         else:
             given, token_ids = pickle.loads(group)
-            returned = groups.call(function, samples, given, token_ids, form)
+            returned = trl_signature.call(function, samples, given, token_ids, form)
         return [_outcome(value, response) for value, (_, response, _, _) in zip(returned, samples, strict=True)]
     except MemoryError:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full, so only a fresh process can continue

@@ -50,13 +50,13 @@ class EmbeddedEngine(Engine):
         *,
         rank: int,
         world_size: int,
-        prove: bool,
+        verify: bool,
         quantise: bool = False,
     ) -> None:
-        """`prove`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8 blocks."""
+        """`verify`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8 blocks."""
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
-        self._rank, self._world_size, self._prove = rank, world_size, prove
+        self._rank, self._world_size, self._verify = rank, world_size, verify
         self._side = hf_shards(family, shape, world_size, quantise=quantise)
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(
@@ -82,7 +82,7 @@ class EmbeddedEngine(Engine):
 
     def load(self, bucket: Bucket) -> None:
         write_entries(bucket.entries, bucket.values, self.tensors(), bucket.dtype)
-        if self._prove:
+        if self._verify:
             self._received += bucket.entries
             self._problems += mismatched_blocks(bucket.entries, bucket.values, self.tensors())
 
@@ -222,7 +222,7 @@ def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: t
     if sampling.temperature == 0:
         return None
     rows = [
-        uniforms(sampling.seed, s.begun_by if s.spans else step, s.prompt.id, s.index, sampling.max_response_length)
+        uniforms(sampling.seed, s.first_version if s.spans else step, s.prompt.id, s.index, sampling.max_response_length)
         for s in samples
     ]
     return torch.from_numpy(np.stack(rows)).to(device)

@@ -2,7 +2,7 @@
 
 The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill their
 buckets of a sync. A server failure is stored in `failure`, never raised inside a collective. Other ranks learn of the failure
-at the next rendezvous. The job's store only counts the prompts, because the engine's ranks have a separate group (Peers).
+at the next rendezvous. The job's store only counts the prompts, because the engine's ranks have a separate group (EngineRanks).
 
 In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and posts them
 as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one bucket is loaded while
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.distributed.peers import Peers
+from grpo_mega.distributed.peers import EngineRanks
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
@@ -52,7 +52,7 @@ class SGLangEngine(Engine):
     ) -> None:
         """Launch the server if this rank is the leader, without waiting for it. `wait_until_ready` waits."""
         self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
-        self._peers = Peers(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
+        self._peers = EngineRanks(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
         self._num_phases = self._num_requests = 0
         self._opened: dict[int, object] = {}  # buffer that the server has opened, by slot
@@ -177,7 +177,7 @@ class SGLangEngine(Engine):
         return self._buckets.allocate(index, num_bytes)
 
     def load(self, bucket: Bucket) -> None:
-        if self._settings.prove:
+        if self._settings.verify:
             self._checksums += [entry for entry in bucket.entries if not entry.is_quantised]
         slot = bucket.index % NUM_BUFFERS
         buffer, description, handle = self._buckets.finish(slot)
@@ -190,14 +190,14 @@ class SGLangEngine(Engine):
             "entries": bucket.entries,
             "used_bytes": bucket.values.nbytes,
             "dtype": str(bucket.dtype),
-            "prove": self._settings.prove,
+            "verify": self._settings.verify,
         }
         self._posted.append(self._post(request, torch.empty(0) if is_opened else handle))
 
     def end_update(self, version: int) -> list[str]:
         """Wait for all buckets and verify them. Return the tensors that differ, with their tensor-parallel rank."""
         self._wait_until_loaded(len(self._posted) - 1)
-        problems = self._request({"action": "prove", "entries": self._checksums}, version=str(version))
+        problems = self._request({"action": "verify", "entries": self._checksums}, version=str(version))
         if self._client:
             self._client.post("ending an update", "/end_weight_update")
         if not problems and self.failure is None:

@@ -65,13 +65,13 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
         _buffers[request["slot"]] = values
     used, entries, parameters = _buffers[request["slot"]][: request["used_bytes"]], _entries(request), _parameters(model)
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
-    problems = mismatched_blocks(entries, used, parameters) if request["prove"] else []
+    problems = mismatched_blocks(entries, used, parameters) if request["verify"] else []
     if used.is_cuda:
         torch.cuda.synchronize()  # the trainer fills the bucket again after the acknowledgement
     return problems
 
 
-def _prove(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return the names of tensors with a piece whose checksum differs from the trainer's.
 
     First update the values that the model derives from its parameters. Multi-latent attention keeps copies of kv_b_proj's
@@ -90,7 +90,7 @@ def _entries(request: Request) -> list[Entry]:
 _ACTIONS: dict[str, Callable[[torch.nn.Module, Request, Tensor], list[str]]] = {
     "check": _check,
     "fill": _fill,
-    "prove": _prove,
+    "verify": _verify,
 }
 
 

@@ -271,7 +271,7 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
         return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
     each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
     if is_seeded:
-        begun = [sample.begun_by if sample.spans else step for sample in samples]
+        begun = [sample.first_version if sample.spans else step for sample in samples]
         seeds = [sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(begun, samples, strict=True)]
         each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]

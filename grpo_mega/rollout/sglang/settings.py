@@ -35,7 +35,7 @@ class EngineSettings:
     cores: tuple[int, ...] = ()  # CPU cores of a server without a GPU
     seed: int = 0
     routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
-    prove: bool = True  # compare checksums after each sync
+    verify: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
 

@@ -189,7 +189,7 @@ def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
             num_sequences,
             rank=0,
             world_size=1,
-            prove=False,
+            verify=False,
         )
         return
     engine = server(config, options, num_sequences, folder)
@@ -219,7 +219,7 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
         context_length=PROMPT_LENGTH + options.max_length + 1,
         device_type="cpu",
         cores=(0, 1),
-        prove=False,
+        verify=False,
     )
     return SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
 

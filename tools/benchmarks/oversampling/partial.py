@@ -29,7 +29,7 @@ class Partial:
         seconds, turns = {"plain": 0.0, "partial": 0.0}, {"plain": 0.0, "partial": 0.0}
         for step in range(num_steps):
             self.engine.version = step
-            backlog = backlog.restarted(step - max_staleness).drawn_up_to(self.num_begun, self.draw, ())
+            backlog = backlog.without_stale(step - max_staleness).drawn_up_to(self.num_begun, self.draw, ())
             kept, backlog = self.phase(backlog, self.num_begun, self.wanted, step, max_staleness)
             trained += kept
             seconds["partial"] += self.seconds
@@ -44,7 +44,7 @@ class Partial:
         left = sum(bool(group.samples) for group in backlog.groups)
         rest, _ = self.phase(backlog, left, left, num_steps)
         expected = {group.prompt.id: _tokens(group) for group in whole}
-        begun_as_drawn = [g for g in (*trained, *rest) if g.begun_by == (g.prompt.id - 1) // self.wanted]
+        begun_as_drawn = [g for g in (*trained, *rest) if g.oldest_version == (g.prompt.id - 1) // self.wanted]
         assert begun_as_drawn, "no group started in the step of its draw"
         return {
             "gain": round(turns["plain"] / turns["partial"], 3),

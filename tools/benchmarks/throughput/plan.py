@@ -15,8 +15,8 @@ from typing import Any
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import UserError
 from grpo_mega.hardware.cards import CARDS, Card, card_of
+from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.planner.setup import Setup
 from grpo_mega.preflight.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
 
@@ -64,11 +64,11 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: 
     return {"source": source} | _figures(plan, has_memory=bool(gpu))
 
 
-def _setup(raw: Mapping[str, Any], config: Config, card: Card, prompt: float, response: float, *, is_card: bool) -> Setup:
+def _setup(raw: Mapping[str, Any], config: Config, card: Card, prompt: float, response: float, *, is_card: bool) -> PlannedJob:
     model = read_model(config)
     found = raw["layout"]
     layout = LayoutConfig.model_validate(config.layout.model_dump() | {"dp": found["dp"]})
-    return Setup(
+    return PlannedJob(
         config=config.model_copy(update={"layout": layout}),
         shape=model.shape,
         experts_per_token=model.experts_per_token,

@@ -49,7 +49,7 @@ class Engine:
     """The receiver of an engine rank: plain tensors, and two alternating buffers as in a server."""
 
     def __init__(self, holding: RankShards) -> None:
-        self.tensors, self.proves = blank(holding), True
+        self.tensors, self.verifies = blank(holding), True
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._entries: list[Entry] = []
 
@@ -67,7 +67,7 @@ class Engine:
         self._entries += bucket.entries
 
     def end_update(self, version: int) -> list[str]:
-        return mismatched_tensors(self._entries, self.tensors) if self.proves else []
+        return mismatched_tensors(self._entries, self.tensors) if self.verifies else []
 
 
 class Policy:
@@ -91,7 +91,9 @@ class Bench:
         self.policy = Policy(blank(trainer.rank_shards(rank)))
         load_shards(trainer.rank_shards(rank), self.policy.tensors(), self.read)
         self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
-        self._sync, self._unproven = (WeightSync(plan, DTYPE, spec.bucket_bytes, meet, prove=prove) for prove in (True, False))
+        self._sync, self._unverified = (
+            WeightSync(plan, DTYPE, spec.bucket_bytes, meet, verify=verify) for verify in (True, False)
+        )
         self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
 
     def read(self, box: Box) -> Tensor:
@@ -99,12 +101,12 @@ class Bench:
         return values_of(box, self._shapes[box.tensor])
 
     def sync(self) -> int:
-        self.engine.proves = True
+        self.engine.verifies = True
         return self._sync.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
 
     def unproven(self) -> int:
-        self.engine.proves = False
-        return self._unproven.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
+        self.engine.verifies = False
+        return self._unverified.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
 
     def full_gather(self) -> int:
         return self._gather.run(self.policy.tensors(), self.gathered)

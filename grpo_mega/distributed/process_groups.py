@@ -16,7 +16,7 @@ EVERYONE = "everyone"  # name and description of the group of both sides; it sta
 
 
 @dataclass(frozen=True)
-class Joined:
+class JobRanks:
     rank: int  # rank in the whole job
     num_trainers: int
     store: dist.Store  # the whole job's store
@@ -27,7 +27,7 @@ class Joined:
         return self.rank < self.num_trainers
 
 
-def join(backend: str, store: dist.Store, rank: int, world_size: int, num_engine_ranks: int, timeout: timedelta) -> Joined:
+def join(backend: str, store: dist.Store, rank: int, world_size: int, num_engine_ranks: int, timeout: timedelta) -> JobRanks:
     """Join this rank to the group of its side and to the group of all ranks, by the job's `store`."""
     num_trainers = world_size - num_engine_ranks
     trains = rank < num_trainers
@@ -47,4 +47,4 @@ def join(backend: str, store: dist.Store, rank: int, world_size: int, num_engine
     )
     # `dist.get_rank(group)` looks up this map from ranks of the default group to ranks of this group.
     distributed_c10d._world.pg_group_ranks[group] = {i: first + i for i in range(size)}
-    return Joined(rank, num_trainers, dist.PrefixStore("job", store), group)
+    return JobRanks(rank, num_trainers, dist.PrefixStore("job", store), group)

@@ -56,7 +56,7 @@ def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str]
     lengths = [sample.response_len for sample in samples]
     values_N = torch.zeros(sum(lengths), dtype=torch.float32)
     rows = values_N.split(lengths)
-    with runtime.together():
+    with runtime.raise_on_all_ranks():
         for name, settings in config.teachers.items():
             mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
             if settings.url is not None:

@@ -36,8 +36,8 @@ def call(
 ) -> list[Any]:
     """Return the function's result for each sample.
 
-    `given` is Prompt.given, and `form` is the function's key `completions`. Raises ValueError unless there is one reward per
-    sample.
+    `given` is Prompt.raw_columns, and `form` is the function's key `completions`. Raises ValueError unless there is
+    one reward per sample.
     """
     text, _, answer, extras = samples[0]
     prompt = given.get("prompts", text)

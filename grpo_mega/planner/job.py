@@ -19,7 +19,7 @@ from grpo_mega.weights.spec import Family, ModelShape
 
 
 @dataclass(frozen=True)
-class Setup:
+class PlannedJob:
     """A config that breaks no rule, on a number of GPUs."""
 
     config: Config
@@ -119,7 +119,7 @@ class Setup:
         """Return True if the policy's weights and optimizer state move to the host. The embedded engine stays on the device."""
         return self.takes_turns or (self.config.rollout.sleep == "always" and not self.is_separate)
 
-    def of_teachers(self) -> list[Setup]:
+    def of_teachers(self) -> list[PlannedJob]:
         """Return one setup per teacher, for its forward pass."""
         layout = {"layers_per_chunk": None, "dp": self.layout.dp}
         setups = []

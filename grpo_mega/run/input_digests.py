@@ -32,7 +32,7 @@ _CHUNK = 4 << 20
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
-class RunInputs(threading.Thread):
+class InputDigests(threading.Thread):
     """Digests of one run's inputs. `data` has the digests of its data by config key. All ranks call every method together.
 
     The thread hashes this rank's pieces of the model's files. `digests` starts it, if `start` was not called before.
