@@ -117,7 +117,7 @@ def test_verls_files_load_unchanged(tmp_path: Path, form: str) -> None:
     assert [one.messages for one in found] == [[{"role": "user", "content": one["prompt"][0]["content"]}] for one in VERL]
     for one, given in zip(found, VERL, strict=True):
         assert one.extras == {name: given[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
-        assert one.given["reward_model.ground_truth"] == one.answer and one.given["prompts"] == one.messages
+        assert one.raw_columns["reward_model.ground_truth"] == one.answer and one.raw_columns["prompts"] == one.messages
 
 
 def test_a_column_name_with_a_dot_wins_over_nested_values() -> None:
