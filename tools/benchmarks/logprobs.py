@@ -32,6 +32,10 @@ from typing import Any, NoReturn
 
 from grpo_mega import console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
+
+from tools.benchmarks import peers
+
 PATHS = ("trl", "ours", "log_softmax", "trl-full")  # slowest first, so that others run at the same time
 TEMPERATURE = 0.9
 TRL_CHUNK = 32768  # columns per tile; equals trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
@@ -73,6 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--paths", default="ours,trl,log_softmax", help=f"among {','.join(PATHS)}; must include ours and trl")
     parser.add_argument("--child", choices=PATHS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    peers.require("trl")
     for name in ("tokens", "vocab", "hidden", "threads", "repeat"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}={getattr(options, name)} must be at least 1")

@@ -36,6 +36,10 @@ from grpo_mega import console
 from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.rewards.workers.pool import RewardPool
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
+
+from tools.benchmarks import peers
+
 GROUP_SIZE = 8
 SLICES = 5
 DEADLINE_S = 1.0
@@ -276,7 +280,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hangs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--judge", choices=tuple(PEERS), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    peers.require("trl")
+    return options
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,6 +23,10 @@ from pathlib import Path
 from grpo_mega import console
 from grpo_mega.paths import user_path
 from grpo_mega.rewards.math.accuracy import accuracy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
+
+from tools.benchmarks import peers
 
 CORPUS = Path(__file__).resolve().parents[2] / "tests" / "rewards" / "corpus.jsonl"
 
@@ -104,6 +109,7 @@ def main() -> None:
     parser.add_argument("--misses", choices=tuple(CHECKERS))
     parser.add_argument("--rows", type=user_path)
     options = parser.parse_args()
+    peers.require("trl")
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     rows = load_fresh_rows(options.rows) if options.rows else load_rows()

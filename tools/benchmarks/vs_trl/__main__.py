@@ -30,6 +30,8 @@ from grpo_mega import console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/vs_trl`
 
+from tools.benchmarks import peers
+
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = {"update_ratio_8": 0.25, "update_ratio_3": 0.5, "step_ratio": 0.5, "memory_ratio": 0.5}
 LOSS_TOLERANCE = 1e-4
@@ -183,6 +185,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    peers.require("trl")
     for name, value in vars(options).items():
         if name != "seed" and value < 1:
             parser.error(f"--{name.replace('_', '-')}={value} must be at least 1")
