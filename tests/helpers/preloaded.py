@@ -58,7 +58,6 @@ READ_AT_IMPORT = (
     "ATEN_",
     "ONEDNN_",
     "TORCH",
-    "NVTE_",
     "HF_",
     "TRANSFORMERS_",
     "TOKENIZERS_",
