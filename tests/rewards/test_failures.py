@@ -12,7 +12,7 @@ from grpo_mega.types import Prompt, Sample
 from tests.helpers.http_servers import serving
 from tests.helpers.reward_pools import reward_pool
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 Scored = tuple[Sample, RewardResult]
 

@@ -19,7 +19,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.trl_signature import takes_groups
 from grpo_mega.types import Group, Prompt, Sample
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 MESSAGES = [{"role": "system", "content": "Think."}, {"role": "user", "content": "9+9=?"}]
 ROW = {"level": "easy", "unit": "m", "final": 18}  # extra columns of the data; `final` holds the gold answer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

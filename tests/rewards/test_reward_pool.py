@@ -16,7 +16,7 @@ from grpo_mega.errors import ConfigError, RewardError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
 from tests.helpers.reward_pools import reward_pool
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 HERE = str(Path(__file__).resolve().parent)
 ROOT = str(Path(__file__).resolve().parents[2])

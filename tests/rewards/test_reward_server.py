@@ -19,7 +19,7 @@ from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from tests.helpers.http_servers import Answer, serving
 from tests.helpers.reward_pools import reward_pool
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 CHAT = {"api": "chat", "model": "m"}
 

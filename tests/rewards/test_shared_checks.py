@@ -15,7 +15,7 @@ from grpo_mega.rewards.workers import pool as pool_module
 from tests.helpers.reward_pools import reward_pool
 from tests.helpers.slow_job import SlowJob
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 LONG = "+".join(["y"] * 200)  # an answer too long for the exact path, so a worker checks it
 ALL = [("accuracy", 1.0), ("len", 1.0), ("cosine", 1.0)]

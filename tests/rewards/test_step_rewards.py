@@ -22,7 +22,7 @@ from grpo_mega.run.model_files import decoder
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.reward_pools import reward_pool
 
-pytestmark = pytest.mark.pool
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 
 HERE = str(Path(__file__).resolve().parent)
 MARKED, OTHER = "user_functions.marked", "user_functions.other_marks"
