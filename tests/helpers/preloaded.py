@@ -57,10 +57,8 @@ READ_AT_IMPORT = (
     "KMP_",
     "ATEN_",
     "ONEDNN_",
-    "TORCH",
     "HF_",
     "TRANSFORMERS_",
-    "TOKENIZERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
 PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.check_rank", "grpo_mega.commands.eval_rank")
