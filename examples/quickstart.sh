@@ -32,7 +32,7 @@ out="$(cd "$out" && pwd)"
 
 ensure_env
 [[ "$engine" != sglang ]] || ensure_sglang
-began=$SECONDS
+started_at=$SECONDS
 "$VENV_PYTHON" "$ROOT/examples/arithmetic.py" "$out/task" --seed "$seed" ${moe:+--moe}
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/quickstart.yaml" \
     --set "run_dir=$out/run" --set "seed=$seed" --set "layout={${layout//=/: }}" --set "rollout.engine=$engine" \
@@ -40,7 +40,7 @@ began=$SECONDS
     ${moe:+--set rollout.routing_replay=true} ${short:+--set steps=4 --set eval.num_prompts=64}
 "$VENV_PYTHON" -m grpo_mega.cli report "$out/run"
 "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"
-"$VENV_PYTHON" - "$out" "$((SECONDS - began))" <<'PYTHON'
+"$VENV_PYTHON" - "$out" "$((SECONDS - started_at))" <<'PYTHON'
 import json, sys
 out, seconds = sys.argv[1:]
 scores = [row["eval/score"] for row in map(json.loads, open(f"{out}/run/metrics.jsonl")) if "eval/score" in row]

@@ -115,7 +115,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     backlog = job.backlog.without_stale(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
-        backlog = backlog.drawn_up_to(config.rollout.num_begun(wanted), job.draw, seen)
+        backlog = backlog.drawn_up_to(config.rollout.num_started(wanted), job.draw, seen)
         if not backlog.groups:  # the data set is small and already drawn
             break
         seen |= {group.prompt.id for group in backlog.groups}

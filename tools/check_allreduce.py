@@ -115,11 +115,11 @@ def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) ->
         repeats = REPEATS[values.device.type]
         dist.all_reduce(values, group=handles[mine])  # the first call opens the connections
         synchronize(values)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for _ in range(repeats):
             dist.all_reduce(values, group=handles[mine], op=dist.ReduceOp.MAX)
         synchronize(values)
-        seconds = (time.perf_counter() - began) / repeats
+        seconds = (time.perf_counter() - started_at) / repeats
         size = len(groups[mine]) * ranks_per_node
         rate = 2 * (size - 1) / size * values.numel() * values.element_size() / seconds / 1e9
     found: list[tuple[int, float]] = [(-1, 0.0)] * dist.get_world_size()

@@ -31,7 +31,7 @@ class Counts:
 
 def dry_run(config_folder: Path, layout_text: str) -> None:
     """Print a line per tensor, and a summary. Raise ConfigError or WeightMappingError."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     shape = ModelShape.from_hf_config(read_config(config_folder))
     layout, counts = parse_layout(layout_text), Counts()
     batch: list[str] = []
@@ -43,7 +43,7 @@ def dry_run(config_folder: Path, layout_text: str) -> None:
     print("\n".join(batch))
     print(
         f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters, at most "
-        f"{counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - began:.2f} s"
+        f"{counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - started_at:.2f} s"
     )
 
 

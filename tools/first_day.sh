@@ -43,12 +43,12 @@ mkdir -p "$OUT"
 
 # step NAME COMMAND ...: run one part. Write its output to OUT/NAME.log, and its exit code and time to OUT/steps.jsonl.
 step() {
-    local name="$1" code=0 began=$SECONDS
+    local name="$1" code=0 started_at=$SECONDS
     shift
     echo "== $name: see $OUT/$name.log"
     "$@" > "$OUT/$name.log" 2>&1 || code=$?
     ((code == 0)) || echo "   failed with code $code: $(tail -n 1 "$OUT/$name.log")"
-    echo "{\"name\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - began))}" >> "$OUT/steps.jsonl"
+    echo "{\"name\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - started_at))}" >> "$OUT/steps.jsonl"
 }
 
 settings=(--set "run_dir=$OUT/run" --set rollout.engine=sglang --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise)

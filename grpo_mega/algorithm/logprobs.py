@@ -304,7 +304,7 @@ def _tile_of(scratch: Tensor, num_tokens: int, num_columns: int) -> Tensor:
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + size, total)) for begin in range(0, total, size))
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

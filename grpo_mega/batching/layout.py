@@ -27,8 +27,8 @@ def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = Fals
     """
     prompt_len = min(1, len(sample.prompt.token_ids)) if is_shared else len(sample.prompt.token_ids)
     assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
-    begin = segment_start + prompt_len - 1
-    return slice(begin, begin + sample.response_len)
+    start = segment_start + prompt_len - 1
+    return slice(start, start + sample.response_len)
 
 
 def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
@@ -43,7 +43,7 @@ def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
 def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
     """Return a context-parallel rank's part of a whole row. Targets stay the targets of the whole row."""
     cuts = batch.cu_seqlens.tolist()
-    chunks = [chunk for begin, end in pairwise(cuts) for chunk in _moved(chunks_of(end - begin, cp_size, cp_rank), begin)]
+    chunks = [chunk for start, end in pairwise(cuts) for chunk in _moved(chunks_of(end - start, cp_size, cp_rank), start)]
     rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
     kept: dict[str, Any] = {name: v[rows] for name, v in values.items() if isinstance(v, Tensor) and name != "routes"}
@@ -58,14 +58,14 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
     `samples` are all samples of the step. There is one pair per chunk on this rank.
     """
     cuts = batch.cu_seqlens.tolist()
-    for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
+    for start, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
         whole, pairs = response_slice(0, samples[index], is_shared=batch.shared_prompt_segments is not None), []
-        for chunk in chunks_of((end - begin) * batch.cp_size, batch.cp_size, batch.cp_rank):
+        for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank):
             first = min(max(whole.start, chunk.start), chunk.stop)
             last = max(first, min(whole.stop, chunk.stop))
-            move = begin - chunk.start
+            move = start - chunk.start
             pairs.append((slice(first + move, last + move), slice(first - whole.start, last - whole.start)))
-            begin += len(chunk)
+            start += len(chunk)
         yield pairs
 
 

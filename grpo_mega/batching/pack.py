@@ -31,7 +31,7 @@ def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
             "lower it or raise batch.prompts_per_step"
         )
     ends = [len(groups) * (m + 1) // num_mini_batches for m in range(num_mini_batches)]
-    runs = [groups[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    runs = [groups[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return [[sample for group in run for sample in group.samples] for run in runs]
 
 
@@ -114,23 +114,23 @@ def _pack_one(
     routes = _routes([samples[member] for member in members], num_tokens)
     boundaries = [0]
     for member in members:
-        sample, begin = samples[member], boundaries[-1]
+        sample, start = samples[member], boundaries[-1]
         context = sample.prompt.token_ids[-1:] if share_prompts else sample.prompt.token_ids
-        end = begin + len(context) + sample.response_len
-        length = tokens_on_rank(end - begin, cp_size) * cp_size
+        end = start + len(context) + sample.response_len
+        length = tokens_on_rank(end - start, cp_size) * cp_size
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
-        tokens[begin : end - sample.response_len] = torch.tensor(context)
+        tokens[start : end - sample.response_len] = torch.tensor(context)
         tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
-        targets[begin : end - 1] = tokens[begin + 1 : end]
-        position_ids[begin : begin + length] = torch.arange(length) + len(sample.prompt.token_ids) - len(context)
-        response = response_slice(begin, sample, is_shared=share_prompts)
+        targets[start : end - 1] = tokens[start + 1 : end]
+        position_ids[start : start + length] = torch.arange(length) + len(sample.prompt.token_ids) - len(context)
+        response = response_slice(start, sample, is_shared=share_prompts)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
         advantages[response] = torch.nan if sample.advantages is None else sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
         if routes is not None and sample.routes is not None:
-            routes[begin : begin + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
-        boundaries.append(begin + length)
+            routes[start : start + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
+        boundaries.append(start + length)
     shared_prompt_segments = (
         _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if share_prompts else None
     )
@@ -157,12 +157,12 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
     """Append each prompt without its last token once, after all samples. Return each sample's trunk (see PackedBatch)."""
     shared_prompt_segments: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
-        begin, length = boundaries[-1], len(prompt.token_ids) - 1
+        start, length = boundaries[-1], len(prompt.token_ids) - 1
         shared_prompt_segments[prompt.id] = len(boundaries) - 1 if length else -1
         if length:
-            tokens[begin : begin + length] = torch.tensor(prompt.token_ids[:-1])
-            position_ids[begin : begin + length] = torch.arange(length)
-            boundaries.append(begin + length)
+            tokens[start : start + length] = torch.tensor(prompt.token_ids[:-1])
+            position_ids[start : start + length] = torch.arange(length)
+            boundaries.append(start + length)
     return [shared_prompt_segments[sample.prompt.id] for sample in samples]
 
 

@@ -28,7 +28,7 @@ from grpo_mega.types import Prompt
 
 def evaluate_checkpoint(request: EvalRequest) -> None:
     """Evaluate; all ranks call this. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     source = _Source(request.checkpoint, request.step)
     with open_job(request.config, source.build) as job:
         for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
@@ -42,7 +42,7 @@ def evaluate_checkpoint(request: EvalRequest) -> None:
             title = f"{source.checkpoint} (step {source.step})" if source.checkpoint else request.config.model.path
             print(f"\n{title}, {request.description}", flush=True)
             print(table(results), flush=True)
-            print(json.dumps(summary(request, source, results, time.monotonic() - began)), flush=True)
+            print(json.dumps(summary(request, source, results, time.monotonic() - started_at)), flush=True)
 
 
 class _Source:

@@ -144,7 +144,7 @@ class RolloutConfig(Section):
         """True if unfinished or surplus complete groups of a step continue in the next one."""
         return self.partial or (self.is_separate and self.max_staleness > 0)
 
-    def num_begun(self, prompts_per_step: int) -> int:
+    def num_started(self, prompts_per_step: int) -> int:
         """Return the number of prompts that a step starts or continues."""
         if self.is_separate and self.keeps_unfinished:
             return (1 + self.max_staleness) * prompts_per_step

@@ -169,14 +169,14 @@ def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int
     """
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
-    num_begun = rollout.num_begun(prompts_per_step)
-    if num_begun == prompts_per_step or rollout.keeps_unfinished:
+    num_started = rollout.num_started(prompts_per_step)
+    if num_started == prompts_per_step or rollout.keeps_unfinished:
         return sampler
     try:
-        return Sampler(sizes, weights, num_begun, seed, shuffle=config.shuffle)
+        return Sampler(sizes, weights, num_started, seed, shuffle=config.shuffle)
     except ConfigError:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample} makes a step start {num_begun} prompts (batch.prompts_per_step="
+            f"rollout.oversample={rollout.oversample} makes a step start {num_started} prompts (batch.prompts_per_step="
             f"{prompts_per_step}), more than the {sum(sizes)} prompts of data.train; lower it"
         ) from None
 

@@ -59,10 +59,10 @@ class Sampler:
         """Return the prompts of step `step` with their sets and epochs."""
         places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
         sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
-        for number, (first, order, begins) in enumerate(sets):
-            drawn, begin = order.last_step(begins), int(begins[-2])
+        for number, (first, order, starts) in enumerate(sets):
+            drawn, start = order.last_step(starts), int(starts[-2])
             for i, index in enumerate(drawn):
-                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (begin + i) // order.num_prompts)))
+                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (start + i) // order.num_prompts)))
         return [draw for _, draw in sorted(places)]
 
     def _begins(self, step: int) -> Ints:
@@ -87,33 +87,33 @@ class _EndlessOrder:
     # Cached order of the last requested epoch. The orders of later epochs depend on it.
     _last: dict[int, Ints] = field(default_factory=dict)
 
-    def last_step(self, begins: Ints) -> list[int]:
+    def last_step(self, starts: Ints) -> list[int]:
         """Return the prompts of the last step, given the number of prompts drawn before each step."""
-        begin, end = map(int, begins[-2:])
-        epoch, first = divmod(begin, self.num_prompts)
-        order = self._epoch(epoch, begins)
-        drawn = order[first : first + end - begin]
-        if missing := end - begin - len(drawn):
-            drawn = np.concatenate([drawn, self._following(order, epoch + 1, begins)[:missing]])
+        start, end = map(int, starts[-2:])
+        epoch, first = divmod(start, self.num_prompts)
+        order = self._epoch(epoch, starts)
+        drawn = order[first : first + end - start]
+        if missing := end - start - len(drawn):
+            drawn = np.concatenate([drawn, self._following(order, epoch + 1, starts)[:missing]])
         return [int(index) for index in drawn]
 
-    def _epoch(self, epoch: int, begins: Ints) -> Ints:
+    def _epoch(self, epoch: int, starts: Ints) -> Ints:
         """Return the order of an epoch. Only its first 2 * most_per_step places depend on the previous epoch."""
         is_tail_independent = self.num_prompts >= 3 * self.most_per_step
         first = max(0, epoch - 1) if is_tail_independent else 0
         known = [number for number in self._last if first <= number <= epoch]
         first, order = (known[0], self._last[known[0]]) if known else (first, self._permutation(first))
         for later in range(first + 1, epoch + 1):
-            order = self._following(order, later, begins)
+            order = self._following(order, later, starts)
         self._last.clear()
         self._last[epoch] = order
         return order
 
-    def _following(self, previous: Ints, epoch: int, begins: Ints) -> Ints:
+    def _following(self, previous: Ints, epoch: int, starts: Ints) -> Ints:
         """Return the order of `epoch`. Its first step's prompts that were drawn from `previous` are moved back."""
         order = self._permutation(epoch)
         place = epoch * self.num_prompts
-        num_shared = place - int(begins[np.searchsorted(begins, place, side="right") - 1])
+        num_shared = place - int(starts[np.searchsorted(starts, place, side="right") - 1])
         if not self.shuffle or num_shared == 0:
             return order
         head = order[: 2 * self.most_per_step]

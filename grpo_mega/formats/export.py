@@ -49,7 +49,7 @@ def export(
     num_bytes = {name: prod(size) * _dtype_of(name, dtype).itemsize for name, size in family.hf_tensors(shape).items()}
     writer = FolderWriter(folder, source_folder, num_bytes | extra, max_shard_bytes)
     if rank == WRITER:
-        writer.begin()
+        writer.start()
     device = next(iter(tensors.values())).device
     for file, names in writer.shards.items():
         shards = hf_rank_shards(family, shape, (name for name in names if name not in extra))
@@ -93,7 +93,7 @@ class FolderWriter:
         self._folder, self._source_folder, self._num_bytes = folder, source_folder, num_bytes
         self._partial = folder.with_name(folder.name + ".partial")
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Remove the remains of an interrupted write, and copy all files except weights."""
         if self._partial.exists():
             shutil.rmtree(self._partial)

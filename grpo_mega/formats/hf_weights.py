@@ -138,7 +138,7 @@ def _located(name: str, tensor: Any) -> TensorInfo:
     dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous")
-    begin = tensor.untyped_storage()._checkpoint_offset
-    if begin is None:
+    start = tensor.untyped_storage()._checkpoint_offset
+    if start is None:
         raise ValueError("it is in the format that torch used before 1.6")
-    return TensorInfo(dtype, tuple(tensor.shape), begin + tensor.storage_offset() * ITEM_BYTES[dtype])
+    return TensorInfo(dtype, tuple(tensor.shape), start + tensor.storage_offset() * ITEM_BYTES[dtype])

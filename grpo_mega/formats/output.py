@@ -128,7 +128,7 @@ def _claimed(partial: Path) -> Iterator[FileIO]:
 
 
 def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_progress: bool) -> Report:
-    began = time.monotonic()
+    started_at = time.monotonic()
     done = _resumed(plan, partial, journal)
     if not done:
         _allocate(plan, partial)
@@ -152,7 +152,7 @@ def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_p
         with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
             list(pool.map(verify_item, plan.items))
         outputs.sync()
-    report.write_seconds, report.verify_seconds = written - began, time.monotonic() - written
+    report.write_seconds, report.verify_seconds = written - started_at, time.monotonic() - written
     report.nonfinite.sort()
     return report
 

@@ -58,15 +58,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(text, object_pairs_hook=_without_repeats)
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
-            begin, stop = entry["data_offsets"]
-            info = infos[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
-            num_bytes = prod(info.shape) * ITEM_BYTES[info.dtype] if info.dtype in ITEM_BYTES else stop - begin
-            if stop - begin != num_bytes:
+            start, stop = entry["data_offsets"]
+            info = infos[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + start)
+            num_bytes = prod(info.shape) * ITEM_BYTES[info.dtype] if info.dtype in ITEM_BYTES else stop - start
+            if stop - start != num_bytes:
                 raise _broken(path, f"its header gives {name} another size than its shape")
-            if begin < end:
+            if start < end:
                 raise _broken(path, f"its header has {name} overlap {before}")
-            if begin > end:
-                raise _broken(path, f"its header leaves a hole of {begin - end} bytes before {name}")
+            if start > end:
+                raise _broken(path, f"its header leaves a hole of {start - end} bytes before {name}")
             end, before = stop, name
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _broken(path, f"its header is damaged: {repr(error)[:200]}") from None

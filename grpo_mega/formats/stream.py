@@ -58,22 +58,22 @@ class Streamer:
             block = view[: count * row_bytes]
             matrix = torch.frombuffer(block, dtype=torch_dtype(target.dtype)).view(count, target.columns)
             for copy in target.copies:
-                begin, end = max(copy.to_row, first), min(copy.to_row + copy.rows, first + count)
-                if begin < end:
-                    place = matrix[begin - first : end - first, copy.to_column : copy.to_column + copy.columns]
-                    self._fill(place, copy, copy.row + begin - copy.to_row)
+                start, end = max(copy.to_row, first), min(copy.to_row + copy.rows, first + count)
+                if start < end:
+                    place = matrix[start - first : end - first, copy.to_column : copy.to_column + copy.columns]
+                    self._fill(place, copy, copy.row + start - copy.to_row)
             yield block
 
     def _fill(self, place: Tensor, copy: Copy, row: int) -> None:
         """Fill `place` with the copy's columns of the extent's rows, starting at `row`."""
         extent = copy.extent
         step = max(1, self._block_bytes // max(1, extent.row_bytes))
-        for begin in range(0, place.shape[0], step):
-            count = min(step, place.shape[0] - begin)
-            values = self._read(extent, row + begin, count)[:, copy.column : copy.column + copy.columns]
+        for start in range(0, place.shape[0], step):
+            count = min(step, place.shape[0] - start)
+            values = self._read(extent, row + start, count)[:, copy.column : copy.column + copy.columns]
             if extent.scale is not None:
-                values = values.float() * self._scales(extent, row + begin, count, copy)
-            place[begin : begin + count].copy_(values)
+                values = values.float() * self._scales(extent, row + start, count, copy)
+            place[start : start + count].copy_(values)
 
     def _read(self, extent: Extent, row: int, count: int) -> Tensor:
         """Return rows of the extent, valid until the next read."""

@@ -67,17 +67,17 @@ class HostCopy:
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all bytes as pairs of (device, host) slices, split at chunk boundaries."""
-        begin = 0
+        start = 0
         for storage, nbytes in self.taken:
             assert storage.nbytes() == nbytes, (storage.nbytes(), nbytes)
             device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             done = 0
             while done < nbytes:
-                index, offset = divmod(begin + done, self._chunk_bytes)
+                index, offset = divmod(start + done, self._chunk_bytes)
                 host = self._chunks[index][offset : offset + nbytes - done]
                 yield device[done : done + host.numel()], host
                 done += host.numel()
-            begin += _aligned(nbytes)
+            start += _aligned(nbytes)
 
     def _reserve(self, nbytes: int) -> None:
         """Allocate chunks for `nbytes` bytes. Only the last chunk may be short. It is replaced when more memory is needed."""

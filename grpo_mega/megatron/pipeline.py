@@ -75,7 +75,7 @@ class Pipeline:
             batch, params = next(items)
             recorder().beat()
             if self._routers:
-                self._routers.begin(self._chunks.index(model), batch)
+                self._routers.start(self._chunks.index(model), batch)
             hidden = model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs)
             return hidden, partial(on_output, batch)
 

@@ -272,7 +272,7 @@ class Policy:
             is_bad = ~torch.isfinite(torch.stack(values)).all(dim=0) & (batch.loss_mask > 0)
             cuts = batch.cu_seqlens.tolist()
             segments = zip(batch.sample_indices, cuts, cuts[1:], strict=False)  # padding is the last segment and has no sample
-            mine |= {index for index, begin, end in segments if bool(is_bad[begin:end].any())}
+            mine |= {index for index, start, end in segments if bool(is_bad[start:end].any())}
         by_rank: list[set[int]] = [set()] * dist.get_world_size()
         dist.all_gather_object(by_rank, mine)
         return set().union(*by_rank)

@@ -90,7 +90,7 @@ class Replayed:
         router.router_replay = self
         router.register_forward_hook(self._compare)
 
-    def begin(self, routes: Tensor | None, is_compared: bool) -> None:
+    def start(self, routes: Tensor | None, is_compared: bool) -> None:
         """Set the experts [t, MoE layers, top_k] of the pass that starts; None if the router chooses."""
         self._routes = None if routes is None else routes[:, self._column]
         self._is_compared = is_compared

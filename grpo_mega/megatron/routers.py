@@ -116,7 +116,7 @@ class Routers:
             self._release_graphs()
         assert not any(watched.announced or watched.to_recompute for watched in self._watched)
 
-    def begin(self, chunk: int, batch: PackedBatch) -> None:
+    def start(self, chunk: int, batch: PackedBatch) -> None:
         """Announce the micro-batch of the chunk's next forward pass."""
         if self._chunks[chunk]:
             is_needed = self._is_updating or self._config.capacity_factor is not None
@@ -201,7 +201,7 @@ class Routers:
         """Replace the router's `routing`. `logits` are [t, 1, experts]."""
         (current, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
         if self._replay and watched.replayed:
-            watched.replayed.begin(current.routes, self._replay.is_compared(watched.layer))
+            watched.replayed.start(current.routes, self._replay.is_compared(watched.layer))
         if (tokens := current.tokens) is None or not current.is_counted:
             probs, routing_map = watched.route(logits, padding_mask)
             return self._within_capacity(probs, routing_map, tokens)

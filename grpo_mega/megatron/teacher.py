@@ -50,9 +50,9 @@ class Teacher:
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]
         width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
-        begin, end = (min(width * (runtime.tp_rank + i), vocab_size) for i in (0, 1))
+        start, end = (min(width * (runtime.tp_rank + i), vocab_size) for i in (0, 1))
         is_wanted = config.algorithm.has_vocab_kl and runtime.pp_rank == runtime.layout.pp - 1
-        self._head = Box(head, (begin, 0), (end, shape.hidden)) if is_wanted else None
+        self._head = Box(head, (start, 0), (end, shape.hidden)) if is_wanted else None
         self._head_size = (width, shape.hidden)
         self._host = HostCopy(torch.cuda.Stream(), is_pinned=runtime.device.is_cuda)
 

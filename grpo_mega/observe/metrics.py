@@ -96,7 +96,7 @@ def has_full_marks(sample: Sample) -> bool:
 
 
 def paid_but_wrong(samples: Sequence[Sample]) -> StepMetrics:
-    """Return the share of responses that an oracle calls wrong among those that a reward function calls correct.
+    """Return the share of responses with a reward for a correct answer whose answer an oracle calls wrong.
 
     An oracle is a reward function, usually of weight 0, with the verdicts of ORACLE. Return {} without an oracle.
     """

@@ -57,14 +57,14 @@ class Tracer:
             return
         spans: list[Span] = []
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._device.is_cuda
-        begin = time.time_ns()
+        start = time.time_ns()
         with self._allocations(step), profile(activities=activities, acc_events=True) as profiler:
             self._timers.watch = lambda phase: _watched(phase, spans)
             try:
                 yield
             finally:
                 self._timers.watch = None
-        spans.append((f"step {step}", begin, time.time_ns()))
+        spans.append((f"step {step}", start, time.time_ns()))
         with self._timers("trace"):
             everyone: list[tuple[str, list[Span]]] = [("", [])] * dist.get_world_size(self._ranks)
             dist.all_gather_object(everyone, (f"rank {self._rank} on {platform.node()}", spans), group=self._ranks)
@@ -104,26 +104,26 @@ def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
 
     Times are relative to the first start.
     """
-    origin = min((begin for _, spans in everyone for _, begin, _ in spans), default=0)
+    origin = min((start for _, spans in everyone for _, start, _ in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (name, spans) in enumerate(everyone):
         events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}})
         events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}})
         events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}})
-        for phase, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
-            times = {"ts": (begin - origin) / 1000, "dur": (end - begin) / 1000}  # microseconds
+        for phase, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+            times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}  # microseconds
             events.append({"ph": "X", "pid": rank, "tid": 0, "cat": "phase", "name": phase, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 @contextmanager
 def _watched(phase: str, spans: list[Span]) -> Iterator[None]:
-    begin = time.time_ns()
+    start = time.time_ns()
     try:
         with record_function(f"phase: {phase}"):
             yield
     finally:
-        spans.append((phase, begin, time.time_ns()))
+        spans.append((phase, start, time.time_ns()))
 
 
 def _name_process(path: Path, name: str) -> None:

@@ -145,5 +145,5 @@ def _concurrent(setup: PlannedJob, tokens: Number) -> TracedNumber:
 def sequences_per_engine(setup: PlannedJob) -> int:
     """Return the sequences per step on the busiest engine; a prompt's group stays on one engine."""
     num_engines = setup.engine_layout.num_engines
-    num_begun = setup.config.rollout.num_begun(setup.config.batch.prompts_per_step)
-    return -(-num_begun // num_engines) * setup.config.algorithm.group_size
+    num_started = setup.config.rollout.num_started(setup.config.batch.prompts_per_step)
+    return -(-num_started // num_engines) * setup.config.algorithm.group_size

@@ -42,7 +42,7 @@ class Schedule:
 
     prompts: int  # complete groups that a step waits for
     group_size: int
-    begun: int  # groups that are started or continued while the step waits
+    num_started: int  # number of groups to start or continue while the step waits
     ahead: int  # groups that continue while the step trains
     keeps_unfinished: bool  # unfinished groups continue in the next step
     max_staleness: int
@@ -84,9 +84,9 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Sched
             if group.first_step is not None and group.first_step < oldest:
                 group.restart()
         needed = {place for place, group in enumerate(backlog) if group.first_step == oldest}
-        while len(backlog) < schedule.begun:
+        while len(backlog) < schedule.num_started:
             backlog += next(draw)
-        here = backlog[: schedule.begun]
+        here = backlog[: schedule.num_started]
         waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=[here[i] for i in needed]))
         whole = [place for place, group in enumerate(here) if not group.opened()]
         whole.sort(key=lambda place: (place not in needed, here[place].first_step, place))

@@ -175,19 +175,19 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
     """Return the layout of one buffer as Megatron computes it (_ParamAndGradBuffer), with each rank's optimizer share."""
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
-    begin = position = largest = 0  # start of the bucket, current position, size of the largest bucket
+    bucket_start = position = largest_bucket = 0  # in elements
     spans: list[tuple[int, int]] = []
 
     def close() -> None:
-        nonlocal begin, position, largest
+        nonlocal bucket_start, position, largest_bucket
         position = _up(position, end_multiple)
-        largest = max(largest, position - begin)
-        width = (position - begin) // dp_size
+        largest_bucket = max(largest_bucket, position - bucket_start)
+        width = (position - bucket_start) // dp_size
         for first, last in spans:
-            for rank in range((first - begin) // width, (last - 1 - begin) // width + 1):
-                low = begin + rank * width
+            for rank in range((first - bucket_start) // width, (last - 1 - bucket_start) // width + 1):
+                low = bucket_start + rank * width
                 shares[rank] += min(last, low + width) - max(first, low)
-        begin = position
+        bucket_start = position
         spans.clear()
 
     for parameter in reversed(parameters):
@@ -196,11 +196,11 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
             close()
         spans.append((position, position + parameter.size))
         position += parameter.size
-        if parameter.is_alone or (bucket_size is not None and position - begin >= bucket_size):
+        if parameter.is_alone or (bucket_size is not None and position - bucket_start >= bucket_size):
             close()
     if spans:
         close()
-    return Buffer(position, tuple(shares), largest)
+    return Buffer(position, tuple(shares), largest_bucket)
 
 
 def _buffers(

@@ -164,8 +164,8 @@ def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, leng
         per_context=step.at(concurrent=1, context=1) - without,
         per_prefill=token_seconds(setup),
     )
-    begun, ahead = rollout.num_begun(prompts), rollout.num_ahead(prompts)
-    schedule = Schedule(prompts, group, begun, ahead, rollout.keeps_unfinished, rollout.max_staleness)
+    num_started, ahead = rollout.num_started(prompts), rollout.num_ahead(prompts)
+    schedule = Schedule(prompts, group, num_started, ahead, rollout.keeps_unfinished, rollout.max_staleness)
     waited = mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
     return product("sampling", "s", simulated=waited)
 

@@ -27,7 +27,7 @@ class NoEngine(Engine):
     def shard_layout(self) -> ShardLayout:
         return self._side
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         return []
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:

@@ -38,7 +38,7 @@ class Sampling:
 
 
 OnSample = Callable[[Sample, Group], None]  # called with a finished sample and its group so far, including that sample
-NONE_BEGUN: Mapping[int, Group] = MappingProxyType({})
+NO_EARLIER_GROUPS: Mapping[int, Group] = MappingProxyType({})
 
 
 class Engine(ABC):
@@ -65,12 +65,12 @@ class Engine(ABC):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
+        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
     ) -> dict[int, Group]:
         """Return this rank's share of the groups, by the keys of their prompts.
 
-        Call `on_sample(sample, group)` when a sample ends. `begun` has groups of earlier phases. The engine continues their
-        unfinished samples and does not modify the objects.
+        Call `on_sample(sample, group)` when a sample ends. `earlier` has the groups that earlier phases
+        started. The engine continues their unfinished samples and does not modify the objects.
 
         When `stop` is met, the engine aborts all running samples, returns their groups with unfinished samples, and is ready
         for the next phase. Prompts start in their order, except with longest_first.
@@ -97,7 +97,7 @@ class Engine(ABC):
         """Return the tensors of each engine rank, for the plan of a sync."""
 
     @abstractmethod
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         """Start a sync. Return how the engine's tensors differ from its layout. If they differ, load nothing."""
 
     @abstractmethod

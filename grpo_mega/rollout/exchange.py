@@ -102,8 +102,8 @@ def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memo
     dist.all_reduce(sizes, group=ranks)
     ends = [0, *accumulate(sizes.tolist())]
     everything = torch.zeros(ends[-1], dtype=torch.uint8)
-    begin = ends[rank]
-    everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
+    start = ends[rank]
+    everything[start : start + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
     dist.all_reduce(everything, group=ranks)
     whole = memoryview(everything.numpy())  # type: ignore[arg-type]
-    return [whole[begin:end] for begin, end in pairwise(ends)]
+    return [whole[start:end] for start, end in pairwise(ends)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Engine, OnSample, Sampling
 from grpo_mega.rollout.routes import cut
 from grpo_mega.rollout.stop_condition import StopCondition, StopWhenTrainersArrive
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
@@ -50,19 +50,20 @@ class Generator:
         step: int,
         on_sample: OnSample,
         wanted: int | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
+        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
         needed: Collection[int] = (),
     ) -> Phase:
         """Return complete groups for all prompts, or for the first `wanted` that are done. One rank generates each group.
 
-        `begun` has groups of earlier phases, by prompt index. The engines continue them; complete ones count as done. The
-        phase does not end before the groups of the prompt indices `needed` are done, and keeps them before all others.
+        `earlier` has the groups that earlier phases started, by prompt index. The engines continue unfinished groups, and
+        complete groups count as done. The phase ends only when the groups of the prompt indices `needed` are done, and keeps
+        them before all others.
 
         If an engine fails, its unfinished groups are generated again. Raise EngineError on all ranks if `recover` raises it.
         """
         wanted = len(prompts) if wanted is None else min(wanted, len(prompts))
-        whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
-        done = [_Done(begun[place].oldest_version or 0, 0, 0, place) for place in whole]
+        whole = {place for place, group in earlier.items() if group.is_complete(sampling.group_size)}
+        done = [_Done(earlier[place].oldest_version or 0, 0, 0, place) for place in whole]
         todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
         mine: dict[int, Group] = {}
         reported: dict[int, _Report] = {}
@@ -72,13 +73,13 @@ class Generator:
             version, missing = self._engine.version, max(0, wanted - len(done))
             unmet = set(needed).intersection(todo)
             stop = StopCondition(self._rendezvous, missing, unmet) if missing < len(todo) else None
-            groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, begun=begun)
+            groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, earlier=earlier)
             reports = self._gather_reports(groups, stop, sampling)
             ended = {report.place: report.clock for report in reports if report.clock is not None}
             end = stop.end([(clock, place) for place, clock in ended.items()]) if stop is not None else None
             if stop is not None and end is not None:
                 ended = {place: clock for place, clock in ended.items() if clock <= end}
-                groups = _as_of(end, groups, begun, stop.begun)
+                groups = _as_of(end, groups, earlier, stop.start_clocks)
             if stop is not None:
                 stop.close()
             mine = {place: group for place, group in mine.items() if place not in todo} | groups
@@ -100,19 +101,19 @@ class Generator:
         *,
         step: int,
         on_sample: OnSample,
-        begun: Mapping[int, Group],
+        earlier: Mapping[int, Group],
         num_trainers: int,
     ) -> Phase:
         """Generate until all `num_trainers` ranks that train and have no engine have called this. Keep no groups.
 
         If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are generated again.
         """
-        whole = {place for place, group in begun.items() if group.is_complete(sampling.group_size)}
+        whole = {place for place, group in earlier.items() if group.is_complete(sampling.group_size)}
         todo: Mapping[int, Prompt] = {place: prompt for place, prompt in enumerate(prompts) if place not in whole}
         stop = StopWhenTrainersArrive(self._rendezvous, num_trainers)
         if self._engine.is_absent:
             stop.arrive()
-        groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, begun=begun)
+        groups = self._engine.generate(todo, sampling, step=step, on_sample=on_sample, stop=stop, earlier=earlier)
         reports = self._gather_reports(groups, stop, sampling)
         stop.close()
         places = sorted(report.place for report in reports)
@@ -176,7 +177,7 @@ def _reports(groups: Mapping[int, Group], stop: StopCondition | None, sampling: 
 
 
 def _as_of(
-    end: int, groups: Mapping[int, Group], begun: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
+    end: int, groups: Mapping[int, Group], earlier: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
 ) -> dict[int, Group]:
     """Return the groups as they were when the phase ended, at the clock `end`.
 
@@ -185,7 +186,7 @@ def _as_of(
     """
     result = dict(groups)
     for place in {place for place, _ in clocks}:
-        before = {sample.index: sample for sample in begun[place].samples} if place in begun else {}
+        before = {sample.index: sample for sample in earlier[place].samples} if place in earlier else {}
         most = {sample.index: max(0, end - clocks.get((place, sample.index), end)) for sample in groups[place].samples}
         cut = [_cut(sample, before.get(sample.index), most[sample.index]) for sample in groups[place].samples]
         result[place] = Group(groups[place].prompt, [sample for sample in cut if sample is not None])

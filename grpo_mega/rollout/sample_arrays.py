@@ -45,15 +45,15 @@ def samples_of(arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, 
     Raise ValueError if the lengths differ.
     """
     tokens, logprobs = array("i", arrays[TOKENS].tobytes()), array("f", arrays[LOGPROBS].tobytes())
-    begin = num_routed = 0
+    start = num_routed = 0
     for prompt, fields in rows:
-        end = begin + fields["length"]
+        end = start + fields["length"]
         kept: dict[str, Any] = {name: fields[name] for name in FIELDS} | {"spans": [Span(*span) for span in fields["spans"]]}
         if "routed" in fields:
             experts = arrays[ROUTES][num_routed : num_routed + fields["routed"]]
             kept["routes"] = Routes(experts, fields["routes_checksum"])
             num_routed += fields["routed"]
-        yield Sample(prompt=prompt, response_ids=tokens[begin:end], rollout_logprobs=logprobs[begin:end], **kept)
-        begin = end
-    if begin != len(tokens) or begin != len(logprobs):
-        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs of samples with {begin}")
+        yield Sample(prompt=prompt, response_ids=tokens[start:end], rollout_logprobs=logprobs[start:end], **kept)
+        start = end
+    if start != len(tokens) or start != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs of samples with {start}")

@@ -40,9 +40,9 @@ class Schedule(ABC):
     def take(self) -> dict[int, list[Sample]]:
         """Take the samples that may start or continue now, by group key. If no sample runs, take at least one."""
 
-    def add(self, key: int, prompt: Prompt, begun: Group | None) -> Group:
+    def add(self, key: int, prompt: Prompt, earlier: Group | None) -> Group:
         """Add a group, with its samples of earlier phases if there are any. Return the group with only its finished samples."""
-        there = {sample.index: sample for sample in begun.samples} if begun else {}
+        there = {sample.index: sample for sample in earlier.samples} if earlier else {}
         samples = [there.get(index) or Sample(prompt, index, [], [], None) for index in range(self._group_size)]
         self._waiting[key] = [sample for sample in samples if not sample.is_finished]
         return Group(prompt, [sample for sample in samples if sample.is_finished])
@@ -111,9 +111,9 @@ class LongestFirst(Schedule):
         has_room = len(self._unprobed) < self._max_samples - self.num_under_way
         return has_room and (len(self._lengths) < self._share or not self._waiting)
 
-    def add(self, key: int, prompt: Prompt, begun: Group | None) -> Group:
-        group = super().add(key, prompt, begun)
-        there = begun.samples if begun else ()
+    def add(self, key: int, prompt: Prompt, earlier: Group | None) -> Group:
+        group = super().add(key, prompt, earlier)
+        there = earlier.samples if earlier else ()
         self._lengths[key] = {s.index: s.response_len if s.is_finished else self._longest for s in there}
         self._unprobed += [] if group.samples else [key]
         return group

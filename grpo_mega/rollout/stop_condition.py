@@ -19,7 +19,7 @@ class StopCondition:
         """`needed`: keys of groups that must be done before the phase ends."""
         self.clocks: dict[int, int] = {}  # clock when this rank finished each group, by group key
         # Clock when this rank started or continued each sample, by group key and sample index. Empty if there is no clock.
-        self.begun: dict[tuple[int, int], int] = {}
+        self.start_clocks: dict[tuple[int, int], int] = {}
         self._rendezvous, self._wanted, self._needed = rendezvous, wanted, frozenset(needed)
         self._name = rendezvous.unique_key("stop_condition")
         self._own_keys: list[str] = []

@@ -89,11 +89,11 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
     worst = 0  # 1 + index of a sample with wrong experts; 0 if there is none
     for batch in (batch for mini_batch in batches for batch in mini_batch):
         positions, cuts = batch.position_ids.numpy(), batch.cu_seqlens.tolist()
-        for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
+        for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             if (recorded := samples[index].routes) and batch.routes is not None:
-                here = positions[begin:end]  # positions within the sample
+                here = positions[start:end]  # positions within the sample
                 is_there = here < len(recorded.experts)
-                is_same = (batch.routes[begin:end].numpy()[is_there] == recorded.experts[here[is_there]]).all()
+                is_same = (batch.routes[start:end].numpy()[is_there] == recorded.experts[here[is_there]]).all()
                 worst = worst if is_same and is_intact(recorded) else 1 + index
     worst = int(runtime.max(torch.tensor([worst], device=runtime.device.torch_device)))
     if worst:
@@ -155,18 +155,18 @@ def _attach_from_whole(
     """
     samples = [sample for group in groups for sample in group.samples]
     rows = [torch.zeros_like(row) for row in old_logprobs]
-    begin = 0
+    start = 0
     for members, mini_batch in zip(packing.split(groups, len(batches)), batches, strict=True):
-        end = begin + len(members)
-        whole = _as_inputs(members, old_logprobs[begin:end], a)
+        end = start + len(members)
+        whole = _as_inputs(members, old_logprobs[start:end], a)
         if a.correction.batch_normalize:
             mean = mean_importance(whole, a.correction)
             for batch in mini_batch:
                 batch.importance_mean = mean
         if a.is_by_covariance:
-            rows[begin:end] = covariance.choose(whole, a, random).split([s.response_len for s in members])
+            rows[start:end] = covariance.choose(whole, a, random).split([s.response_len for s in members])
             packing.attach(mini_batch, "covariance_mask", rows, samples)
-        begin = end
+        start = end
 
 
 def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: AlgorithmConfig) -> LossInputs:

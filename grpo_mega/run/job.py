@@ -185,9 +185,9 @@ class Job:
         self.steps_done = manifest.step
         prompts = {prompt.id: prompt for prompt in self.data.train}
         self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
-        num_begun = sum(bool(group.samples) for group in self.backlog.groups)
-        if num_begun and not self.config.rollout.keeps_unfinished:
-            self.log.warn(f"restarting {num_begun} groups that earlier steps had started: rollout no longer continues them")
+        num_started = sum(bool(group.samples) for group in self.backlog.groups)
+        if num_started and not self.config.rollout.keeps_unfinished:
+            self.log.warn(f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them")
             self.backlog = self.backlog.without_stale(oldest=manifest.step)
 
     def _wait_until_saved(self) -> None:

@@ -57,12 +57,12 @@ class Rollouts:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them."""
         rollout = self.config.rollout
         if not rollout.keeps_unfinished:
-            num_begun = rollout.num_begun(wanted)
-            kept, _ = self._phase(backlog.groups[:num_begun], step, description, self.sampling, wanted)
-            return kept, replace(backlog, groups=backlog.groups[num_begun:])
+            num_started = rollout.num_started(wanted)
+            kept, _ = self._phase(backlog.groups[:num_started], step, description, self.sampling, wanted)
+            return kept, replace(backlog, groups=backlog.groups[num_started:])
         needed = backlog.needed(oldest=step - rollout.max_staleness)
-        num_begun = max(rollout.num_begun(wanted), 1 + max(needed, default=-1))
-        before = backlog.groups[:num_begun]
+        num_started = max(rollout.num_started(wanted), 1 + max(needed, default=-1))
+        before = backlog.groups[:num_started]
         kept, rest = self._phase(before, step, description, self.sampling, wanted, needed)
         return kept, backlog.after_phase(before, kept, rest)
 
@@ -143,15 +143,15 @@ class Rollouts:
                 num_shown, tokens_shown = num_done, tokens
 
             prompts = [group.prompt for group in groups]
-            begun = {place: group for place, group in enumerate(groups) if group.samples}
+            earlier = {place: group for place, group in enumerate(groups) if group.samples}
             if wanted is None:
                 num_trainers = self.runtime.layout.world_size
                 phase = self.generator.generate_meanwhile(
-                    prompts, sampling, step=step, on_sample=on_sample, begun=begun, num_trainers=num_trainers
+                    prompts, sampling, step=step, on_sample=on_sample, earlier=earlier, num_trainers=num_trainers
                 )
             else:
                 phase = self.generator.generate(
-                    prompts, sampling, step=step, on_sample=on_sample, wanted=wanted, begun=begun, needed=needed
+                    prompts, sampling, step=step, on_sample=on_sample, wanted=wanted, earlier=earlier, needed=needed
                 )
             if self.runtime.rank == 0:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)

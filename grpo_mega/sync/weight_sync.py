@@ -47,7 +47,7 @@ class WeightSync:
 
         Raise SyncError with names of tensors on all ranks, if the engine's tensors do not match the plan or a checksum differs.
         """
-        self._check("starting a sync", engine.begin_update(), "the engine's tensors do not match the plan")
+        self._check("starting a sync", engine.start_update(), "the engine's tensors do not match the plan")
         num_bytes = 0
         for bucket in buckets(
             self._plan,

@@ -83,10 +83,10 @@ class QKV:
         pieces, row = [], 0
         for head in range(shape.num_kv_heads):
             for name, rows in zip(shard.names, rows_of, strict=True):
-                begin, end = max(row, first), min(row + rows, last)
-                if begin < end:
+                start, end = max(row, first), min(row + rows, last)
+                if start < end:
                     shift = rows * head - row  # maps a row of the fused tensor to a row of the Hugging Face tensor
-                    pieces.append((Box(name, (begin + shift, *zeros), (end + shift, *rest)), (begin - first, *zeros)))
+                    pieces.append((Box(name, (start + shift, *zeros), (end + shift, *rest)), (start - first, *zeros)))
                 row += rows
         return shard.tensor((width, *rest), pieces)
 

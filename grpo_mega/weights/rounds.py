@@ -95,11 +95,11 @@ def _cut(transfer: Transfer, num_cuts: int) -> Iterator[Transfer]:
     if transfer.is_quantised:
         step = math.ceil(step / BLOCK) * BLOCK
     for row in range(0, rows, step):
-        begin, end = box.start[0] + row, min(box.start[0] + row + step, box.stop[0])
+        start, end = box.start[0] + row, min(box.start[0] + row + step, box.stop[0])
         yield transfer._replace(
             source_offset=(transfer.source_offset[0] + row, *transfer.source_offset[1:]),
             target_offset=(transfer.target_offset[0] + row, *transfer.target_offset[1:]),
-            box=Box(box.tensor, (begin, *box.start[1:]), (end, *box.stop[1:])),
+            box=Box(box.tensor, (start, *box.start[1:]), (end, *box.stop[1:])),
         )
 
 

@@ -51,7 +51,7 @@ def check_collectives(rank: int, folder: Path) -> None:
 @cache
 def _group(rank: int, tp_size: int) -> dist.ProcessGroup:
     """Return the rank's group of consecutive ranks. Every rank creates every group."""
-    groups = [dist.new_group(range(begin, begin + tp_size)) for begin in range(0, 4, tp_size)]
+    groups = [dist.new_group(range(start, start + tp_size)) for start in range(0, 4, tp_size)]
     return groups[rank // tp_size]
 
 

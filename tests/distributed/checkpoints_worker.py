@@ -189,9 +189,9 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
     dist.barrier()
     assert not names(staging.MEMORY)
     found.save(SlowPolicy(rank, num_parts=1000, pause_s=0.2), manifest(2))
-    began = time.monotonic()
+    started_at = time.monotonic()
     found.close()  # the step is not logged, so close does not wait
-    assert time.monotonic() - began < 10 and not _writing()
+    assert time.monotonic() - started_at < 10 and not _writing()
     assert not names(staging.MEMORY) and not any(name.startswith(("step", "latest")) for name in names(found.folder))
     dist.barrier()
     found.save(SlowPolicy(rank, pause_s=0.3), manifest(3))

@@ -119,10 +119,10 @@ def _probed(case: LogitsCase, tp: int, hidden_TH: torch.Tensor, batch: PackedBat
 def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Return per sequence: its index, the rows of this rank with its tokens (without padding), and their positions."""
     cuts, places = batch.cu_seqlens.tolist(), []
-    for begin, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):
-        positions = batch.position_ids[begin:end]
+    for start, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):
+        positions = batch.position_ids[start:end]
         is_real = positions < len(case.sequences[index])
-        places.append((index, begin + is_real.nonzero()[:, 0], positions[is_real]))
+        places.append((index, start + is_real.nonzero()[:, 0], positions[is_real]))
     return places
 
 

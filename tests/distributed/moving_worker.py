@@ -246,7 +246,7 @@ class Engine:
         self.plain = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in side.rank_shards(rank).items()}
         self._names, self._entries = set(self.plain), list[Entry]()
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._entries = []
         return sorted(self.plain.keys() ^ self._names)
 

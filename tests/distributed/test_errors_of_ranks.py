@@ -41,10 +41,10 @@ def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
     rows = [{"prompt": f"1+{number}=?", "answer": str(1 + number)} for number in range(NUM_PROMPTS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "PYTHONWARNINGS": "ignore"}
-    began = time.monotonic()
+    started_at = time.monotonic()
     command = [sys.executable, "-m", "grpo_mega.cli", "train", "config.yaml"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stderr.splitlines(), time.monotonic() - began
+    return done.returncode, done.stderr.splitlines(), time.monotonic() - started_at
 
 
 @pytest.mark.distributed

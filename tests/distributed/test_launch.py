@@ -103,9 +103,9 @@ def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(tmp_path: Path
         "if os.environ['RANK'] != '1': time.sleep(60)\n"
         "print('loading'); print('out of memory', file=sys.stderr); sys.exit(7)"
     )
-    began = time.monotonic()
+    started_at = time.monotonic()
     assert run_ranks(python(program), 3, tmp_path) == 7
-    assert time.monotonic() - began < 30  # the other ranks sleep for 60 s
+    assert time.monotonic() - started_at < 30  # the other ranks sleep for 60 s
     assert capfd.readouterr().err == (
         f"grpo-mega: rank 1 exited with code 7; {tmp_path}/rank_1.log ends: loading | out of memory\n"
     )

@@ -22,7 +22,7 @@ from grpo_mega.preflight.model import check_model
 from tests.formats.families import CASES, save, tensors_of
 
 BASE = "org/other\u2028base"
-BESIDE = r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
+FULL = r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
 ALONE = r"is an adapter of org/other.{1,6}base, not a model; merge it into its base first, and name the merged folder"
 TEMPLATES = {"additional_chat_templates/tool_use.jinja": "{# T\u2028 #}", "chat_template.jinja": "{{ messages[0].content }}"}
 
@@ -51,7 +51,7 @@ def test_a_folder_with_an_adapter_config_is_refused(
         torch.save(tensors_of(sound), folder / "pytorch_model.bin")
     elif weights == "bin index":
         (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
-    says = re.compile(ALONE if weights == "none" else BESIDE, re.DOTALL)
+    says = re.compile(ALONE if weights == "none" else FULL, re.DOTALL)
     with pytest.raises(ConfigError, match=says):
         check_model(ModelConfig(path=folder))
     config = {"run_dir": str(tmp_path / "run"), "steps": 1, "model": {"path": str(folder)}, "data": {"train": "t.jsonl"}}
@@ -130,7 +130,7 @@ def refusal_of(folder: Path) -> str:
 def write_folder(source: Path, out: Path) -> None:
     tensors = tensors_of(source)
     writer = FolderWriter(out, source, {name: tensor.nbytes for name, tensor in tensors.items()})
-    writer.begin()
+    writer.start()
     for file, names in writer.shards.items():
         writer.write(file, {name: tensors[name] for name in names})
     writer.finish()

@@ -215,7 +215,7 @@ def test_a_written_folder_loads_in_transformers_with_its_side_files(tmp_path: Pa
     out = tmp_path / "out"
     writer = FolderWriter(out, source, {name: p.nbytes for name, p in parameters.items()}, max_shard_bytes)
     parts = writer.shards
-    writer.begin()
+    writer.start()
     for file, names in parts.items():
         writer.write(file, {name: parameters[name] for name in names})
         assert not out.exists()
@@ -247,12 +247,12 @@ def test_an_interrupted_write_keeps_the_old_checkpoint_for_the_next_write(tmp_pa
     (source / "pytorch_model.bin").write_bytes(b"old weights")
     (out / "old").write_text("old")
     broken = FolderWriter(out, source, {"a": 8, "b": 8}, max_shard_bytes=8)
-    broken.begin()
+    broken.start()
     broken.write(next(iter(broken.shards)), {"a": torch.ones(2)})
     assert [p.name for p in out.iterdir()] == ["old"]
 
     writer = FolderWriter(out, source, {"b": 24})
-    writer.begin()
+    writer.start()
     writer.write(SINGLE, {"b": torch.arange(6.0).reshape(2, 3).T})
     writer.finish()
     assert {p.name for p in out.iterdir()} == {"config.json", SINGLE}

@@ -84,9 +84,9 @@ def test_the_dry_run_lists_every_slice_of_a_large_model_within_seconds(
     model: str, layout: str, tensors: int, parameters: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    began = time.process_time()
+    started_at = time.process_time()
     assert convert_hf_to_mcore.main(["--dry", "--layout", layout, "--config", str(tmp_path / "config.json")]) == 0
-    assert time.process_time() - began < 5
+    assert time.process_time() - started_at < 5
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) == tensors and last.startswith(f"{tensors} tensors of ") and parameters in last
     if model == "llama-70b":

@@ -55,9 +55,9 @@ def test_gradients_of_32k_tokens_equal_float64s(device: Device) -> None:
     rows_v = torch.arange(0, len(weight_VH), max(1, len(weight_VH) // 8), device=device.torch_device)
     column_Tv = torch.zeros(len(inputs.targets_T), len(rows_v), dtype=torch.float64, device=device.torch_device)
     exact_VH = weight_VH.float()
-    for begin in range(0, len(column_Tv), 2048):
-        logits_nV = inputs.hidden_TH[begin : begin + 2048].float() @ exact_VH.t()
-        column_Tv[begin : begin + 2048] = -logits_nV.log_softmax(dim=1)[:, rows_v].exp().double()
+    for start in range(0, len(column_Tv), 2048):
+        logits_nV = inputs.hidden_TH[start : start + 2048].float() @ exact_VH.t()
+        column_Tv[start : start + 2048] = -logits_nV.log_softmax(dim=1)[:, rows_v].exp().double()
     column_Tv += (inputs.targets_T[:, None] == rows_v).double()
     column_Tv *= inputs.upstream_T[:, None].double()
     expected_vH = column_Tv.t() @ inputs.hidden_TH.double()

@@ -99,8 +99,8 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
     def keep(hidden_TH: Tensor, batch: PackedBatch) -> None:
         logits_TV = (hidden_TH.float() @ output_weight(policy.models[-1]).float().t()).cpu()
         cuts = batch.cu_seqlens.tolist()
-        for index, begin, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
-            found[index] = logits_TV[begin:end, : policy._shape.vocab]
+        for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
+            found[index] = logits_TV[start:end, : policy._shape.vocab]
 
     [batches] = policy.attach_logprobs(packed(policy, samples))
     policy.pipeline.forward(batches, keep)

@@ -29,9 +29,9 @@ def test_a_page_is_written_at_every_interval_and_at_the_end(tmp_path: Path, monk
     wait_for(writer, 3)
     assert "not running here; step 12 of 20" in (run / "report.html").read_text()
     writer.write_step(4, {})
-    began = writer._process
+    first_process = writer._process
     writer.write_step(6, {})  # the previous page may still be in progress
-    assert began is not None and writer._process is not None
+    assert first_process is not None and writer._process is not None
     writer.close()
     assert "ended after step 12 of 20" in (run / "report.html").read_text() and told == []
     assert sorted(p.name for p in run.iterdir() if "report" in p.name) == ["report.html"]

@@ -24,9 +24,9 @@ PROMPT = 7.0
 
 def groups_of(lengths: list[list[int]], decoded: list[list[int]]) -> list[Group]:
     groups = []
-    for sizes, begun in zip(lengths, decoded, strict=True):
+    for sizes, num_started in zip(lengths, decoded, strict=True):
         group = Group()
-        group.responses += [Response(length, group, done) for length, done in zip(sizes, begun, strict=True)]
+        group.responses += [Response(length, group, done) for length, done in zip(sizes, num_started, strict=True)]
         groups.append(group)
     return groups
 
@@ -139,15 +139,15 @@ ONE_LONG = Lengths((0.0, 0.875, 0.875, 1.0), (10.0, 10.0, 90.0, 90.0))  # one of
 
 def test_a_trainer_waits_only_for_generation_that_training_does_not_hide() -> None:
     """Eight responses of 30 tokens in four slots take 60 seconds per step, at any time."""
-    in_turns = Schedule(8, 1, begun=8, ahead=0, keeps_unfinished=False, max_staleness=0)
-    ahead = Schedule(8, 1, begun=16, ahead=8, keeps_unfinished=True, max_staleness=1)
+    in_turns = Schedule(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
+    ahead = Schedule(8, 1, num_started=16, ahead=8, keeps_unfinished=True, max_staleness=1)
     assert wait(ALL_EQUAL, in_turns) == 60
     assert [wait(ALL_EQUAL, ahead, training) for training in (0.0, 15.0, 45.0, 60.0, 200.0)] == [60, 45, 15, 0, 0]
 
 
 def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
     """With eight slots a step that waits for all responses takes 90 seconds; its tokens fill 20 seconds of full batches."""
-    whole = Schedule(8, 1, begun=8, ahead=0, keeps_unfinished=False, max_staleness=0)
+    whole = Schedule(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
     assert wait(ONE_LONG, whole, concurrent=8) == 90
     waits = {
         staleness: wait(ONE_LONG, Schedule(8, 1, 16, 0, keeps_unfinished=True, max_staleness=staleness), concurrent=16)
@@ -160,7 +160,7 @@ def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
 
 
 def test_equal_arguments_give_equal_times_despite_other_random_draws() -> None:
-    schedule = Schedule(16, 3, begun=20, ahead=0, keeps_unfinished=True, max_staleness=2)
+    schedule = Schedule(16, 3, num_started=20, ahead=0, keeps_unfinished=True, max_staleness=2)
     lengths = assumed_lengths(40, 400)
     first = wait(lengths, schedule)
     random.seed(5)
@@ -219,13 +219,13 @@ def after(group: types.Group, lengths: list[int], done: list[int], step: int) ->
 
 
 @pytest.mark.parametrize(
-    ("begun", "ahead", "staleness"), [(7, 0, 1), (9, 0, 3), (16, 0, 1), (10, 5, 1), (15, 10, 2), (20, 3, 2)]
+    ("num_started", "ahead", "staleness"), [(7, 0, 1), (9, 0, 3), (16, 0, 1), (10, 5, 1), (15, 10, 2), (20, 3, 2)]
 )
-def test_steps_continue_the_groups_of_a_runs_backlog(begun: int, ahead: int, staleness: int) -> None:
+def test_steps_continue_the_groups_of_a_runs_backlog(num_started: int, ahead: int, staleness: int) -> None:
     """The backlog is the trainer's. Its phases are simulated token by token."""
     wanted, size, training = 5, 3, 9000.0
     distribution = Lengths((0.0, 0.9, 1.0), (1.0, 12.0, 150.0))
-    schedule = Schedule(wanted, size, begun, ahead, keeps_unfinished=True, max_staleness=staleness)
+    schedule = Schedule(wanted, size, num_started, ahead, keeps_unfinished=True, max_staleness=staleness)
     engines = Engines(2, 6, False, tuple(1000.0 + 50 * n for n in range(7)), 2.0, 1.0)
     draws = generation._draws(distribution, schedule)
     lengths: dict[int, list[int]] = {}
@@ -245,9 +245,9 @@ def test_steps_continue_the_groups_of_a_runs_backlog(begun: int, ahead: int, sta
     backlog, waits = Backlog(), []
     for step in range(generation.NUM_AVERAGED_STEPS + 1 + staleness):
         oldest = step - staleness
-        backlog = backlog.without_stale(oldest).drawn_up_to(begun, draw, ())
+        backlog = backlog.without_stale(oldest).drawn_up_to(num_started, draw, ())
         needed = backlog.needed(oldest)
-        before = backlog.groups[: max(begun, 1 + max(needed, default=-1))]
+        before = backlog.groups[: max(num_started, 1 + max(needed, default=-1))]
         seconds, now = phase(before, step, wanted, set(needed), math.inf)
         waits.append(seconds)
         whole = [place for place, group in enumerate(now) if group.is_complete(size)]

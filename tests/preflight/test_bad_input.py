@@ -58,8 +58,8 @@ class Case:
     says: tuple[str, ...]
     sets: tuple[str, ...] = ()
     spoil: Spoil | None = None
-    in_rank: bool = False  # told after torch is imported
-    after_start: bool = False  # told when the run has begun
+    in_rank: bool = False  # reported after torch is imported
+    after_start: bool = False  # reported after the run has started
 
 
 RANDOM = ("model.init=random",)

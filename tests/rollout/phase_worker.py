@@ -112,10 +112,10 @@ def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
     whole = Ranks(rank).all_groups()
     clocks: dict[int, int] = {}
     for first in range(WORLD_SIZE):
-        mine, began = list(range(first, len(PROMPTS), WORLD_SIZE)), 0
+        mine, started_at = list(range(first, len(PROMPTS), WORLD_SIZE)), 0
         for batch in (mine[i : i + 2] for i in range(0, len(mine), 2)):
-            clocks |= {place: began + longest(whole[place]) for place in batch}
-            began = max(clocks[place] for place in batch)
+            clocks |= {place: started_at + longest(whole[place]) for place in batch}
+            started_at = max(clocks[place] for place in batch)
     for wanted in (3, 8):
         expected = sorted(sorted(clocks, key=lambda place: (clocks[place], place))[:wanted])
         for slow_rank in (0, 1):
@@ -186,10 +186,10 @@ def one_more_phase(
             time.sleep(0.03)
 
     first = PROMPTS[: 6 + 3 * step]
-    begun = {place: group for place, group in enumerate(groups) if group.samples}
+    earlier = {place: group for place, group in enumerate(groups) if group.samples}
     ranks.engine.version = step
     phase = ranks.generator.generate(
-        first, sampling, step=step, on_sample=on_sample, wanted=len(done) + 3, begun=begun, needed=needed
+        first, sampling, step=step, on_sample=on_sample, wanted=len(done) + 3, earlier=earlier, needed=needed
     )
     assert set(done + needed) <= set(phase.places)
     assert all((phase.mine | phase.rest).get(place, groups[place]).is_complete(GROUP_SIZE) for place in phase.mine)

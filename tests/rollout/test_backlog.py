@@ -75,8 +75,8 @@ def test_no_turn_starts_two_epochs_after_a_deferred_one() -> None:
     backlog, held = Backlog(), group(0, (0, 2))
     for _ in range(12):
         backlog = replace(backlog, groups=(held,)).drawn_up_to(4, draw, ())
-        begun = [place for place in ids(backlog) if place != 0]
-    assert begun == [] and backlog.draws == 6  # epochs 0 and 1 are drawn, and the turn of epoch 0 is still deferred
+        earlier = [place for place in ids(backlog) if place != 0]
+    assert earlier == [] and backlog.draws == 6  # epochs 0 and 1 are drawn, and the turn of epoch 0 is still deferred
     assert deferred(backlog) == [(0, 0), (0, 1)]
     freed = replace(backlog, groups=()).drawn_up_to(4, draw, ())
     assert ids(freed)[0] == 0 and len(freed.groups) >= 4

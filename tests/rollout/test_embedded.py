@@ -151,7 +151,7 @@ def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None
     family, shape = family_of("deepseek_v3"), ModelShape.from_hf_config(model.config.to_dict())
     sources = checkpoint_tensors(model, family, shape)
     made = plan_transfers(hf_shards(family, shape, 1), engine.shard_layout(), ranks_per_node=1)
-    assert not engine.begin_update()
+    assert not engine.start_update()
     for bucket in buckets(made, sources, dtype=torch.bfloat16, bucket_bytes=999, allocate=engine.allocate):
         engine.load(bucket)
     assert not engine.end_update(8)
@@ -233,16 +233,19 @@ def test_longest_first_gives_the_same_samples_in_the_expected_order(model: Any) 
             dict(enumerate(prompts)), replace(sampling, longest_first=True), step=2, on_sample=lambda *_: None, stop=stop
         )
         assert_same_samples([found[i] for i in range(5)], expected)
-        order = [sorted(one for one, at in stop.begun.items() if at == clock) for clock in sorted(set(stop.begun.values()))]
+        order = [
+            sorted(one for one, at in stop.start_clocks.items() if at == clock)
+            for clock in sorted(set(stop.start_clocks.values()))
+        ]
         assert list(map(len, order)) == [*([max_concurrent] * batches)[:-1], 15 - max_concurrent * (batches - 1)]
-        begun = list[tuple[int, int]]()
+        earlier = list[tuple[int, int]]()
         for batch in order:
             # Expect probes first. Other samples come from the groups with the longest known sample.
-            ended = {key: max((lengths[k][i] for k, i in begun if k == key), default=99) for key in range(5)}
+            ended = {key: max((lengths[k][i] for k, i in earlier if k == key), default=99) for key in range(5)}
             probes = [(key, 0) for key in range(5) if ended[key] == 99][: len(batch)]
-            others = sorted((-ended[k], k, i) for k in range(5) for i in range(3) if (k, i) not in (*begun, *probes))
+            others = sorted((-ended[k], k, i) for k in range(5) for i in range(3) if (k, i) not in (*earlier, *probes))
             assert batch == sorted([*probes, *((k, i) for _, k, i in others[: len(batch) - len(probes)])])
-            begun += batch
+            earlier += batch
 
 
 def test_a_sample_does_not_depend_on_the_other_prompts_or_their_order(model: Any, sampled: list[Group]) -> None:
@@ -290,5 +293,5 @@ def test_the_engine_holds_the_weights_and_leaves_the_generator_alone(model: Any)
     before = torch.get_rng_state()
     engine = make_engine(model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert engine.begin_update() == []
+    assert engine.start_update() == []
     assert generate(engine, [], SAMPLING, step=0) == []

@@ -155,11 +155,11 @@ def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> N
     known = 0
     for batch in batches[0]:
         assert batch.routes is not None and len(batch.routes) == batch.num_tokens
-        for index, begin in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
+        for index, start in zip(batch.sample_indices, batch.cu_seqlens.tolist(), strict=False):
             recorded = samples[index].routes
             wanted = recorded.experts if recorded else np.empty((0, 3, 3), np.uint8)
-            assert (batch.routes[begin : begin + len(wanted)].numpy() == wanted).all()
-            assert (batch.routes[begin + len(wanted) : begin + samples[index].total_len] == 255).all()
+            assert (batch.routes[start : start + len(wanted)].numpy() == wanted).all()
+            assert (batch.routes[start + len(wanted) : start + samples[index].total_len] == 255).all()
             known += len(wanted)
     assert known == 11 + 7 + 4 and len(batches[0]) > 1
     batch = next(batch for batch in batches[0] if batch.sample_indices[0] != 1)
@@ -186,11 +186,11 @@ def test_the_embedded_engine_records_only_on_request_and_resumes() -> None:
     bare = engine.generate(prompts, replace(sampling, with_routes=False), step=3, on_sample=lambda *_: None)
     assert all(s.routes is None for group in bare.values() for s in group.samples)
     whole = engine.generate(prompts, sampling, step=3, on_sample=lambda *_: None)
-    begun = {
+    earlier = {
         key: Group(group.prompt, [half(s) if s.response_len > 5 else s for s in group.samples]) for key, group in whole.items()
     }
-    assert any(s.finish_reason is None for group in begun.values() for s in group.samples)
-    resumed = engine.generate(prompts, sampling, step=4, on_sample=lambda *_: None, begun=begun)
+    assert any(s.finish_reason is None for group in earlier.values() for s in group.samples)
+    resumed = engine.generate(prompts, sampling, step=4, on_sample=lambda *_: None, earlier=earlier)
     for key, group in whole.items():
         for before, after in zip(group.samples, resumed[key].samples, strict=True):
             assert before.routes and after.routes and before.response_ids == list(after.response_ids)

@@ -35,21 +35,21 @@ def part(prompt: Prompt, index: int, num_tokens: int, is_finished: bool) -> Samp
     return Sample(prompt, index, tokens, [-1.0] * num_tokens, "stop" if is_finished else None, [Span(0, 0, num_tokens)])
 
 
-def expected_begins(
-    lengths: Lengths, prompts: Mapping[int, Prompt], begun: Mapping[int, Group], slots: int
+def expected_starts(
+    lengths: Lengths, prompts: Mapping[int, Prompt], earlier: Mapping[int, Group], slots: int
 ) -> dict[tuple[int, int], int]:
     """Return the start time of each sample. If a slot is free, select the next sample from scratch."""
-    known = {key: {s.index: s for s in begun[key].samples} if key in begun else {} for key in prompts}
+    known = {key: {s.index: s for s in earlier[key].samples} if key in earlier else {} for key in prompts}
     opened = [(k, i) for k in prompts for i in range(3) if i not in known[k] or known[k][i].finish_reason is None]
     finished = {key: [s.response_len for s in known[key].values() if s.finish_reason] for key in prompts}
     unfinished = {(key, i) for key in prompts for i, s in known[key].items() if s.finish_reason is None}
-    begins: dict[tuple[int, int], int] = {}
+    start_times: dict[tuple[int, int], int] = {}
     running: list[tuple[int, int, int]] = []
     now = 0
 
     def urgency(one: tuple[int, int]) -> tuple[bool, int]:
         key = one[0]
-        needs_probe = not finished[key] and not any((key, i) in begins for i in range(3))
+        needs_probe = not finished[key] and not any((key, i) in start_times for i in range(3))
         is_long = not finished[key] or any((key, i) in unfinished for i in range(3))
         return needs_probe, LONGEST if is_long else max(finished[key])
 
@@ -57,13 +57,13 @@ def expected_begins(
         while opened and len(running) < slots:
             one = max(opened, key=urgency)  # the first of equal samples
             opened.remove(one)
-            begins[one] = now
+            start_times[one] = now
             there = known[one[0]].get(one[1])
             heapq.heappush(running, (now + lengths[one] - (there.response_len if there else 0), *one))
         now, key, index = heapq.heappop(running)
         finished[key].append(lengths[key, index])
         unfinished.discard((key, index))
-    return begins
+    return start_times
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7, 40])
@@ -72,14 +72,14 @@ def test_probes_start_first_and_then_samples_of_the_longest_groups(slots: int) -
         numbers = random.Random(seed)
         prompts = make_prompts(numbers.randrange(1, 12))
         lengths = make_lengths(prompts, numbers)
-        begun = {}
+        earlier = {}
         for key, prompt in prompts.items():
             parts = [part(prompt, 0, lengths[key, 0], True), part(prompt, 2, lengths[key, 2] // 2, False)]
             chosen = [s for s in parts if s.response_len and numbers.random() < 0.25]
-            begun |= {key: Group(prompt, chosen)} if chosen else {}
+            earlier |= {key: Group(prompt, chosen)} if chosen else {}
         session = SimulatedSession(lengths)
-        groups = simulate(session, prompts, LONGEST_FIRST, slots, begun=begun)
-        assert session.begun_at == expected_begins(lengths, prompts, begun, slots)
+        groups = simulate(session, prompts, LONGEST_FIRST, slots, earlier=earlier)
+        assert session.begun_at == expected_starts(lengths, prompts, earlier, slots)
         assert session.most_at_once <= slots
         assert sorted(groups) == sorted(prompts)
         for key, group in groups.items():
@@ -92,11 +92,11 @@ def test_without_longest_first_samples_start_in_the_order_of_groups() -> None:
     lengths = make_lengths(prompts, random.Random(1))
     session = SimulatedSession(lengths)
     simulate(session, prompts, IN_ORDER, slots=7)
-    free, begins = [0] * 7, {}
+    free, start_times = [0] * 7, {}
     for one, length in lengths.items():
-        begins[one] = free[0]
+        start_times[one] = free[0]
         heapq.heapreplace(free, free[0] + length)
-    assert session.begun_at == begins and session.most_at_once == 7
+    assert session.begun_at == start_times and session.most_at_once == 7
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4])
@@ -123,7 +123,7 @@ def test_requests_of_aborted_groups_end_and_only_whole_groups_count(wanted: int)
                 break
             stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted) if len(todo) > wanted else None
             session = SimulatedSession(lengths)
-            found = simulate(session, todo, LONGEST_FIRST, slots=5, stop=stop, begun=groups, on_sample=hear)
+            found = simulate(session, todo, LONGEST_FIRST, slots=5, stop=stop, earlier=groups, on_sample=hear)
             assert not session.is_aborting and phase < 20
             done = {key for key, group in found.items() if group.is_complete(3)}
             assert done == (set(stop.clocks) if stop else set(todo))

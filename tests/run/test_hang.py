@@ -27,9 +27,9 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
     _wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), process)
     stopped = _rank(process.pid, 1)
     os.kill(stopped, signal.SIGSTOP)
-    began = time.monotonic()
+    started_at = time.monotonic()
     assert process.wait(timeout=SECONDS) == 3
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - started_at < 60
     report = (run_dir / "hang" / "report.txt").read_text()
     assert "reported by rank 0; the run ends here" in report and "rank 1: no answer: dead, stopped, or stuck" in report
     assert f"the last good checkpoint is {run_dir}/checkpoints/step-" in report

@@ -45,7 +45,7 @@ class Counted(Rollouts):
 
     num_long: int = 2
     equal_share: float = 0.0  # probability that all samples of a group get the same reward
-    begun: list[int] = field(default_factory=list)  # ids of started prompts
+    started: list[int] = field(default_factory=list)  # ids of started prompts
 
     def _phase(
         self,
@@ -68,7 +68,7 @@ class Counted(Rollouts):
             order = {p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done}
             kept = sorted(sorted(done, key=order.__getitem__)[:num_wanted])
         after = [self.grown(g, step, end) for g in groups]
-        self.begun += [g.prompt.id for g, grown in zip(groups, after, strict=True) if grown.samples and not g.samples]
+        self.started += [g.prompt.id for g, grown in zip(groups, after, strict=True) if grown.samples and not g.samples]
         return [after[p] for p in kept], [g for p, g in enumerate(after) if p not in kept]
 
     def length(self, group: Group, index: int, step: int) -> int:
@@ -178,14 +178,14 @@ def test_dynamic_sampling_defers_prompts_that_the_step_has_seen(rollout: dict[st
     """Two of three groups are replaced, so most steps draw more prompts than the data set has."""
     job = make_job((9,), 4, **rollout, algorithm={"dynamic_sampling_tries": 3})
     job.rollouts.equal_share = 2 / 3  # type: ignore[attr-defined]
-    begun: Counter[int] = Counter()
+    started: Counter[int] = Counter()
     for step in range(300):
-        before = len(job.rollouts.begun)  # type: ignore[attr-defined]
+        before = len(job.rollouts.started)  # type: ignore[attr-defined]
         step_of(job, step)
-        found = Counter(job.rollouts.begun[before:])  # type: ignore[attr-defined]
+        found = Counter(job.rollouts.started[before:])  # type: ignore[attr-defined]
         assert max(found.values(), default=1) == 1  # no step has a prompt twice
-        begun += found
-    assert turns(job) == begun + Counter(g.prompt.id for g in job.backlog.groups if not g.samples) + Counter(
+        started += found
+    assert turns(job) == started + Counter(g.prompt.id for g in job.backlog.groups if not g.samples) + Counter(
         turn.prompt.id for turn in job.backlog.deferred
     )
     assert job.backlog.ledger["deferred_prompts"] > 100

@@ -58,7 +58,7 @@ class Flipping:
 
     def __init__(self, engine: SGLangEngine, bucket: int) -> None:
         self._engine, self._bucket = engine, bucket
-        self.begin_update, self.allocate, self.end_update = engine.begin_update, engine.allocate, engine.end_update
+        self.start_update, self.allocate, self.end_update = engine.start_update, engine.allocate, engine.end_update
 
     def load(self, bucket: Bucket) -> None:
         if bucket.index == self._bucket:
@@ -180,7 +180,9 @@ def sync_layout(
 
 def continued(engine: SGLangEngine, carried: dict[int, Group], version: int) -> list[Sample]:
     """Finish and return the samples that the previous version started. Then start new samples and abort them."""
-    whole = engine.generate({key: carried[key].prompt for key in carried}, LONG, step=version, on_sample=ignore, begun=carried)
+    whole = engine.generate(
+        {key: carried[key].prompt for key in carried}, LONG, step=version, on_sample=ignore, earlier=carried
+    )
     assert engine.failure is None and all(group.is_complete(LONG.group_size) for group in whole.values())
     stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted=1)
 

@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, OnSample, Sampling
 from grpo_mega.rollout.exchange import check_versions
 from grpo_mega.rollout.schedule import schedule_of
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
@@ -68,12 +68,12 @@ def generate(
     max_concurrent: int = 12 * 16,
     on_sample: OnSample = lambda *_: None,
     stop: StopCondition | None = None,
-    begun: Mapping[int, Group] = NONE_BEGUN,
+    earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
 ) -> dict[int, Group]:
     next_number = next_number or itertools.count().__next__
     schedule = schedule_of(sampling, max_concurrent, len(prompts))
     return client.generate(
-        prompts, sampling, step, next_number=next_number, schedule=schedule, on_sample=on_sample, stop=stop, begun=begun
+        prompts, sampling, step, next_number=next_number, schedule=schedule, on_sample=on_sample, stop=stop, earlier=earlier
     )
 
 
@@ -197,7 +197,7 @@ def test_aborted_samples_continue_after_an_update_with_right_log_probs(client: C
         version += 1
         update_to(client, version, tmp_path)
         stop = enough(2) if len(todo) > 2 else None
-        found = generate(client, todo, sampling, version, stop=stop, begun=groups)
+        found = generate(client, todo, sampling, version, stop=stop, earlier=groups)
         assert client.failure is None, client.failure
         for key, group in found.items():
             there = {sample.index: sample for sample in groups[key].samples}
@@ -232,7 +232,7 @@ def test_probes_come_first_and_aborted_groups_continue_to_their_end(client: Clie
     assert len(whole) >= 3 and any(not sample.is_finished for group in aborted.values() for sample in group.samples)
     lengths = {(key, s.index): s.response_len for key, group in aborted.items() for s in group.samples}
     todo = {key: PROMPTS[key] for key in aborted}
-    rest = generate(client, todo, sampling, max_concurrent=7, begun=groups)
+    rest = generate(client, todo, sampling, max_concurrent=7, earlier=groups)
     check_whole(whole | rest, sampling)
     assert sorted(whole | rest) == sorted(PROMPTS)
     assert all(rest[key].samples[index].response_len >= length for (key, index), length in lengths.items())
@@ -272,9 +272,9 @@ def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Serv
     with connected(server, model, tmp_path, **limits) as client:
         os.kill(scheduler, signal.SIGSTOP)
         try:
-            began = time.monotonic()
+            started_at = time.monotonic()
             groups = generate(client, sampling=greedy)
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - started_at < 30
         finally:
             os.kill(scheduler, signal.SIGCONT)
         assert groups == {}
@@ -285,9 +285,9 @@ def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Serv
 
 def test_a_refused_request_is_reported_and_not_retried(client: Client) -> None:
     prompts = {0: replace(PROMPTS[0], token_ids=(5,) * 600)}
-    began = time.monotonic()
+    started_at = time.monotonic()
     groups = generate(client, prompts, step=2)
-    assert groups == {} and time.monotonic() - began < 15
+    assert groups == {} and time.monotonic() - started_at < 15
     assert re.match(
         r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", client.failure or ""
     )

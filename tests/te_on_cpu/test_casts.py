@@ -146,13 +146,13 @@ def test_shards_of_a_matrix_cast_with_common_scales_make_the_whole() -> None:
     bits, inverses = oracle.quantise_blocks(exact(values), form, 128, 128, pow_2=False, at_infinity=float("inf"))
     amax, out, flat = torch.zeros(2, 2), torch.zeros(200 * 144, dtype=torch.uint8), values.view(-1)
     cuts = (0, 77, 13_000, 13_001, 200 * 144)
-    for begin, end in itertools.pairwise(cuts):
+    for start, end in itertools.pairwise(cuts):
         part = torch.zeros(2, 2)
-        tex.fp8_block_scaling_compute_partial_amax(flat[begin:end], part, 200, 144, begin, 128)
+        tex.fp8_block_scaling_compute_partial_amax(flat[start:end], part, 200, 144, start, 128)
         amax = torch.maximum(amax, part)
     scale, scale_inv = torch.zeros(2, 2), torch.zeros(2, 2)
     tex.multi_tensor_compute_scale_and_scale_inv(65536, torch.zeros(1), [[amax], [scale], [scale_inv]], 448.0, False, 0.0)
     assert (exact(scale_inv) == inverses).all()
-    for begin, end in itertools.pairwise(cuts):
-        tex.fp8_block_scaling_partial_cast(flat[begin:end], out[begin:end], scale, 200, 144, begin, 128, tex.DType.kFloat8E4M3)
+    for start, end in itertools.pairwise(cuts):
+        tex.fp8_block_scaling_partial_cast(flat[start:end], out[start:end], scale, 200, 144, start, 128, tex.DType.kFloat8E4M3)
     assert (out.view(200, 144).numpy() == bits).all()

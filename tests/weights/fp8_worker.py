@@ -125,7 +125,7 @@ class Engine:
         self.flip: Callable[[Bucket, Entry], int] | None = None  # selects the byte to flip, in the first quantized entry
         self._entries, self._problems = list[Entry](), list[str]()
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._entries, self._problems = [], []
         return []
 
@@ -268,7 +268,7 @@ class ServedEngine(Engine):
         found: list[str] = report["problems"]
         return found
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._entries, self._problems = [], []
         nothing = torch.empty(0)
         some = next(name for name in self._wanted if name.endswith("_scale_inv"))

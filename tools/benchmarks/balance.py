@@ -149,9 +149,9 @@ def measure(case: Case, options: argparse.Namespace) -> tuple[dict[str, Figures]
             for name, planner in planners.items():
                 if name != "ours" and repeat > 0:
                     continue  # the peers are slow, and only our time has a limit
-                began, began_cpu = time.perf_counter(), time.process_time()
+                started_at, cpu_started_at = time.perf_counter(), time.process_time()
                 plan = planner(lengths)
-                ms, cpu_ms = 1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - began_cpu)
+                ms, cpu_ms = 1e3 * (time.perf_counter() - started_at), 1e3 * (time.process_time() - cpu_started_at)
                 found[name].append(figures_of(plan, lengths, case, ms, cpu_ms))
     return {name: worst(figures) for name, figures in found.items()}, max(bounds)
 
@@ -219,8 +219,8 @@ def largest_differences(lengths: Sequence[int], indices: list[int], num_parts: i
     falling = sorted(indices, key=lambda i: -lengths[i])
     chunk = num_parts if is_equal_size else 1
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, begin in enumerate(range(0, len(falling), chunk)):
-        parts = [(lengths[i], [i]) for i in falling[begin : begin + chunk]]
+    for number, start in enumerate(range(0, len(falling), chunk)):
+        parts = [(lengths[i], [i]) for i in falling[start : start + chunk]]
         parts += [(0, []) for _ in range(num_parts - len(parts))]
         heap.append((parts[-1][0] - parts[0][0], number, parts))
     heapq.heapify(heap)
@@ -237,10 +237,10 @@ def largest_differences(lengths: Sequence[int], indices: list[int], num_parts: i
 def plan_in_order(lengths: Sequence[int], dp_size: int, budget: int) -> Plan:
     ends = [len(lengths) * (rank + 1) // dp_size for rank in range(dp_size)]
     plan: Plan = []
-    for begin, end in zip([0, *ends], ends, strict=False):
+    for start, end in zip([0, *ends], ends, strict=False):
         micro_batches: list[list[int]] = [[]]
         load = 0
-        for index in range(begin, end):
+        for index in range(start, end):
             if load + lengths[index] > budget:
                 micro_batches.append([])
                 load = 0

@@ -86,9 +86,9 @@ def measure(lengths: Sequence[int], repeat: int) -> list[float]:
             seconds = [math.inf] * len(lengths)
             for _ in range(repeat):
                 for place, each in enumerate(batches):
-                    began = time.process_time()
+                    started_at = time.process_time()
                     policy.update(each)
-                    seconds[place] = min(seconds[place], time.process_time() - began)
+                    seconds[place] = min(seconds[place], time.process_time() - started_at)
             return seconds
         finally:
             runtimes.stop()

@@ -140,9 +140,9 @@ def rehearse_store(ranks: int) -> tuple[float, float]:
     exchange_once(parties, first=True)  # later exchanges delete keys of the one before, so run one first
     ours.send("begin")
     ours.recv()
-    began = time.process_time()
+    started_at = time.process_time()
     exchange_once(parties)
-    seconds = time.process_time() - began
+    seconds = time.process_time() - started_at
     ours.send("end")
     served = ours.recv()
     process.join()
@@ -176,10 +176,10 @@ def serve_store(port: int, connection: Connection) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     connection.send("ready")
     connection.recv()
-    began = time.process_time()
+    started_at = time.process_time()
     connection.send("begun")
     connection.recv()
-    connection.send(time.process_time() - began)
+    connection.send(time.process_time() - started_at)
     del store
 
 
@@ -249,9 +249,9 @@ def median(act: Callable[[], object], repeat: int) -> float:
 
 
 def cpu_seconds(act: Callable[[], object]) -> float:
-    began = time.process_time()
+    started_at = time.process_time()
     act()
-    return time.process_time() - began
+    return time.process_time() - started_at
 
 
 if __name__ == "__main__":

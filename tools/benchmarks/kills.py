@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     options = parser.parse_args()
-    began = time.monotonic()
+    started_at = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rollout = PARTIAL if options.partial else SEPARATE if options.separate else {}
@@ -92,7 +92,7 @@ def main() -> int:
         "kills": options.kills,
         "identical" if is_same else "sound": num_right,
         "before_checkpoint": sum(step == 0 for _, step in outcomes),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - started_at, 1),
     }
     print(json.dumps(result))
     return 0 if num_right == options.kills else 1
@@ -132,11 +132,11 @@ def log_of(run_dir: Path) -> Path:
 
 def whole_run(config: Path, run_dir: Path) -> tuple[End, float, float]:
     """Return the end, the seconds until the first step was logged, and the seconds after it."""
-    began, process = time.monotonic(), start(config, run_dir, [])
+    started_at, process = time.monotonic(), start(config, run_dir, [])
     wait_for_first_step(process, run_dir)
     trains = time.monotonic()
     finish(process, run_dir)
-    return read_end(run_dir), trains - began, time.monotonic() - trains
+    return read_end(run_dir), trains - started_at, time.monotonic() - trains
 
 
 def wait_for_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:

@@ -189,9 +189,9 @@ def serve_peer(name: str) -> None:
 
 def timed(judge: Callable[[Sequence[Case]], list[bool]], cases: Sequence[Case]) -> tuple[list[bool], float]:
     """Return the judge's verdicts on the cases, and the seconds."""
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     verdicts = judge(cases)
-    return verdicts, time.perf_counter() - began
+    return verdicts, time.perf_counter() - started_at
 
 
 def main() -> int:
@@ -263,11 +263,11 @@ def _pool(workers: int, deadline_s: float) -> RewardPool:
 def _hang_ratio(num_hangs: int, workers: int) -> float:
     with _pool(workers, DEADLINE_S) as pool:
         pool.wait_until_ready()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         for key in range(num_hangs):
             pool.submit(key, "", rf"\boxed{{{HANGING[key % len(HANGING)]}+{key}}}", r"\boxed{x+1}", {})
         results = pool.collect()
-        took = time.perf_counter() - began
+        took = time.perf_counter() - started_at
     verdicts = [result.verdicts["accuracy"] for result in results.values()]
     assert verdicts == ["timeout"] * num_hangs, f"some of the hanging responses were judged: {verdicts}"
     return took / (DEADLINE_S * -(-num_hangs // workers))

@@ -40,11 +40,11 @@ def samples(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         for step in shown:
             records: list[dict[str, Any]] = []
-            for begin, size in lines[step]:
+            for start, size in lines[step]:
                 if num_bytes + size > MAX_SAMPLE_BYTES and records:
                     num_left_out += 1
                     continue
-                file.seek(begin)
+                file.seek(start)
                 record = parse_json_line(file.read(size))
                 if record is not None:
                     records.append(record)
@@ -99,13 +99,13 @@ def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     if not path.exists():
         return found
-    begin = 0
+    start = 0
     with path.open("rb") as file:
         for line in file:
             match = _STEP.match(line)
             if match and line.endswith(b"\n"):
-                found[int(match[1])].append((begin, len(line)))
-            begin += len(line)
+                found[int(match[1])].append((start, len(line)))
+            start += len(line)
     return found
 
 
@@ -121,7 +121,7 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
     """Return a sample as samples.js reads it, with the texts of tokens instead of their ends."""
     response, ends = str(record.get("response", "")), record.get("token_ends")
-    tokens = [response[begin:end] for begin, end in zip([0, *ends], ends, strict=False)] if ends else None
+    tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
     return {
         "index": record.get("index"),
         "version": record.get("policy_version"),

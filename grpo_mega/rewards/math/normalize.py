@@ -155,11 +155,11 @@ def _by_rules(text: str) -> str:
 
 def _last_row(text: str) -> str:
     """Keep only the last of several aligned equations."""
-    if "\\begin" not in text or not (begin := _ALIGNED.search(text)):
+    if "\\begin" not in text or not (start := _ALIGNED.search(text)):
         return text
-    body, _, after = text[begin.end() :].partition(rf"\end{{{begin[1]}}}")
+    body, _, after = text[start.end() :].partition(rf"\end{{{start[1]}}}")
     *_, row = ("", *(row for row in body.split("\\\\") if row.strip()))
-    return text[: begin.start()] + row.replace("&", "") + after
+    return text[: start.start()] + row.replace("&", "") + after
 
 
 def _unwrap_if_prose(match: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
 from grpo_mega.rollout.embedded.recorder import Recorder
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
-from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Engine, OnSample, Sampling
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.schedule import Schedule, schedule_of
 from grpo_mega.rollout.stop_condition import StopCondition
@@ -73,7 +73,7 @@ class EmbeddedEngine(Engine):
     def shard_layout(self) -> ShardLayout:
         return self._side
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._received, self._problems = [], []
         return sorted(set(self.tensors()) ^ set(self._side.rank_shards(self._rank)))
 
@@ -105,7 +105,7 @@ class EmbeddedEngine(Engine):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
+        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
     ) -> dict[int, Group]:
         """Generate every world_size-th prompt. The clock of `stop` counts this rank's decoding steps over all batches."""
         mine = list(prompts)[self._rank :: self._world_size]
@@ -117,12 +117,12 @@ class EmbeddedEngine(Engine):
         if not sampling.longest_first:  # batches of whole groups run each prompt once
             per_batch = max(1, per_batch // sampling.group_size) * sampling.group_size
         schedule = schedule_of(sampling, per_batch, len(mine))
-        groups = {key: schedule.add(key, prompts[key], begun.get(key)) for key in mine}
+        groups = {key: schedule.add(key, prompts[key], earlier.get(key)) for key in mine}
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (batch := schedule.take()):
             under_way = [(key, sample) for key, samples in batch.items() for sample in samples]
             if stop is not None:
-                stop.begun |= {(key, sample.index): clock for key, sample in under_way}
+                stop.start_clocks |= {(key, sample.index): clock for key, sample in under_way}
             clock = self._generate_batch(under_way, groups, schedule, sampling, step, on_sample, stop, clock)
         schedule.return_to(groups)
         for group in groups.values():
@@ -142,9 +142,9 @@ class EmbeddedEngine(Engine):
     ) -> int:
         """Decode until all samples end or `stop` is met. Return the clock. Unfinished samples go back to the schedule."""
         samples = [sample for _, sample in under_way]
-        longest, began = sampling.max_response_length, clock
-        self._recorder.begin(len(samples), longest, self.device, is_on=sampling.with_routes)
-        rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == begun] for begun in (False, True)]
+        longest, first_clock = sampling.max_response_length, clock
+        self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
+        rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == earlier] for earlier in (False, True)]
         states = [_Decoding.prefill(self._model, samples, rows, self._recorder) for rows in rows_by_kind if rows]
         streams = _streams(samples, sampling, step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
@@ -155,12 +155,12 @@ class EmbeddedEngine(Engine):
 
         def so_far(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             key, sample = under_way[row]
-            tokens, logprobs = tokens_BT[row, : clock - began].tolist(), logprobs_BT[row, : clock - began].tolist()
+            tokens, logprobs = tokens_BT[row, : clock - first_clock].tolist(), logprobs_BT[row, : clock - first_clock].tolist()
             routes = self._recorder.routes(row, sample, len(tokens) - 1)  # the last token was not fed to the model
             return key, _extended(sample, tokens, logprobs, reason, self.version, routes)
 
         while states:
-            position, clock = clock - began, clock + 1
+            position, clock = clock - first_clock, clock + 1
             for state in states:
                 rows = state.rows
                 places = (first_B[rows] + position).clamp_(max=longest - 1)  # finished sequences still have a row
@@ -206,13 +206,13 @@ def _extended(
     version: int,
     routes: Routes | None,
 ) -> Sample:
-    begin = sample.response_len
+    start = sample.response_len
     return replace(
         sample,
         response_ids=[*sample.response_ids, *tokens],
         rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
         finish_reason=reason,
-        spans=[*sample.spans, Span(version, begin, begin + len(tokens))],
+        spans=[*sample.spans, Span(version, start, start + len(tokens))],
         routes=routes,
     )
 

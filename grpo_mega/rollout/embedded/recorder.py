@@ -24,7 +24,7 @@ class Recorder:
         for number, experts in enumerate(blocks):
             experts.register_forward_pre_hook(partial(self._note, number))
 
-    def begin(self, num_sequences: int, longest: int, device: torch.device, *, is_on: bool) -> None:
+    def start(self, num_sequences: int, longest: int, device: torch.device, *, is_on: bool) -> None:
         """Start a batch. The model reads fewer than `longest` tokens of each sequence after its context."""
         self._is_on = is_on and self._routers is not None
         if self._routers and self._is_on:

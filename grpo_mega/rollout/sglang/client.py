@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import NONE_BEGUN, OnSample, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, OnSample, Sampling
 from grpo_mega.rollout.schedule import Schedule
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
@@ -117,7 +117,7 @@ class Client:
         schedule: Schedule,
         on_sample: OnSample,
         stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
+        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
     ) -> dict[int, Group]:
         """Return the groups that this server finished, by key. If `stop` is met, also return its unfinished groups.
 
@@ -128,7 +128,7 @@ class Client:
         """
         phase, keys, has_more = f"generating in step {step}", list(prompts), True
         under_way, finished = dict[int, Group](), dict[int, Group]()
-        began = heard = time.monotonic()
+        started_at = heard = time.monotonic()
 
         def take(key: int, sample: Sample) -> None:
             schedule.ended(key, sample)
@@ -151,7 +151,7 @@ class Client:
                 has_more = number < len(keys)
                 if has_more:
                     key = keys[number]
-                    under_way[key] = schedule.add(key, prompts[key], begun.get(key))
+                    under_way[key] = schedule.add(key, prompts[key], earlier.get(key))
             for key, samples in schedule.take().items():
                 self.session.generate(key, samples, sampling, step)
             if not under_way:
@@ -159,7 +159,7 @@ class Client:
             try:
                 event = self.session.events.get(timeout=LOOK_S if stop is None else STOP_LOOK_S)
             except queue.Empty:
-                heard = self._check_alive(phase, heard, began)
+                heard = self._check_alive(phase, heard, started_at)
                 continue
             heard = time.monotonic()
             if event.sample is not None:
@@ -168,7 +168,7 @@ class Client:
                 self.fail(f"{phase}: {event.error}")
         return {key: Group(group.prompt, sorted(group.samples, key=lambda s: s.index)) for key, group in finished.items()}
 
-    def _check_alive(self, phase: str, heard: float, began: float) -> float:
+    def _check_alive(self, phase: str, heard: float, started_at: float) -> float:
         """Check that the server is alive, and check its health if there was no event since `heard` for too long.
 
         Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the phase's
@@ -177,8 +177,8 @@ class Client:
         now, deadline = time.monotonic(), self._rollout.stall_deadline_s
         if not self.server.is_alive():
             self.fail(f"{self.server.url} died, {phase}")
-        elif now - began > self._rollout.phase_deadline_s:
-            self.fail(f"{self.server.url} is not done after {now - began:.0f} s, {phase}")
+        elif now - started_at > self._rollout.phase_deadline_s:
+            self.fail(f"{self.server.url} is not done after {now - started_at:.0f} s, {phase}")
         elif now - heard > deadline:
             check = self._begin(lambda session: session.is_healthy(deadline / 2))
             if self.await_response(f"{phase}, asked for its health", check):
@@ -188,7 +188,7 @@ class Client:
 
     def _abort(self, phase: str, schedule: Schedule, take: Callable[[int, Sample], None]) -> bool:
         """Abort the running samples and return them to the schedule with their tokens. Return False if the server fails."""
-        began, session = time.monotonic(), self.session
+        started_at, session = time.monotonic(), self.session
         session.is_aborting = schedule.num_under_way > 0
         while schedule.num_under_way and self.failure is None:
             # Repeat the call, because a request may reach the server after an abort.
@@ -206,7 +206,7 @@ class Client:
                     take(event.key, event.sample)
                 else:
                     schedule.left_over(event.key, event.aborted or ())
-            if schedule.num_under_way and time.monotonic() - began > self._rollout.stall_deadline_s:
+            if schedule.num_under_way and time.monotonic() - started_at > self._rollout.stall_deadline_s:
                 self.fail(f"{phase}: {schedule.num_under_way} samples do not end")
         if session.is_aborting:
             self.flush_cache_when_idle(phase)

@@ -25,7 +25,7 @@ from torch import Tensor
 from grpo_mega.distributed.peers import EngineRanks
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import NONE_BEGUN, Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Engine, OnSample, Sampling
 from grpo_mega.rollout.schedule import schedule_of
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
 from grpo_mega.rollout.sglang.client import Client
@@ -92,7 +92,7 @@ class SGLangEngine(Engine):
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
-        begun: Mapping[int, Group] = NONE_BEGUN,
+        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
     ) -> dict[int, Group]:
         """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them."""
         self._check_lengths(prompts, sampling)
@@ -111,7 +111,7 @@ class SGLangEngine(Engine):
             schedule=schedule_of(sampling, self._settings.rollout.max_concurrent, equal_share),
             on_sample=on_sample,
             stop=stop,
-            begun=begun,
+            earlier=earlier,
         )
 
     def _check_lengths(self, prompts: Mapping[int, Prompt], sampling: Sampling) -> None:
@@ -159,7 +159,7 @@ class SGLangEngine(Engine):
     def shard_layout(self) -> ShardLayout:
         return self._side
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._posted, self._num_loaded, self._checksums, self._differing = [], 0, [], []
         if self._client:
             self._client.post("starting an update", "/begin_weight_update")

@@ -95,10 +95,10 @@ class Server:
         If the server ends or is not ready in time, stop it and raise EngineError. If another process has taken its port, start
         it again with another port.
         """
-        began = shown = time.monotonic()
+        started_at = shown = time.monotonic()
         deadline_s = self._settings.rollout.start_deadline_s
         while not self._generates():
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started_at
             if not self.is_alive():
                 self.kill()
                 reason = self._reason()

@@ -271,8 +271,8 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
         return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
     each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
     if is_seeded:
-        begun = [sample.first_version if sample.spans else step for sample in samples]
-        seeds = [sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(begun, samples, strict=True)]
+        versions = [sample.first_version if sample.spans else step for sample in samples]
+        seeds = [sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(versions, samples, strict=True)]
         each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
     return body | {"input_ids": contexts, "sampling_params": each}
@@ -294,7 +294,7 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
     entries = meta.get("output_token_logprobs") or ()  # None if a request was aborted before its start
     tokens = [entry[1] for entry in entries]
     assert tokens == list(answer["output_ids"]), "the server's log-probs are of other tokens than its response"
-    begin, end = sample.response_len, sample.response_len + len(tokens)
+    start, end = sample.response_len, sample.response_len + len(tokens)
     reason = meta["finish_reason"]["type"]
     if reason == "abort":
         has_stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
@@ -312,7 +312,7 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
         response_ids=[*sample.response_ids, *tokens],
         rollout_logprobs=[*sample.rollout_logprobs, *(entry[0] for entry in entries)],
         finish_reason=reason,
-        spans=[*sample.spans, Span(version, begin, end)] if tokens else sample.spans,
+        spans=[*sample.spans, Span(version, start, end)] if tokens else sample.spans,
     )
 
 

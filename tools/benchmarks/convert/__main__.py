@@ -161,12 +161,12 @@ def measure(options: argparse.Namespace, folder: Path, kind: str) -> dict[str, l
 def run_child(kind: str, source: Path, out: Path, options: argparse.Namespace, environment: dict[str, str]) -> dict[str, float]:
     command = [sys.executable, str(CHILD), kind, str(source), str(out), str(options.workers)]
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.workers)} | environment
-    before, began = cpu_of_children(), time.monotonic()
+    before, started_at = cpu_of_children(), time.monotonic()
     try:
         limit = options.limit if kind.startswith("mbridge") else None
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"wall": time.monotonic() - began, "cpu": cpu_of_children() - before, "extra_peak_mib": 0, "cut_short": 1}
+        return {"wall": time.monotonic() - started_at, "cpu": cpu_of_children() - before, "extra_peak_mib": 0, "cut_short": 1}
     if done.returncode:
         raise SystemExit(f"{kind} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

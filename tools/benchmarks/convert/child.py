@@ -32,9 +32,9 @@ def main() -> None:
     act = makers[kind.removesuffix("-back")](source, out, workers, is_back=kind.endswith("-back"))
     make_ready(source)
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
-    before, cpu, began = resident("VmRSS"), sum(os.times()[:2]), time.monotonic()
+    before, cpu, started_at = resident("VmRSS"), sum(os.times()[:2]), time.monotonic()
     extra = act()
-    wall, cpu = time.monotonic() - began, sum(os.times()[:2]) - cpu
+    wall, cpu = time.monotonic() - started_at, sum(os.times()[:2]) - cpu
     peak = (resident("VmHWM") - before) / 2**20
     print(json.dumps({"wall": wall, "cpu": cpu, "extra_peak_mib": peak} | extra))
     sys.stdout.flush()

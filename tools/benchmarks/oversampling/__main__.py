@@ -88,11 +88,15 @@ def main(arguments: list[str] | None = None) -> int:
             bench.round(-1, [1.0])  # warm-up: allocations and imports
             rounds = [bench.round(step, options.factors) for step in range(options.rounds)]
             over = Partial(
-                bench.engine, bench.generator, bench.sampling, options.prompts, begun(options.factors[1], options.prompts)
+                bench.engine,
+                bench.generator,
+                bench.sampling,
+                options.prompts,
+                started(options.factors[1], options.prompts),
             )
             found = summary(rounds, options) | {"partial": over.measure(options.partial_rounds, options.max_staleness)}
             if isinstance(engine, EmbeddedEngine):
-                found["longest_first"] = longest_first.measure(engine, options, over.num_begun)
+                found["longest_first"] = longest_first.measure(engine, options, over.num_started)
             else:
                 found["longest_first"] = None
     except EngineError as error:
@@ -138,7 +142,7 @@ class Bench:
         numbers = random.Random(0)
         self.prompts = [
             Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
-            for i in range(begun(options.factors[-1], options.prompts))
+            for i in range(started(options.factors[-1], options.prompts))
         ]
         # Random models give all tokens nearly the same probability.
         stops = frozenset(range(1, 1 + round(VOCAB / options.mean_length)))
@@ -149,11 +153,11 @@ class Bench:
         whole = self.phase(step + 1, len(self.prompts), len(self.prompts)).mine
         found: dict[str, Any] = {"lengths": [s.response_len for s in samples_of(whole.values())]}
         for factor in factors:
-            num_begun = begun(factor, self.options.prompts)
-            began = time.monotonic()
-            phase = self.phase(step + 1, num_begun, self.options.prompts)
-            seconds = time.monotonic() - began
-            everything = {place: whole[place] for place in range(num_begun)}
+            num_started = started(factor, self.options.prompts)
+            started_at = time.monotonic()
+            phase = self.phase(step + 1, num_started, self.options.prompts)
+            seconds = time.monotonic() - started_at
+            everything = {place: whole[place] for place in range(num_started)}
             found[str(factor)] = {
                 "seconds": seconds,
                 "tokens_in_turn": sorted(map(longest, everything.values()))[self.options.prompts - 1],
@@ -163,9 +167,9 @@ class Bench:
             } | self.generator.flush_stats()
         return found
 
-    def phase(self, step: int, num_begun: int, wanted: int) -> Phase:
+    def phase(self, step: int, num_started: int, wanted: int) -> Phase:
         return self.generator.generate(
-            self.prompts[:num_begun], self.sampling, step=step, on_sample=lambda *_: None, wanted=wanted
+            self.prompts[:num_started], self.sampling, step=step, on_sample=lambda *_: None, wanted=wanted
         )
 
     def check(self, _: int) -> None:
@@ -177,7 +181,7 @@ class Bench:
 def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
     config = Qwen2Config(**CONFIG, max_position_embeddings=2 * (PROMPT_LENGTH + options.max_length))
     shape = ModelShape.from_hf_config(config.to_dict())
-    num_sequences = begun(options.factors[-1], options.prompts) * options.group_size
+    num_sequences = started(options.factors[-1], options.prompts) * options.group_size
     if options.engine == "embedded":
         device = Device("cpu", torch.device("cpu"))
         yield EmbeddedEngine(
@@ -224,8 +228,8 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     return SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
 
 
-def begun(factor: float, prompts: int) -> int:
-    return RolloutConfig(oversample=factor).num_begun(prompts)
+def started(factor: float, prompts: int) -> int:
+    return RolloutConfig(oversample=factor).num_started(prompts)
 
 
 def samples_of(groups: Any) -> list[Sample]:

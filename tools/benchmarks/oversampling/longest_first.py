@@ -32,8 +32,8 @@ CLASSES, STAGES, SPREAD, STOP = 8, 4, 16.0, 0
 NEVER = -60.0  # logit of impossible tokens
 
 
-def measure(engine: EmbeddedEngine, options: Any, num_begun: int) -> dict[str, Any]:
-    """Change the engine's model and measure. With partial rollouts a step starts `num_begun` groups, trains options.prompts."""
+def measure(engine: EmbeddedEngine, options: Any, num_started: int) -> dict[str, Any]:
+    """Change the engine's model and measure. A step with partial rollouts starts `num_started` groups."""
     set_lengths(engine.tensors(), options.mean_length)
     in_order = Sampling(options.group_size, 1.0, options.max_length, frozenset({STOP}))
     longest_first = replace(in_order, longest_first=True)
@@ -52,8 +52,8 @@ def measure(engine: EmbeddedEngine, options: Any, num_begun: int) -> dict[str, A
     numbers.shuffle(flat)
     shuffled = _in_parts(flat, options.group_size)
     drawn["unlike"] = _served(shuffled, longest_first, slots, options.prompts)
-    plain, drawn["partial_in_order"] = _partial(in_order, lengths, slots, options, num_begun)
-    _, drawn["partial"] = _partial(longest_first, lengths, slots, options, num_begun)
+    plain, drawn["partial_in_order"] = _partial(in_order, lengths, slots, options, num_started)
+    _, drawn["partial"] = _partial(longest_first, lengths, slots, options, num_started)
     for found in (drawn["partial_in_order"], drawn["partial"]):
         found["served_gain"] = round(plain / found.pop("steps"), 3)
     return drawn
@@ -146,12 +146,12 @@ class _PartialOnServer(Partial):
 
 
 def _partial(
-    sampling: Sampling, lengths: Sequence[Sequence[int]], slots: int, options: Any, num_begun: int
+    sampling: Sampling, lengths: Sequence[Sequence[int]], slots: int, options: Any, num_started: int
 ) -> tuple[int, dict[str, float]]:
     """Return the steps on the simulated server for phases to the end, and the figures of alternating partial rollouts."""
     engine: Any = _Served(lengths, slots)
     generator = Generator(engine, Rendezvous(HashStore(), 0, 1), lambda _: None, phase_deadline_s=60)
-    bench = _PartialOnServer(engine, generator, sampling, options.prompts, num_begun)
+    bench = _PartialOnServer(engine, generator, sampling, options.prompts, num_started)
     found = bench.measure(options.partial_rounds, options.max_staleness)
     in_turn = bench.steps[: 2 * options.partial_rounds]
     return sum(in_turn[1::2]), {

@@ -20,8 +20,14 @@ PROMPT_LENGTH, VOCAB = 16, 256
 
 
 class Partial:
-    def __init__(self, engine: Engine, generator: Generator, sampling: Sampling, wanted: int, num_begun: int) -> None:
-        self.engine, self.generator, self.sampling, self.wanted, self.num_begun = engine, generator, sampling, wanted, num_begun
+    def __init__(self, engine: Engine, generator: Generator, sampling: Sampling, wanted: int, num_started: int) -> None:
+        self.engine, self.generator, self.sampling, self.wanted, self.num_started = (
+            engine,
+            generator,
+            sampling,
+            wanted,
+            num_started,
+        )
         self.seconds = self.turns = 0.0  # last phase: wall time, and decoding steps
 
     def measure(self, num_steps: int, max_staleness: int) -> dict[str, Any]:
@@ -29,8 +35,8 @@ class Partial:
         seconds, turns = {"plain": 0.0, "partial": 0.0}, {"plain": 0.0, "partial": 0.0}
         for step in range(num_steps):
             self.engine.version = step
-            backlog = backlog.without_stale(step - max_staleness).drawn_up_to(self.num_begun, self.draw, ())
-            kept, backlog = self.phase(backlog, self.num_begun, self.wanted, step, max_staleness)
+            backlog = backlog.without_stale(step - max_staleness).drawn_up_to(self.num_started, self.draw, ())
+            kept, backlog = self.phase(backlog, self.num_started, self.wanted, step, max_staleness)
             trained += kept
             seconds["partial"] += self.seconds
             turns["partial"] += self.turns
@@ -55,22 +61,22 @@ class Partial:
         }
 
     def phase(
-        self, backlog: Backlog, num_begun: int, wanted: int, step: int, max_staleness: int | None = None
+        self, backlog: Backlog, num_started: int, wanted: int, step: int, max_staleness: int | None = None
     ) -> tuple[list[Group], Backlog]:
-        before = backlog.groups[:num_begun]
+        before = backlog.groups[:num_started]
         there = {place: group for place, group in enumerate(before) if group.samples}
         must = backlog.needed(step - max_staleness) if max_staleness is not None else ()
-        began = time.monotonic()
+        started_at = time.monotonic()
         found = self.generator.generate(
             [group.prompt for group in before],
             self.sampling,
             step=step,
             on_sample=lambda *_: None,
             wanted=wanted,
-            begun=there,
+            earlier=there,
             needed=must,
         )
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - started_at
         after = list(before)
         for place, group in (found.mine | found.rest).items():
             after[place] = group

@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_mega.rollout.engine import NONE_BEGUN, Sampling
+from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Sampling
 from grpo_mega.rollout.schedule import schedule_of
 from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.session import Event
@@ -101,7 +101,7 @@ def simulate(
     next_number: Callable[[], int] | None = None,
     share: int | None = None,
     stop: StopCondition | None = None,
-    begun: Mapping[int, Group] = NONE_BEGUN,
+    earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
     on_sample: Callable[[Sample, Group], None] = lambda *_: None,
 ) -> dict[int, Group]:
     """Return the groups that the trainer's client generates with this server."""
@@ -117,7 +117,7 @@ def simulate(
         schedule=schedule_of(sampling, slots, share or len(prompts)),
         on_sample=on_sample,
         stop=stop,
-        begun=begun,
+        earlier=earlier,
     )
     assert client.failure is None, client.failure
     return groups

@@ -63,13 +63,13 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         if lengths is not None:
             _replace_sampling(job, lengths)
         seen = _watch_updates(job)
-        waits.begin(job.timers, is_cuda=job.runtime.device.is_cuda)
+        waits.start(job.timers, is_cuda=job.runtime.device.is_cuda)
         if job.runtime.device.is_cuda:
             job.timers.watch = _synchronized
         job.colocation.sync_weights(version=0)
         rates = _rates(job)
         job.timers.lap()
-        log.begin()
+        log.start()
         found: list[Step] = []
         drawn: list[list[GroupLengths]] = []
         for number in range(warmup + steps):
@@ -120,7 +120,7 @@ class Waits:
             for owner, name, function in before:
                 setattr(owner, name, function)
 
-    def begin(self, timers: Timers, *, is_cuda: bool) -> None:
+    def start(self, timers: Timers, *, is_cuda: bool) -> None:
         self._timers, self._is_cuda = timers, is_cuda
 
     def take(self) -> dict[str, float]:
@@ -140,12 +140,12 @@ class Waits:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._timers is None or self._is_open:
                 return function(*args, **kwargs)
-            phase, began, self._is_open = self._timers.current()[0], time.monotonic(), True
+            phase, started_at, self._is_open = self._timers.current()[0], time.monotonic(), True
             try:
                 return function(*args, **kwargs)
             finally:
                 self._is_open = False
-                self._add(phase, time.monotonic() - began)
+                self._add(phase, time.monotonic() - started_at)
 
         return timed
 
@@ -181,7 +181,7 @@ class SeenLog(RunLog):
         self.groups: Sequence[Group] = ()
         self.wall, self.waits = 0.0, dict[str, float]()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the clock of the first step."""
         self._waits.take()
         self._mark = time.perf_counter()
@@ -308,10 +308,10 @@ def _rates(job: Job) -> dict[str, float | None]:
         until = time.perf_counter() + seconds
         while len(found) < 5 or time.perf_counter() < until:
             _finish(device.is_cuda)
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             act()
             _finish(device.is_cuda)
-            found.append(time.perf_counter() - began)
+            found.append(time.perf_counter() - started_at)
         return min(found)
 
     rates: dict[str, float | None] = {

@@ -94,10 +94,10 @@ class SyntheticEngine:
         step: int,
         on_sample: OnSample,
         stop: StopCondition | None = None,
-        begun: Mapping[int, Group] | None = None,
+        earlier: Mapping[int, Group] | None = None,
     ) -> dict[int, Group]:
         """Make the responses of every world_size-th prompt. A group's clock is its longest response. All groups finish."""
-        assert not begun or not any(group.samples for key, group in begun.items() if key in prompts)
+        assert not earlier or not any(group.samples for key, group in earlier.items() if key in prompts)
         found: dict[int, Group] = {}
         for key in list(prompts)[self._rank :: self._world_size]:
             prompt = prompts[key]

@@ -59,9 +59,9 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
             groups = given_groups(task, request["ratio"], request["number"]) if request["kind"] == "update" else []
             job.timers.lap()
             peak.take()
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             answer = update(job, groups) if groups else whole_step(job, step)
-            channel.send(seconds=time.perf_counter() - began, peak=peak.take(), **answer)
+            channel.send(seconds=time.perf_counter() - started_at, peak=peak.take(), **answer)
             step += 1
             if groups:
                 job.colocation.sync_weights(version=step)

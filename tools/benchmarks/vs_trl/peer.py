@@ -35,7 +35,7 @@ class Turns(TrainerCallback):
         self.trainer: Any = None
         self.given = given_rollout(task, 1, 0)
         self.peak = Peak()
-        self.began = 0.0
+        self.started_at = 0.0
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.lengths = [0.0, 0.0]
@@ -56,7 +56,7 @@ class Turns(TrainerCallback):
         self.trainer.rollout_func = self.rollout if is_given else None
         self.losses, self.norms = [], []
         self.peak.take()
-        self.began = time.perf_counter()
+        self.started_at = time.perf_counter()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
@@ -67,7 +67,7 @@ class Turns(TrainerCallback):
             if "completions/mean_length" in logs:  # TRL logs the rollout's lengths with its first optimizer step
                 self.lengths = [float(logs[f"completions/{of}_length"]) for of in ("mean", "max")]
             if state.global_step % self.task.mini_batches == 0:
-                seconds = time.perf_counter() - self.began
+                seconds = time.perf_counter() - self.started_at
                 self.channel.send(
                     seconds=seconds,
                     losses=self.losses,

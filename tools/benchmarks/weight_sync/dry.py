@@ -49,12 +49,12 @@ class Dry:
 def dry_run(spec: Spec) -> Dry:
     family = family_of(spec.shape.model_type)
     world_size = max(spec.source.world_size, spec.target.world_size)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     trainer = megatron_shards(family, spec.shape, spec.source)
     engines = engine_shards(family, spec.shape, spec.target, world_size)
     plan = plan_transfers(trainer, engines, ranks_per_node=spec.ranks_per_node)
     num_rounds = len(plan.rounds(spec.bucket_bytes, ITEM_BYTES))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started_at
     return Dry(
         plan,
         plan.traffic(ITEM_BYTES),

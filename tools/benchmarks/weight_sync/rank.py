@@ -53,7 +53,7 @@ class Engine:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._entries: list[Entry] = []
 
-    def begin_update(self) -> list[str]:
+    def start_update(self) -> list[str]:
         self._entries = []
         return []
 
@@ -170,9 +170,9 @@ def forget(tensors: Tensors) -> None:
 def timed(act: Callable[[], int]) -> tuple[float, float, int]:
     """Return the seconds of the slowest rank, and the sums over ranks of CPU seconds and received bytes."""
     dist.barrier()
-    began, cpu_began = time.perf_counter(), time.process_time()
+    started_at, cpu_started_at = time.perf_counter(), time.process_time()
     received = act()
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    seconds, cpu = time.perf_counter() - started_at, time.process_time() - cpu_started_at
     slowest, total = torch.tensor(seconds, dtype=torch.float64), torch.tensor([cpu, received], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)

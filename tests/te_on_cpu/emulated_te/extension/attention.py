@@ -172,7 +172,7 @@ def _sequences(
         check_int32(cu)
     name = layout.name.removeprefix("NVTE_")
     starts_q, starts_kv = (cu_q if padded_q is None else padded_q), (cu_kv if padded_kv is None else padded_kv)
-    lengths = ([end - begin for begin, end in pairwise(cu.tolist())] for cu in (cu_q, cu_kv))
+    lengths = ([end - start for start, end in pairwise(cu.tolist())] for cu in (cu_q, cu_kv))
     for i, (num_q, num_kv) in enumerate(zip(*lengths, strict=True)):
         if name == "THD_THD_THD":
             begin_q, begin_kv = int(starts_q[i]), int(starts_kv[i])
@@ -203,14 +203,14 @@ def _by_head(x: torch.Tensor, num_heads: int) -> torch.Tensor:
 def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
     check_int32(cu_seqlens)
     out = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        out[i, : end - begin] = tensor[begin:end]
+    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        out[i, : end - start] = tensor[start:end]
     return out
 
 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
     check_int32(cu_seqlens)
     out = tensor.new_zeros(t, *tensor.shape[2:])
-    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        out[begin:end] = tensor[i, : end - begin]
+    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        out[start:end] = tensor[i, : end - start]
     return out

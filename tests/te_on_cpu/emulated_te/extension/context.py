@@ -19,9 +19,9 @@ def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, wor
     check_int32(cu_seqlens)
     check(int(cu_seqlens[-1]) <= total_tokens, "the sequences are longer than the batch")
     rows = []
-    for begin, end in pairwise(cu_seqlens.tolist()):
-        check((end - begin) % (2 * world_size) == 0, "a sequence is not cut into equal chunks")
-        chunks = torch.arange(begin, end, dtype=torch.int32).chunk(2 * world_size)
+    for start, end in pairwise(cu_seqlens.tolist()):
+        check((end - start) % (2 * world_size) == 0, "a sequence is not cut into equal chunks")
+        chunks = torch.arange(start, end, dtype=torch.int32).chunk(2 * world_size)
         rows += [chunks[rank], chunks[-1 - rank]]
     return torch.cat(rows)
 
@@ -87,7 +87,7 @@ def thd_grad_correction(
 def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all first halves and of all second halves, in order."""
     check_int32(cu_seqlens)
-    pairs = [torch.arange(begin, end).chunk(2) for begin, end in pairwise(cu_seqlens.tolist())]
+    pairs = [torch.arange(start, end).chunk(2) for start, end in pairwise(cu_seqlens.tolist())]
     check(all(len(pair) == 2 and len(pair[0]) == len(pair[1]) for pair in pairs), "a sequence is not cut into equal halves")
     first, second = (torch.cat(halves) for halves in zip(*pairs, strict=True))
     return first, second

@@ -63,7 +63,7 @@ def _rope_packed(
 ) -> torch.Tensor:
     check(x.dim() == 3, "expected 3D tensor")
     check_int32(cu_seqlens)
-    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
+    lengths = [end - start for start, end in pairwise(cu_seqlens.tolist())]
     longest = max(lengths, default=0)
     check(longest <= freqs.shape[0], f"a segment of {longest} reads past the end of {freqs.shape[0]} angles")
     places = torch.cat([_places(length, cp_size, cp_rank) for length in lengths])
