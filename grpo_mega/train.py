@@ -16,7 +16,6 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.samples import num_logged
-from grpo_mega.observe.tracing import Tracer
 from grpo_mega.paths import EXPORT_DIR
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
@@ -29,6 +28,7 @@ from grpo_mega.run.health import staleness_metrics
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_due
+from grpo_mega.run.tracing import Tracer
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 

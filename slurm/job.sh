@@ -99,7 +99,7 @@ settings() {
     rm -f "$STATE"/beats/* "$STATE"/failures/*
     ((RESTARTS > 0)) || rm -f "$STATE/finished" # a new job may continue a finished run for more steps
     # The ranks of a node share its cores. With a thread per core in each rank they would compete for them. Each rank sets the
-    # variables of CUDA, NCCL and gloo itself: grpo_mega/hardware/environment.py.
+    # variables of CUDA, NCCL and gloo itself: grpo_mega/distributed/environment.py.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
 }
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega import console
-from grpo_mega.hardware.environment import library_environment
+from grpo_mega.distributed.environment import library_environment
 from grpo_mega.paths import user_path
 
 SECONDS = 120  # timeout of a collective

@@ -12,7 +12,6 @@ from grpo_mega.commands.options import PlanOptions
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.known_models import known_model
-from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import rehearsal, text
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.lengths import read_lengths
@@ -20,6 +19,7 @@ from grpo_mega.planner.plan import make_plan
 from grpo_mega.planner.report import as_json, refusal
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.preflight import Findings, Machine, find_all
+from grpo_mega.preflight.cards import ASSUMED, card_of
 from grpo_mega.preflight.model import read_planned_model
 from grpo_mega.weights.spec import ModelShape
 

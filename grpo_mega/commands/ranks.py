@@ -43,8 +43,8 @@ def prepare_rank(config: Config) -> None:
     After this call, TMPDIR is a folder of this process.
     """
     temporary.enter()
-    from grpo_mega.hardware.environment import library_environment
-    from grpo_mega.hardware.fp8 import environment
+    from grpo_mega.distributed.environment import library_environment
+    from grpo_mega.preflight.fp8 import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
     from grpo_mega.megatron.loaded_kernels import (

@@ -18,8 +18,8 @@ from ipaddress import ip_address
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from grpo_mega.distributed.environment import is_one_machine
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.environment import is_one_machine
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ""  # all addresses of this machine

@@ -10,10 +10,10 @@ import importlib
 from importlib.util import find_spec
 
 from grpo_mega.config import Config
+from grpo_mega.distributed.device import Device
 from grpo_mega.errors import ConfigError, raise_first
-from grpo_mega.hardware import kernels
-from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.kernels import Kernels
+from grpo_mega.preflight import kernels
+from grpo_mega.preflight.kernels import Kernels
 from grpo_mega.preflight.layout import context_problems, exchange_problems
 from grpo_mega.preflight.precision import attention_problems, card_problems, transformer_engine_problems
 

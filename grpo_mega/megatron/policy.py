@@ -27,7 +27,6 @@ from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
 from grpo_mega.batching import flops
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.config import AlgorithmConfig, Config
-from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.guard import Guard, num_groups
@@ -41,6 +40,7 @@ from grpo_mega.megatron.replay import Replay
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
+from grpo_mega.preflight.fp8 import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards

@@ -139,7 +139,7 @@ def rehearse(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from grpo_mega import config as configs
-    from grpo_mega.hardware.device import Device
+    from grpo_mega.distributed.device import Device
     from grpo_mega.megatron import optimizer as optimizers
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.attention import pack_params

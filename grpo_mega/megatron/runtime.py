@@ -21,11 +21,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from grpo_mega.config import Config
+from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import process_groups
 from grpo_mega.distributed.messages import shared_key
 from grpo_mega.distributed.store import job_store
 from grpo_mega.errors import UserError
-from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.loaded_kernels import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.preflight.layout import megatron_layout

@@ -6,9 +6,9 @@ import functools
 from dataclasses import dataclass, replace
 from math import floor, prod
 
-from grpo_mega.hardware.cards import Card
 from grpo_mega.planner.figures import GIB, Number, TracedNumber, figure, product
 from grpo_mega.planner.job import PlannedJob
+from grpo_mega.preflight.cards import Card
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 

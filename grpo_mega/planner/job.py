@@ -9,9 +9,9 @@ from functools import cached_property
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.formats.dtypes import item_bytes
-from grpo_mega.hardware.cards import ASSUMED, Assumptions, Card
-from grpo_mega.hardware.fp8 import length_multiple
 from grpo_mega.planner.lengths import Lengths, assumed_lengths
+from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
+from grpo_mega.preflight.fp8 import length_multiple
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout

@@ -276,7 +276,7 @@ def _explanation(plan: Plan) -> Iterator[list[str]]:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    lines = [_head("Assumptions", "hardware/cards.py")]
+    lines = [_head("Assumptions", "preflight/cards.py")]
     for name, value, why in plan.setup.assumed.rows():
         lines += _wrapped([f"{name:22} {value:<8g} {why}"], "  ")
     card = plan.setup.card

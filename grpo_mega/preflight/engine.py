@@ -7,8 +7,8 @@ from pathlib import Path
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
 from grpo_mega.config.base import divisors
-from grpo_mega.hardware.fp8 import SERVED_CAPABILITY
-from grpo_mega.hardware.kernels import Version
+from grpo_mega.preflight.fp8 import SERVED_CAPABILITY
+from grpo_mega.preflight.kernels import Version
 from grpo_mega.preflight.precision import rollout_block_problems
 from grpo_mega.weights.layout import engine_layout_problems
 from grpo_mega.weights.spec import ModelShape

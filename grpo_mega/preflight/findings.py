@@ -16,9 +16,9 @@ from pathlib import Path
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import check_data
+from grpo_mega.distributed.driver import unusable_gpu_problems
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
-from grpo_mega.hardware.driver import unusable_gpu_problems
 from grpo_mega.preflight.engine import (
     compiler_problems,
     engine_problems,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mega.config import Config, LayoutConfig
-from grpo_mega.hardware.kernels import PACKED_A2A, as_text, as_version
+from grpo_mega.preflight.kernels import PACKED_A2A, as_text, as_version
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 

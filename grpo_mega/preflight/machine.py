@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_mega.config import LayoutConfig
-from grpo_mega.hardware import kernels
-from grpo_mega.hardware.cards import Card
-from grpo_mega.hardware.environment import cuda_compiler
+from grpo_mega.distributed.environment import cuda_compiler
+from grpo_mega.preflight import kernels
+from grpo_mega.preflight.cards import Card
 
 
 @dataclass(frozen=True)

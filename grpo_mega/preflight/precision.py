@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
-from grpo_mega.hardware.fp8 import PRECISION_AWARE, RECIPES, Needs
-from grpo_mega.hardware.kernels import (
+from grpo_mega.preflight.fp8 import PRECISION_AWARE, RECIPES, Needs
+from grpo_mega.preflight.kernels import (
     FLASH_ATTENTION,
     FUSED_PACKED,
     UNFUSED_PACKED,

@@ -10,11 +10,11 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.data.load import load_data
+from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
-from grpo_mega.hardware.device import PeakMemory
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, policy_shards
@@ -27,6 +27,7 @@ from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.checkpoints import Checkpoints
+from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
@@ -34,7 +35,6 @@ from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
 from grpo_mega.run.rollout import Rollouts
-from grpo_mega.sync.colocation import Colocation
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.distributed.device import PeakMemory
+from grpo_mega.distributed.environment import cuda_compiler
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import raise_first
-from grpo_mega.hardware.device import PeakMemory
-from grpo_mega.hardware.environment import cuda_compiler
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.engine import compiler_problems, padding_problems, served_card_problems
@@ -23,9 +23,9 @@ from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.run.gpu_memory import GpuMemory
 from grpo_mega.run.model_files import ModelFiles
-from grpo_mega.sync.memory import GpuMemory
-from grpo_mega.sync.weight_sync import WeightSync
+from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 

@@ -26,11 +26,11 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.checkpoints import Checkpoints, verify
+from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.health import Health
 from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.run.rollout import Rollouts
-from grpo_mega.sync.colocation import Colocation
 from grpo_mega.types import Prompt, StepMetrics, Turn
 
 

@@ -21,7 +21,7 @@ from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
 from grpo_mega.commands.check import Case
 from grpo_mega.commands.check_rank import run_case
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight

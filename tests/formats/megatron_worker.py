@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega import config as configs
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.state import InProcessSave

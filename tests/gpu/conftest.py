@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.launch import only_rank
-from grpo_mega.hardware import kernels
-from grpo_mega.hardware.device import Device
+from grpo_mega.preflight import kernels
 from tools.benchmarks.gpu.rank import config_of
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
 from tests.helpers.gpu_policies import make_policy, make_samples, packed, supported_precisions

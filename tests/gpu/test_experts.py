@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
 from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_policy, make_samples, packed
 from tests.helpers.models import make_config

@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import open_reader
-from grpo_mega.hardware import kernels
-from grpo_mega.hardware.device import Device
-from grpo_mega.hardware.kernels import Kernels
 from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.preflight import kernels
+from grpo_mega.preflight.kernels import Kernels
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample

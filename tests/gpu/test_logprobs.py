@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from tools.benchmarks.gpu.logprobs import EXTRA_TARGET_GIB, Inputs, max_error, step_of
 from tools.benchmarks.gpu.rank import extra_gib
 

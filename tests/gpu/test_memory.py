@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mega.hardware.device import Device, PeakMemory
-from grpo_mega.sync.memory import GpuMemory
+from grpo_mega.distributed.device import Device, PeakMemory
+from grpo_mega.run.gpu_memory import GpuMemory
 
 BUCKETS = """
 import multiprocessing, pickle
@@ -71,8 +71,8 @@ def test_the_peak_of_training_and_the_engine_decide_whether_both_fit(device: Dev
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused() -> None:
+    from grpo_mega.distributed import device as devices
     from grpo_mega.errors import ConfigError
-    from grpo_mega.hardware import device as devices
 
     with pytest.raises(ConfigError, match=f"local rank {torch.cuda.device_count()} has no GPU"):
         devices.select("auto", torch.cuda.device_count())

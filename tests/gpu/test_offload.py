@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
 from tests.helpers.gpu_policies import make_policy, make_samples, packed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from tests.helpers.gpu_policies import gradients_of, make_policy, make_samples
 from tests.helpers.models import VOCAB_SIZE
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mega.distributed.device import Device
 from grpo_mega.errors import SyncError
-from grpo_mega.hardware.device import Device
 from grpo_mega.weights.apply import Bucket
 from tools.benchmarks.gpu.engine import config_for, opened, weight_bytes
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
-from grpo_mega.observe.tracing import Tracer
+from grpo_mega.run.tracing import Tracer
 from tools.benchmarks.gpu.rank import config_of
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching.pack import pack
+from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import random_reader
-from grpo_mega.hardware import kernels
-from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.preflight import kernels
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
@@ -122,7 +122,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def supported_precisions(device: Device) -> dict[str, str]:
     """Return per FP8 recipe why this machine cannot run it, or "" if it can."""
     from grpo_mega.config import PrecisionConfig
-    from grpo_mega.hardware.fp8 import RECIPES
+    from grpo_mega.preflight.fp8 import RECIPES
     from grpo_mega.preflight.precision import card_problems, transformer_engine_problems
 
     found: dict[str, str] = {}

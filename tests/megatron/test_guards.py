@@ -21,7 +21,7 @@ Run = Callable[[str], "subprocess.CompletedProcess[str]"]
 # Each test runs in a separate process, because the patches cannot be undone.
 PRELUDE = """
 from grpo_mega import config as configs
-from grpo_mega.hardware import device
+from grpo_mega.distributed import device
 from grpo_mega.megatron import model
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.families import family_of

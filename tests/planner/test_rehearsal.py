@@ -14,9 +14,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError, PlanError
-from grpo_mega.hardware.cards import card_of
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
+from grpo_mega.preflight.cards import card_of
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 

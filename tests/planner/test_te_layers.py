@@ -18,7 +18,6 @@ import pytest
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.hardware.cards import ASSUMED, card_of
 from grpo_mega.planner import te_layers
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.batch import batch
@@ -26,6 +25,7 @@ from grpo_mega.planner.communication import communication
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import device_memory
 from grpo_mega.planner.rehearsal import default_ranks, request_of
+from grpo_mega.preflight.cards import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 from tests.te_on_cpu.emulated_te import launcher

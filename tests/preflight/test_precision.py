@@ -8,7 +8,7 @@ import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
 from grpo_mega.errors import ConfigError, raise_first
-from grpo_mega.hardware.fp8 import RECIPES
+from grpo_mega.preflight.fp8 import RECIPES
 from grpo_mega.preflight.layout import context_problems, exchange_problems, layout_problems
 from grpo_mega.preflight.precision import (
     attention_problems,

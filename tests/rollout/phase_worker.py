@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.hardware.device import Device
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling

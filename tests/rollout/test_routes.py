@@ -14,8 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from grpo_mega.batching.pack import pack
+from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError, MismatchError
-from grpo_mega.hardware.device import Device
 from grpo_mega.rollout import backlog_file, exchange
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine

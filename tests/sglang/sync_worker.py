@@ -22,9 +22,9 @@ from torch.distributed import HashStore, PrefixStore
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import SyncError
-from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -37,7 +37,7 @@ from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import pack
 from grpo_mega.run.model_files import ModelFiles
-from grpo_mega.sync.weight_sync import WeightSync
+from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards

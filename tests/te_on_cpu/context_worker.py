@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from grpo_mega.batching.layout import chunks_of
-from grpo_mega.hardware.kernels import PACKED_A2A, as_text
+from grpo_mega.preflight.kernels import PACKED_A2A, as_text
 from tests.helpers.ranks import run_cases
 
 HEADS, KV_HEADS, DIM = 8, 4, 24

@@ -18,7 +18,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from tests.te_on_cpu.emulated_te import machine
 from tests.te_on_cpu.emulated_te.extension import missing
 

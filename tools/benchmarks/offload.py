@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from grpo_mega import console
+from grpo_mega.distributed import device as devices
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware import device as devices
 from grpo_mega.megatron.offload import PolicyMemory, storages_of
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_rank_shards

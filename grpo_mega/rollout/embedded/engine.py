@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 from grpo_mega.rollout.embedded.compat import scale_attention
 from grpo_mega.rollout.embedded.cpu_linear import speed_up
 from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega import temporary
+from grpo_mega.distributed.environment import loopback_sockets, server_cache
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import EngineError
-from grpo_mega.hardware.environment import loopback_sockets, server_cache
 from grpo_mega.http_client import NoReply, send
 from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
 from grpo_mega.processes import SECONDS_TO_DIE, living

@@ -14,8 +14,8 @@ from tests.te_on_cpu.emulated_te import loader, machine
 def emulate(version: str) -> None:
     """Install the emulation in this process. Call once, before anything imports megatron.core."""
     loader.install(version)
-    from grpo_mega.hardware import kernels
-    from grpo_mega.hardware.device import Device
+    from grpo_mega.distributed.device import Device
+    from grpo_mega.preflight import kernels
 
     why = f"version {version}, emulated on a CPU"
     kernels.choose = lambda *, is_cuda: kernels.Kernels(True, False, False, why)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from grpo_mega.config import Config
+from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.hardware.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.engines import build_engine, build_sync
 from grpo_mega.run.model_files import ModelFiles

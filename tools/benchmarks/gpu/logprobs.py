@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
-from grpo_mega.hardware import device as devices
+from grpo_mega.distributed import device as devices
 from tools.benchmarks.gpu.rank import Figure, Options, extra_gib, seconds_of
 
 EXTRA_TARGET_GIB = 1.0

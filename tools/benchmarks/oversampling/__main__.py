@@ -44,9 +44,9 @@ from transformers import Qwen2Config
 
 from grpo_mega import console
 from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.hardware.device import Device
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
 from grpo_mega.rollout.phase import Generator, Phase

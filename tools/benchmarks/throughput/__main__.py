@@ -42,8 +42,8 @@ from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
-from grpo_mega.hardware.cards import CARDS
 from grpo_mega.paths import user_path
+from grpo_mega.preflight.cards import CARDS
 from grpo_mega.run import folder as run_folder
 from grpo_mega.yaml_text import parse_yaml
 
@@ -237,7 +237,7 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> int:
     """Measure as one rank and return the exit code. Rank 0 writes the measurements of all ranks to the run's folder."""
-    from grpo_mega.hardware.fp8 import environment
+    from grpo_mega.preflight.fp8 import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

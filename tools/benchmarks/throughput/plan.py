@@ -1,6 +1,6 @@
 """The peak FLOP/s that benchmarks/throughput divides by for MFU, and the planner's estimate of the same step.
 
-For a known card both use the card's figures (hardware/cards.py). Otherwise the same run measures the machine's rates: a matrix
+For a known card both use the card's figures (preflight/cards.py). Otherwise the same run measures the machine's rates: a matrix
 product while all ranks multiply, a copy, and a broadcast. The planner's shares and constants are still a GPU's, so its times
 for a CPU mean little. This module does not import torch.
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import UserError
-from grpo_mega.hardware.cards import CARDS, Card, card_of
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.preflight.cards import CARDS, Card, card_of
 from grpo_mega.preflight.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
 

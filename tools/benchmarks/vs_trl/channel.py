@@ -10,7 +10,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from grpo_mega.hardware.device import Device, PeakMemory
+from grpo_mega.distributed.device import Device, PeakMemory
 
 
 class Channel:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mega.distributed import device as devices
+from grpo_mega.distributed import driver
+from grpo_mega.distributed.device import Device, PeakMemory
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware import device as devices
-from grpo_mega.hardware import driver
-from grpo_mega.hardware.device import Device, PeakMemory
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from grpo_mega.hardware.device import PeakMemory
+from grpo_mega.distributed.device import PeakMemory
 
 MARGIN = 0.08  # share of the device's memory to leave free for fragmentation, NCCL's buffers and longer batches
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.kernels import check_apex, choose, cuda_version
+from grpo_mega.preflight.kernels import check_apex, choose, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -71,7 +71,7 @@ ASK = """
 import torch
 from grpo_mega.megatron.loaded_kernels import check_loads, in_use
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.device import Device
+from grpo_mega.distributed.device import Device
 try:
     check_loads()
 except ConfigError as error:

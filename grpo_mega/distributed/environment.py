@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_mega.hardware.driver import gpu_sign
+from grpo_mega.distributed.driver import gpu_sign
 from grpo_mega.temporary import shared_folder
 
 LIBRARIES = {

@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
+from grpo_mega.distributed.driver import unusable_gpu_problems
 from grpo_mega.errors import ConfigError
-from grpo_mega.hardware.driver import unusable_gpu_problems
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.hardware.environment import (
+from grpo_mega.distributed.environment import (
     LIBRARIES,
     addresses_of,
     cuda_compiler,

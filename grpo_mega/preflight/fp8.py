@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grpo_mega.config import Config, PrecisionConfig
-from grpo_mega.hardware.kernels import Version
+from grpo_mega.preflight.kernels import Version
 from grpo_mega.weights.spec import BLOCK
 
 PRECISION_AWARE: Version = (2, 1)  # first Transformer Engine with Adam moments in other dtypes

@@ -21,8 +21,8 @@ from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.sync.memory import GpuMemory
-from grpo_mega.sync.weight_sync import WeightSync
+from grpo_mega.run.gpu_memory import GpuMemory
+from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.types import StepMetrics
 
 

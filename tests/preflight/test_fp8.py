@@ -1,7 +1,7 @@
 """Environment variables that Transformer Engine reads, and the lengths that each recipe needs."""
 
 from grpo_mega.config import PrecisionConfig, validate
-from grpo_mega.hardware.fp8 import environment, length_multiple
+from grpo_mega.preflight.fp8 import environment, length_multiple
 
 RAW = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"}}
 

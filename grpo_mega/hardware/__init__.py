@@ -1,1 +1,0 @@
-"""The machine: its device and kernels, the requirements of FP8, and data of known GPUs."""
