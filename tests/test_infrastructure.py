@@ -134,6 +134,40 @@ def test_a_failed_case_is_named_and_other_cases_still_run(tmp_path: Path) -> Non
     assert any("rank 0 ended inside this case" in line for line in found["ends"])
 
 
+CHOSEN = """
+import pytest
+import torch.distributed as dist
+from tests.helpers.ranks import ranks
+
+@ranks(2)
+def test_one_rank_fails(rank, folder):
+    assert rank == 0, "rank 1 fails"
+    dist.barrier()
+
+@pytest.mark.parametrize("name", ["first", "second"])
+@ranks(2)
+def test_each_rank_takes_part(rank, folder, name):
+    (folder / f"{name}{rank}").touch(exist_ok=False)
+    assert name == "first", "the other is not chosen"
+
+@ranks(3)
+def test_other_numbers_of_ranks_have_another_launch(rank, folder):
+    ranks = [None] * 3
+    dist.all_gather_object(ranks, rank)
+    assert ranks == [0, 1, 2]
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_makes_tests_that_fail_alone_and_run_only_if_chosen(tmp_path: Path) -> None:
+    (tmp_path / "test_chosen.py").write_text(CHOSEN)
+    arguments = (sys.executable, "-m", "pytest", "-q", "-k", "not second", "-p", "no:cacheprovider", "test_chosen.py")
+    paths = os.pathsep.join(map(str, (ROOT, tmp_path)))
+    result = subprocess.run(arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert "1 failed, 2 passed, 1 deselected" in result.stdout, result.stdout + result.stderr
+    assert "rank 1: Traceback" in result.stdout and "AssertionError: rank 1 fails" in result.stdout
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("end", ["{}", '{"passes": lambda *_: None}'])
 def test_ranks_that_fail_outside_of_a_case_fail_the_launch(end: str, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`python forked.py WORLD_SIZE MODULE_OR_FILE.py [ARGUMENT ...]`: run a program as several ranks that share its imports.
+"""`python forked.py WORLD_SIZE FILE.py|MODULE [ARGUMENT ...]`: run several ranks that share imports.
 
-In a test, imports of torch, Megatron-core and transformers take most of a rank's time. Imports at the top of the module or file
-run once. Then a fork per rank runs it as `__main__` with torchrun's variables, and "{rank}" in its arguments is replaced. The
-exit code is 0, or 1 if a rank has failed. The other ranks then get ten seconds. No rank outlives this process.
+In a test, imports of torch, Megatron-core and transformers take most of a rank's time. Imports at the top of the file or
+module run once. Then a fork per rank runs the file as `__main__`, or the module's tests of `@ranks`, with torchrun's
+variables. "{rank}" in the arguments is replaced. The exit code is 0, or 1 if a rank has failed. The other ranks then get
+ten seconds. No rank outlives this process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.processes import die_with_parent
+from tests.helpers.ranks import run_chosen_tests
 
 SECONDS_TO_END = 10.0
 
@@ -51,8 +53,7 @@ def start(rank: int, environment: dict[str, str], target: str, arguments: list[s
         if target.endswith(".py"):
             runpy.run_path(target, run_name="__main__")
         else:
-            sys.modules.pop(target)  # otherwise runpy warns
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            run_chosen_tests(target)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,13 +1,18 @@
-"""Start a test's worker script as several gloo ranks, and join the ranks from inside.
+"""Tests that run on several gloo ranks.
 
-A launch is mostly imports, so one launch should run many cases. A worker calls `run_cases`, and the test reads the errors of
-each case.
+`@ranks(n)` makes a test of a function that runs on each of n ranks. A launch is mostly imports, so all chosen tests of a
+module with the same number of ranks share one launch. Tests that import Megatron or compare several launches use a worker
+script instead: it calls `run_cases`, and the test calls `launch` and reads the errors of each case.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import traceback
@@ -15,7 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from grpo_mega.processes import die_with_parent
 from tests.helpers import preloaded
@@ -25,7 +33,47 @@ FORKED = Path(__file__).with_name("forked.py")
 
 Results = dict[str, list[str]]  # case -> a traceback per failed rank; an empty list if the case passed
 
-DONE, RECORDS = "done.json", "rank_{rank}.jsonl"
+DONE, RECORDS, CASES = "done.json", "rank_{rank}.jsonl", "cases.pickle"
+_NO_PARAMETERS = SimpleNamespace(params={})
+
+
+Test = Callable[..., None]
+
+
+def ranks(world_size: int, command: Callable[[], Sequence[str]] = tuple) -> Callable[[Test], Test]:
+    """Make `case(rank, folder, ...)` a test that passes if the case passes on each of `world_size` ranks.
+
+    The ranks are joined in a gloo group. `folder` is shared by all cases of a launch. Further parameters come from
+    `pytest.mark.parametrize` and must be picklable. `command` returns another command that runs forked.py.
+    """
+
+    def decorate(case: Test) -> Test:
+        @pytest.mark.distributed
+        @functools.wraps(case)
+        def test(request: pytest.FixtureRequest, **parameters: Any) -> None:
+            errors = _results_of(request, world_size, command)[request.node.name]
+            assert not errors, "\n".join(errors)
+
+        parameters = list(inspect.signature(case).parameters.values())[2:]
+        request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(test).update(__signature__=inspect.Signature([request, *parameters]), case=case, world_size=world_size)
+        return test
+
+    return decorate
+
+
+def _results_of(request: pytest.FixtureRequest, world_size: int, command: Callable[[], Sequence[str]]) -> Results:
+    """Return the errors of the module's chosen tests on `world_size` ranks. The first of these tests launches all of them."""
+    module: Any = request.node.module
+    if world_size not in vars(module).setdefault("_results", {}):
+        items: list[Any] = [item for item in request.session.items if getattr(item, "module", None) is module]
+        chosen = [item for item in items if getattr(item.function, "world_size", None) == world_size]
+        cases = {item.name: (item.function.__name__, getattr(item, "callspec", _NO_PARAMETERS).params) for item in chosen}
+        folder: Path = request.getfixturevalue("tmp_path_factory").mktemp(f"ranks{world_size}")
+        (folder / CASES).write_bytes(pickle.dumps((module.__name__, cases)))
+        module._results[world_size] = launch(module.__name__, world_size, folder, command=command())
+    results: Results = module._results[world_size]
+    return results
 
 
 class CaseValues(dict[Any, Any]):
@@ -42,8 +90,10 @@ class CaseValues(dict[Any, Any]):
         raise AssertionError("\n".join([f"case {name!r} left nothing", *self._problems.get(name, ["it was not run"])]))
 
 
-def launch(worker: Path, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()) -> Results:
-    """Run `worker` with arguments RANK WORLD_SIZE FOLDER. Return the tracebacks per case, in the order of `run_cases`.
+def launch(worker: Path | str, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()) -> Results:
+    """Run a script with arguments RANK WORLD_SIZE FOLDER, or the tests of a module that `folder` lists.
+
+    Return the tracebacks per case, in the order of `run_cases`.
 
     A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.
     Raises AssertionError if ranks fail outside of a case.
@@ -149,3 +199,10 @@ def run_each(cases: Mapping[str, Callable[[int, Path], None]], rank: int, world_
             if error or any(status.get(f"{name} {other}") != b"passed" for other in range(world_size)):
                 return False
     return True
+
+
+def run_chosen_tests(module: str) -> None:
+    """Run the tests of @ranks that the launch chose, as one of its ranks."""
+    _, cases = pickle.loads((Path(sys.argv[3]) / CASES).read_bytes())
+    tests = vars(importlib.import_module(module))
+    run_cases({name: partial(tests[function].case, **parameters) for name, (function, parameters) in cases.items()})
