@@ -22,7 +22,8 @@ from grpo_mega.commands.trl_flags.sources import find_data
 from grpo_mega.config import Config
 from grpo_mega.config.base import FilePath, Section
 from grpo_mega.planner.lengths import read_lengths
-from tools.benchmarks.weight_sync.__main__ import MODELS, shape_of
+from tools.benchmarks.gpu.models import MODELS
+from tools.benchmarks.weight_sync.__main__ import shape_of
 
 RAW: dict[str, Any] = {
     "run_dir": "~/run",

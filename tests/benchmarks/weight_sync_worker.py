@@ -42,11 +42,11 @@ def fills_alike(name: str, bucket_bytes: int, rank: int, folder: Path) -> None:
     spec = Spec(shape, source, target, 2, bucket_bytes)
     found, planned = measure(spec, repeat=1), dry_run(spec)
     assert found["problems"] == []
-    for path in ("sync", "unproven"):
-        assert found["bytes"][path] == [planned.lower_bound] * 2 == [planned.traffic.moved] * 2
-    gathered, least = found["bytes"]["full_gather"], planned.full_gather_bytes
-    assert gathered == [least] * 2 if name in EXACT else least < min(gathered) < 1.5 * least, (gathered, least)
-    assert all(len(values) == 1 and values[0] > 0 for values in found["seconds"].values())
+    assert all(len(rounds) == 1 and rounds[0]["seconds"] > 0 for rounds in found["rounds"].values())
+    moved = {path: rounds[0]["bytes"] for path, rounds in found["rounds"].items()}
+    assert moved["sync"] == moved["unproven"] == planned.lower_bound == planned.traffic.moved
+    gathered, least = moved["full_gather"], planned.full_gather_bytes
+    assert gathered == least if name in EXACT else least < gathered < 1.5 * least, (gathered, least)
 
 
 class Forgetful(Engine):

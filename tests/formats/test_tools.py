@@ -16,7 +16,7 @@ import verify_checkpoint
 from grpo_mega.formats.checkpoint_files import FORMAT
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from tests.formats.families import CASES, save, tensors_of, write_manifest
-from tools.benchmarks.weight_sync.__main__ import MODELS
+from tools.benchmarks.gpu.models import MODELS
 
 
 def described(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample, Span
-from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, simulate
+from tests.helpers.simulated_server import Lengths, SimulatedSession, simulate
 
 LONGEST = 90
 IN_ORDER = Sampling(3, 1.0, LONGEST, frozenset())

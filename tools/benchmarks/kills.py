@@ -9,7 +9,6 @@ before_checkpoint (killed before anything was saved) and seconds. Exit code 1 un
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from grpo_mega import console
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
+
+from tools.benchmarks import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -61,8 +62,9 @@ def share_of_vowels(prompt: str, response: str, answer: str, extras: dict[str, o
     return sum(c in "aeiou" for c in response) / max(1, len(response))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--layout", default="tp=1", help="for example tp=2 or pp=2,dp=2")
     kind = parser.add_mutually_exclusive_group()
@@ -71,7 +73,7 @@ def main() -> int:
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
-    options = parser.parse_args()
+    options = parser.parse(arguments, kills=1, jobs=1)
     started_at = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -87,15 +89,16 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             killed = (pool.submit(killed_run, config, *trial, expected if is_same else None) for trial in trials)
             outcomes = [trial.result() for trial in list(killed)]
-    num_right = sum(is_right for is_right, _ in outcomes)
+    wanted = "identical" if is_same else "sound"
     result = {
         "kills": options.kills,
-        "identical" if is_same else "sound": num_right,
+        wanted: sum(is_right for is_right, _ in outcomes),
         "before_checkpoint": sum(step == 0 for _, step in outcomes),
         "seconds": round(time.monotonic() - started_at, 1),
     }
-    print(json.dumps(result))
-    return 0 if num_right == options.kills else 1
+    rows = [(name, str(value)) for name, value in result.items()]
+    num_wrong = options.kills - result[wanted]
+    return harness.report(rows, result, problems=[f"{num_wrong} runs are not {wanted}"] if num_wrong else [])
 
 
 def write_inputs(folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object) -> Path:
@@ -212,5 +215,4 @@ def check_same_weights(found: Path, expected: Path) -> None:
 
 
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

@@ -1,113 +1,70 @@
 """Compare log-probs and entropies from hidden states with TRL and plain log_softmax, forward and backward, on a CPU.
 
-`python tools/benchmarks/logprobs.py` runs each path in a separate process, at 1,024 tokens x 152,064 vocabulary x 1,024 hidden
-in float32. Two processes run at once with one thread each, because waiting threads would count as CPU time. All paths have the
-same hidden states, output weight and upstream gradient. They compute log-probs and entropies at temperature 0.9, and add the
-gradients of hidden states and weight to existing buffers, as a trainer does:
+`python tools/benchmarks/logprobs.py` runs each path in a separate process with one thread, at 1,024 tokens x 152,064 vocabulary
+x 1,024 hidden in float32. All paths have the same hidden states, output weight and upstream gradient. They compute log-probs
+and entropies at temperature 0.9, and add the gradients of hidden states and weight to existing buffers, as a trainer does:
  ours         algorithm.logprobs.vocab_parallel_logprobs
  trl          the code of TRL's GRPOTrainer for its model's last hidden states (trl.kernels.chunked_logprob, with its tiles)
- trl-full     TRL's selective_log_softmax_and_entropy on full logits, which its trainer no longer uses
  log_softmax  torch.log_softmax on full logits, and the entropy from it without gradient
 Memory is the process's peak above its memory just before. CPU time includes all threads. --trained is the share of tokens in
 the loss: for other tokens TRL's path on a CPU discards its results, and ours computes nothing.
 
 The last line is JSON with memory_ratio and cpu_ratio (ours / TRL), memory_ratio_log_softmax and cpu_ratio_log_softmax,
 max_error (ours against float64: log-probs, entropies and hidden gradients of a sample of tokens, relative to the largest), and
-for every path its max_error and the medians cpu_seconds, seconds and extra_mib. Exit code 2 for invalid arguments.
+for every path its max_error and the medians cpu_seconds, seconds and extra_mib. Exit code 1 if our path needs more memory or
+CPU time than TRL's, 2 for invalid arguments.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-from grpo_mega import console
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
-from tools.benchmarks import peers
+from tools.benchmarks import harness, peers
 
-PATHS = ("trl", "ours", "log_softmax", "trl-full")  # slowest first, so that others run at the same time
+PATHS = ("trl", "ours", "log_softmax")
 TEMPERATURE = 0.9
 TRL_CHUNK = 32768  # columns per tile; equals trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
 NUM_CHECKED = 8  # tokens compared with float64
+SIZES = ("tokens", "vocab", "hidden", "threads")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.child:
-        print(json.dumps(run(options.child, options)))
-        return 0
-    names = options.paths.split(",")
-    order = sorted(set(names), key=PATHS.index)
-    with ThreadPoolExecutor(max_workers=max(1, min(2, (os.cpu_count() or 1) // options.threads))) as lanes:
-        runs = [(name, lanes.submit(in_child, name, options)) for _ in range(options.repeat) for name in order]
-    results = {name: [run.result() for other, run in runs if other == name] for name in order}
-    found = {name: {key: statistics.median(r[key] for r in rs) for key in rs[0]} for name, rs in results.items()}
-    print(f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32")
-    print(f"{'':12}{'extra MiB':>12}{'CPU s':>9}{'s':>9}{'max error':>12}")
-    for name, figures in found.items():
-        print("{:12}{extra_mib:12.1f}{cpu_seconds:9.2f}{seconds:9.2f}{max_error:12.1e}".format(name, **figures))
-    print(json.dumps(summary(found)))
-    return 0
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=152_064)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--trained", type=float, default=1.0, help="share of the tokens in the loss")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--repeat", type=int, default=1, help="rounds of all paths; medians count")
-    parser.add_argument("--paths", default="ours,trl,log_softmax", help=f"among {','.join(PATHS)}; must include ours and trl")
     parser.add_argument("--child", choices=PATHS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    peers.require("trl")
-    for name in ("tokens", "vocab", "hidden", "threads", "repeat"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}={getattr(options, name)} must be at least 1")
+    options = parser.parse(arguments, **dict.fromkeys(SIZES, 1), repeat=1)
     if not 0 < options.trained <= 1:
         parser.error(f"--trained={options.trained} must be above 0 and at most 1")
-    if unknown := set(options.paths.split(",")) - set(PATHS):
-        parser.error(f"--paths: {', '.join(sorted(unknown))} is none of {', '.join(PATHS)}")
-    if missing := {"ours", "trl"} - set(options.paths.split(",")):
-        parser.error(f"--paths={options.paths} lacks {', '.join(sorted(missing))}, which the ratios need; add it")
-    return options
-
-
-def summary(found: dict[str, dict[str, float]]) -> dict[str, Any]:
-    ratios: dict[str, Any] = {}
-    for peer, suffix in (("trl", ""), ("trl-full", "_trl_full"), ("log_softmax", "_log_softmax")):
-        if peer in found:
-            ratios[f"memory_ratio{suffix}"] = round(found["ours"]["extra_mib"] / found[peer]["extra_mib"], 4)
-            ratios[f"cpu_ratio{suffix}"] = round(found["ours"]["cpu_seconds"] / found[peer]["cpu_seconds"], 3)
-    return ratios | {"max_error": found["ours"]["max_error"], "paths": found}
-
-
-def in_child(name: str, options: argparse.Namespace) -> dict[str, float]:
-    kept = ("tokens", "vocab", "hidden", "trained", "threads")
-    arguments = [f"--{key}={getattr(options, key)}" for key in kept]
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", name, *arguments]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if result.returncode:
-        raise SystemExit(f"the process of {name} ended with code {result.returncode}; see above")
-    figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
-    return figures
+    if options.child:
+        print(json.dumps(run(options.child, options)))
+        return 0
+    peers.require("trl")
+    given = [f"--{key}={getattr(options, key)}" for key in (*SIZES, "trained")]
+    children = {name: partial(harness.run_child, name, [__file__, "--child", name, *given]) for name in PATHS}
+    found = harness.medians(harness.take_turns(children, options.repeat))
+    print(f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32")
+    rows = [("", "extra MiB", "CPU s", "s", "max error")]
+    for name, f in found.items():
+        rows.append((name, f"{f['extra_mib']:.1f}", f"{f['cpu_seconds']:.2f}", f"{f['seconds']:.2f}", f"{f['max_error']:.1e}"))
+    result: dict[str, Any] = {}
+    for peer, suffix in (("trl", ""), ("log_softmax", "_log_softmax")):
+        result[f"memory_ratio{suffix}"] = round(found["ours"]["extra_mib"] / found[peer]["extra_mib"], 4)
+        result[f"cpu_ratio{suffix}"] = round(found["ours"]["cpu_seconds"] / found[peer]["cpu_seconds"], 3)
+    result |= {"max_error": found["ours"]["max_error"], "paths": found}
+    return harness.report(rows, result, limits={"memory_ratio": 1.0, "cpu_ratio": 1.0})
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -116,13 +73,10 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float]:
 
     torch.set_num_threads(options.threads)
     step(name, *inputs(4, 64, 8, 1.0))
-    hidden, weight, targets, needed, upstream = inputs(options.tokens, options.vocab, options.hidden, options.trained)
-    before, cpu, start = resident_kib("VmRSS"), cpu_seconds(), time.perf_counter()
-    logprobs, entropy = step(name, hidden, weight, targets, needed, upstream)
-    cpu, seconds = cpu_seconds() - cpu, time.perf_counter() - start
-    extra = resident_kib("VmHWM") - before
-    error = max_error(hidden, weight, targets, needed, upstream, logprobs, entropy)
-    return {"extra_mib": extra / 1024, "cpu_seconds": cpu, "seconds": seconds, "max_error": error}
+    given = inputs(options.tokens, options.vocab, options.hidden, options.trained)
+    before, results = resident_kib("VmRSS"), list[Any]()
+    figures = harness.timed(lambda: results.extend(step(name, *given)))()
+    return figures | {"extra_mib": (resident_kib("VmHWM") - before) / 1024, "max_error": max_error(*given, *results)}
 
 
 def inputs(num_tokens: int, vocab: int, hidden: int, trained: float) -> tuple[Any, ...]:
@@ -164,13 +118,6 @@ def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: An
             hidden_TH, weight_VH, None, targets_T, TEMPERATURE, TRL_CHUNK, None, 1.0, ("log_probs", "entropy")
         )
         logprobs_T, entropy_T = (v.masked_fill(~needed_T, 0) for v in found[:2])
-    elif name == "trl-full":
-        from trl.trainer.utils import selective_log_softmax_and_entropy
-
-        found = selective_log_softmax_and_entropy(
-            linear(hidden_TH, weight_VH)[None], targets_T[None], entropy_requires_grad=False, temperature=TEMPERATURE
-        )
-        logprobs_T, entropy_T = (v[0] for v in found)
     else:
         logp_TV = torch.log_softmax(linear(hidden_TH, weight_VH) / TEMPERATURE, dim=-1)
         logprobs_T = logp_TV.gather(1, targets_T[:, None]).squeeze(1)
@@ -217,11 +164,5 @@ def resident_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 if __name__ == "__main__":
-    console.install()
-    raise SystemExit(main())
+    harness.start(main)

@@ -13,19 +13,14 @@ and met (null without a GPU). Exit code 1 if a bit changed, 2 for invalid argume
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from grpo_mega import console
 from grpo_mega.distributed import device as devices
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron.offload import PolicyMemory, storages_of
@@ -33,8 +28,9 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_rank_shards
 from grpo_mega.weights.spec import ModelShape
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python tools/benchmarks/offload.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
+from tools.benchmarks import harness
 from tools.benchmarks.gpu.models import MODELS, layer_parameters, shape_of
 
 TARGET = 1.2
@@ -43,48 +39,42 @@ BYTES_A_PARAMETER = 2 + 3 * 4
 DEFAULTS = {"cpu": ("qwen2.5-0.5b", 1.0), "cuda": ("qwen2.5-1.5b", 8.0)}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        device = devices.select(options.device, 0)
-        usual_model, usual_gib = DEFAULTS[device.type]
-        sizes = parameter_sizes(shape_of(options.model or usual_model), int((options.gib or usual_gib) * 2**30))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    weights, state = make(sizes, device.torch_device)
-    found = measure(weights, state, device, options.repeat)
-    is_whole = all(bool((t == number % NUMBERS).all()) for number, t in enumerate([*weights, *state]))
-    report(found, device, sum(sizes) * BYTES_A_PARAMETER / 2**30, len(storages_of([*weights, *state])))
-    if not is_whole:
-        print("offloading and onloading changed the values", file=sys.stderr)
-    return 0 if is_whole else 1
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--model", choices=sorted(MODELS), help="default: qwen2.5-1.5b on a GPU, qwen2.5-0.5b elsewhere")
     parser.add_argument("--gib", type=float, help="default: 8 on a GPU, 1 elsewhere")
     parser.add_argument("--repeat", type=int, default=5, help="rounds of both; medians count")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments, repeat=1)
     if options.gib is not None and not options.gib > 0:
         parser.error(f"--gib={options.gib} must be above 0")
-    if options.repeat < 1:
-        parser.error(f"--repeat={options.repeat} must be at least 1")
-    return options
+    device = devices.select(options.device, 0)
+    usual_model, usual_gib = DEFAULTS[device.type]
+    sizes = parameter_sizes(shape_of(options.model or usual_model), int((options.gib or usual_gib) * 2**30))
+    weights, state = make(sizes, device.torch_device)
+    seconds = measure(weights, state, device, options.repeat)
+    is_whole = all(bool((t == number % NUMBERS).all()) for number, t in enumerate([*weights, *state]))
+    gib = sum(sizes) * BYTES_A_PARAMETER / 2**30
+    ratios = {f"{name}_ratio": round(seconds[name] / seconds[f"plain_{name}"], 4) for name in ("offload", "onload")}
+    result = ratios | {
+        "gib": round(gib, 4),
+        "device": device.type,
+        "num_storages": len(storages_of([*weights, *state])),
+        "met": max(ratios.values()) <= TARGET if device.is_cuda else None,
+        "seconds": {name: round(value, 6) for name, value in seconds.items()},
+    }
+    where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which has no target"
+    print(f"{gib:.2f} GiB in {result['num_storages']} storages, {where}; target on a GPU: {TARGET} times the plain copy")
+    rows = [("", "s", "GiB/s"), *((name, f"{value:.3f}", f"{gib / value:.1f}") for name, value in seconds.items())]
+    return harness.report(rows, result, problems=[] if is_whole else ["offloading and onloading changed the values"])
 
 
 def parameter_sizes(shape: ModelShape, num_bytes: int) -> list[int]:
     """Return the number of elements of each parameter that fits. Raise ConfigError if no layer fits."""
     limit = num_bytes // BYTES_A_PARAMETER
     holding = megatron_rank_shards(family_of(shape.model_type), shape, MegatronLayout(), 0)
-    sizes = {name: _size(local.shape) for name, local in holding.items()}
+    sizes = {name: math.prod(local.shape) for name, local in holding.items()}
     layers = [[n for name, n in sizes.items() if f".layers.{i}." in name] for i in range(shape.num_layers)]
     embedding = [n for name, n in sizes.items() if ".layers." not in name]
     found = embedding if sum(embedding) <= limit // 2 else []
@@ -97,13 +87,6 @@ def parameter_sizes(shape: ModelShape, num_bytes: int) -> list[int]:
             f"--gib={num_bytes / 2**30:.4g} does not hold a layer of {need:.2f} GiB; raise it or use a smaller --model"
         )
     return found
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
 
 
 def make(sizes: list[int], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -137,34 +120,13 @@ def measure(weights: list[Tensor], state: list[Tensor], device: devices.Device, 
         "onload": onload,
         "plain_onload": lambda: flat.copy_(host, non_blocking=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in acts}
-    for number in range(repeat + 1):
-        for name, act in acts.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            act()
-            torch.cuda.synchronize()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
+    def round_of_all() -> harness.Figures:
+        """Offload before onload, in every round."""
+        return {name: harness.timed(act, torch.cuda.synchronize)()["seconds"] for name, act in acts.items()}
 
-def report(seconds: dict[str, float], device: devices.Device, gib: float, num_storages: int) -> None:
-    ratios = {name: seconds[name] / seconds[f"plain_{name}"] for name in ("offload", "onload")}
-    where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which has no target"
-    print(f"{gib:.2f} GiB in {num_storages} storages, {where}")
-    print(f"{'':10}{'ours, s':>10}{'GiB/s':>8}{'plain, s':>10}{'GiB/s':>8}{'ratio':>8}")
-    for name, ratio in ratios.items():
-        ours, plain = seconds[name], seconds[f"plain_{name}"]
-        print(f"{name:10}{ours:10.3f}{gib / ours:8.1f}{plain:10.3f}{gib / plain:8.1f}{ratio:8.2f}")
-    is_met = max(ratios.values()) <= TARGET if device.is_cuda else None
-    if is_met is not None:
-        print(f"target: at most {TARGET} times the plain copy; {'met' if is_met else 'missed'}")
-    result: dict[str, object] = {f"{name}_ratio": round(ratio, 4) for name, ratio in ratios.items()}
-    result |= {"gib": round(gib, 4), "device": device.type, "num_storages": num_storages, "met": is_met}
-    print(json.dumps(result | {"seconds": {name: round(value, 6) for name, value in seconds.items()}}))
+    return harness.medians(harness.take_turns({"": round_of_all}, repeat, warm_up=1))[""]
 
 
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

@@ -83,26 +83,18 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     warnings.simplefilter("ignore")
     from transformers import AutoConfig
 
-    from grpo_mega import config as configs
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.state import InProcessSave
     from grpo_mega.run.model_files import read_model
+    from tools.benchmarks.gpu.rank import config_of
 
     bridges: Any = importlib.import_module("mbridge.models")
     states: Any = importlib.import_module("mbridge.core.parallel_states")
     checkpointing: Any = importlib.import_module("megatron.core.dist_checkpointing")
     parallel: Any = importlib.import_module("megatron.core.parallel_state")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["BENCH_PORT"]}
-    config = configs.Config.model_validate(
-        {
-            "steps": 1,
-            "model": {"path": str(source), "dtype": "bfloat16"},
-            "data": {"train": "none.jsonl"},
-            "run_dir": str(out),
-            "device": "cpu",
-        }
-    )
+    config = config_of(out, {"path": str(source), "dtype": "bfloat16"}, device="cpu")
     runtime = runtimes.start(config)
 
     def act() -> dict[str, Any]:

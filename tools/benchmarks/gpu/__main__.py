@@ -21,13 +21,16 @@ import json
 import subprocess
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from grpo_mega import console
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/gpu`
+
+from tools.benchmarks import harness
+from tools.benchmarks.gpu.rank import Options
 
 SECTIONS = ("mfu", "logprobs", "engine", "step")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
@@ -35,12 +38,8 @@ FIGURES = "figures: "  # prefix of the line with a child's figures
 TITLES = ("section", "case", "figure", "value", "target", "")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
     options = parse(arguments)
     if options.child:
         return child(options)
@@ -56,27 +55,21 @@ def main(arguments: list[str] | None = None) -> int:
     for section in failed:
         print(f"{section} failed, see above", file=sys.stderr)
     print(json.dumps(about | {"rows": rows, "failed": failed, "tiny": options.tiny, "quick": options.quick}))
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.Parser(__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections among {','.join(SECTIONS)}")
     parser.add_argument("--quick", action="store_true", help="smaller batches and one model")
     parser.add_argument("--tiny", action="store_true", help="try the code; its figures mean nothing")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if unknown := [name for name in options.only.split(",") if name not in SECTIONS]:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
-    if not options.tiny and not has_gpu():
+    if not options.tiny and not torch.cuda.is_available():
         parser.error("there is no GPU here; use one, or --tiny to try the code")
     return options
-
-
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
@@ -99,8 +92,6 @@ def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dic
 
 def child(options: argparse.Namespace) -> int:
     """Run the sections in this process. If one fails, continue with the next."""
-    from tools.benchmarks.gpu.rank import Options
-
     chosen = Options(options.quick, options.tiny, lambda line: print(line, flush=True))
     for section in options.only.split(","):
         try:
@@ -114,18 +105,10 @@ def child(options: argparse.Namespace) -> int:
 
 def machine() -> dict[str, Any]:
     """Return date, card and versions."""
-    import torch
-
+    installed = {distribution.name for distribution in distributions()}
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    versions = {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    versions = {name: version(name) for name in PACKAGES if name in installed}
     return {"date": datetime.date.today().isoformat(), "card": card, "versions": versions}
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
@@ -147,5 +130,4 @@ def _line(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

@@ -31,7 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
     "qwen3-4b": _config("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
     "qwen3-8b": _config("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+    "llama-160m": _config("llama", 12, 768, 3072, 12, 12, 32000),
     "llama-3.1-8b": _config("llama", 32, 4096, 14336, 32, 8, 128256, rms_norm_eps=1e-5),
+    "llama-70b": _config("llama", 80, 8192, 28672, 64, 8, 128256),
+    "qwen3-235b": _config(
+        "qwen3_moe", 94, 4096, 12288, 64, 4, 151936, head_dim=128, moe_intermediate_size=1536, num_experts=128
+    ),
 }
 
 BYTES_A_PARAMETER = 18  # trainer in bf16: weight, fp32 gradient, fp32 master weight, Adam's two moments

@@ -12,7 +12,6 @@ the start model does not learn on another machine, make it with another seed: `t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,18 +23,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import mean, variance
-from typing import Any, NoReturn
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/methods`
 
 import numpy as np
 
-from grpo_mega import console
 from grpo_mega.config import load
 from grpo_mega.config.recipes import RECIPES
 from grpo_mega.observe.curves import Curve, read_curves
 from grpo_mega.paths import user_path
+from tools.benchmarks import harness
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "process_supervision")
 UNFIT = ("opd", "mt_grpo")  # these need a teacher, or rewards of turns
 TARGET = 0.9
@@ -47,11 +47,6 @@ STEP_REWARDS = {  # settings that a method needs in addition to its recipe
         "rewards.step_splitter": "lines",
     }
 }
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
 
 
 @dataclass(frozen=True)
@@ -84,12 +79,25 @@ class Run:
         return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    out, methods, steps, seeds = _options(arguments)
-    if out is not None:
-        return _compare(out.resolve(), methods, steps, seeds)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
+    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
+    fit = sorted(set(RECIPES) - set(UNFIT))
+    parser.add_argument("--methods", nargs="+", choices=fit, default=list(METHODS), metavar="METHOD", help=", ".join(fit))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
+    options = parser.parse(arguments, steps=1)
+    for name, values in (("methods", options.methods), ("seeds", options.seeds)):
+        if len(set(values)) < len(values):
+            parser.error(f"--{name}={' '.join(map(str, values))} must differ from one another")
+    if min(options.seeds) < 0:
+        parser.error(f"--seeds={min(options.seeds)} must not be negative")
+    if options.out is not None:
+        return _compare(options.out.resolve(), options.methods, options.steps, options.seeds)
     with tempfile.TemporaryDirectory() as folder:
-        return _compare(Path(folder), list(dict.fromkeys((methods[0], methods[-1]))), min(steps, 20), seeds[:1])
+        first_and_last = list(dict.fromkeys((options.methods[0], options.methods[-1])))
+        return _compare(Path(folder), first_and_last, min(options.steps, 20), options.seeds[:1])
 
 
 def _compare(out: Path, methods: Sequence[str], steps: int, seeds: Sequence[int]) -> int:
@@ -152,7 +160,7 @@ def _call(command: list[str], log: Path, num_threads: int) -> None:
     print(f"+ {log.stem}", file=sys.stderr, flush=True)
     env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     with log.open("ab") as output:
-        code = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(command, cwd=harness.ROOT, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
         raise SystemExit(f"{log.stem} ended with code {code}; see {log}, then continue with the same command")
 
@@ -222,24 +230,5 @@ def _draw(runs: Mapping[str, Sequence[Run]], budget: float, picture: Path) -> No
     figure.savefig(picture, dpi=80, pil_kwargs={"optimize": True})
 
 
-def _options(arguments: Sequence[str] | None) -> tuple[Path | None, list[str], int, list[int]]:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
-    fit = sorted(set(RECIPES) - set(UNFIT))
-    parser.add_argument("--methods", nargs="+", choices=fit, default=list(METHODS), metavar="METHOD", help=", ".join(fit))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
-    options = parser.parse_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps} must be at least 1")
-    for name, values in (("methods", options.methods), ("seeds", options.seeds)):
-        if len(set(values)) < len(values):
-            parser.error(f"--{name}={' '.join(map(str, values))} must differ from one another")
-    if min(options.seeds) < 0:
-        parser.error(f"--seeds={min(options.seeds)} must not be negative")
-    return options.out, options.methods, options.steps, options.seeds
-
-
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

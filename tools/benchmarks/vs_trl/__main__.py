@@ -15,45 +15,39 @@ norm_difference (relative). The exit code is 1 if a ratio is above its target or
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
-
-from grpo_mega import console
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/vs_trl`
 
-from tools.benchmarks import peers
+from tools.benchmarks import harness, peers
 
-ROOT = Path(__file__).resolve().parents[3]
-TARGETS = {"update_ratio_8": 0.25, "update_ratio_3": 0.5, "step_ratio": 0.5, "memory_ratio": 0.5}
-LOSS_TOLERANCE = 1e-4
-TURNS = ({"kind": "update", "ratio": 8}, {"kind": "update", "ratio": 3}, {"kind": "step", "ratio": 0})
-CHECK = TURNS[1]
-NAMES = ("trl", "ours")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
+LIMITS = {"update_ratio_8": 0.25, "update_ratio_3": 0.5, "step_ratio": 0.5, "memory_ratio": 0.5, "loss_difference": 1e-4}
+TURNS: dict[str, dict[str, Any]] = {
+    "update_ratio_8": {"kind": "update", "ratio": 8},
+    "update_ratio_3": {"kind": "update", "ratio": 3},
+    "step_ratio": {"kind": "step", "ratio": 0},
+}
+TITLES = ("update, longest = 8 x mean", "update, longest = 3 x mean", "whole step")
+FIGURES = ("seconds", "peak", "tokens", "longest")
 
 
 class Contestant:
     """A process that performs one turn per request."""
 
-    def __init__(self, name: str, task: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, task: str, micro_batch: int) -> None:
         self.name = name
         self._log = Path(json.loads(task)["folder"]) / f"{name}.log"
-        command = [sys.executable, str(Path(__file__).with_name("contestant.py")), name, task]
-        command += [str(options.micro_batch), str(options.tokens_per_micro_batch)]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, str(Path(__file__).with_name("contestant.py")), name, task, str(micro_batch)]
+        path = os.pathsep.join([str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -80,6 +74,16 @@ class Contestant:
             )
         return dict(json.loads(line))
 
+    def variant(self, turn: dict[str, Any]) -> Callable[[], harness.Figures]:
+        """Return a variant that performs a turn. Each round has different responses, equal for both contestants."""
+        numbers = itertools.count(1)
+
+        def act() -> harness.Figures:
+            answer = self.ask(**turn, number=next(numbers))
+            return {name: answer[name] for name in FIGURES if name in answer}
+
+        return act
+
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
@@ -89,8 +93,29 @@ class Contestant:
             self._process.kill()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="measured rounds; figures are medians over them")
+    parser.add_argument("--prompts", type=int, default=2, help="groups per step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
+    parser.add_argument("--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this")
+    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per step")
+    parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward pass of TRL (its default)")
+    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")
+    parser.add_argument("--seed", type=int, default=0)
+    names = ("rounds", "prompts", "group_size", "prompt_length", "mean_length", "mini_batches", "micro_batch")
+    options = parser.parse(arguments, **dict.fromkeys((*names, "tokens_per_micro_batch"), 1))
+    peers.require("trl")
+    if options.prompts % options.mini_batches:
+        parser.error(f"--mini-batches={options.mini_batches} does not divide --prompts={options.prompts}")
+    num_samples = options.prompts * options.group_size
+    per_mini_batch = num_samples // options.mini_batches
+    if per_mini_batch % min(options.micro_batch, per_mini_batch):
+        parser.error(f"--micro-batch={options.micro_batch} does not divide a mini-batch of {per_mini_batch} samples")
+    if num_samples < 10 or options.mean_length < 4:
+        parser.error("a longest response of 8 times the mean needs 10 samples and --mean-length=4 at least")
     from tools.benchmarks.vs_trl.task import Task, write_task
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,104 +131,52 @@ def main(arguments: list[str] | None = None) -> int:
             seed=options.seed,
         )
         parameters = write_task(task)
-        contestants = [Contestant(name, task.to_json(), options) for name in NAMES]
+        sizes = {"trl": options.micro_batch, "ours": options.tokens_per_micro_batch}
+        contestants = [Contestant(name, task.to_json(), size) for name, size in sizes.items()]
         try:
             for contestant in contestants:
                 contestant.answer()
-            check = {c.name: c.ask(**CHECK, number=0) for c in contestants}
-            rounds = [play(contestants, number) for number in range(1, options.rounds + 1)]
+            check = {c.name: c.ask(**TURNS["update_ratio_3"], number=0) for c in contestants}
+            variants = {f"{turn}/{c.name}": c.variant(request) for turn, request in TURNS.items() for c in contestants}
+            rounds = harness.take_turns(variants, options.rounds)
         finally:
             for contestant in contestants:
                 contestant.close()
-    found = summary(check, rounds) | {"parameters": parameters, "rounds": options.rounds, "mean_length": options.mean_length}
-    print(table(rounds, found))
-    missed = [name for name, target in TARGETS.items() if found[name] > target]
-    if missed:
-        print(f"short of the target: {', '.join(missed)}")
-    print(json.dumps(found))
-    return 1 if missed or found["loss_difference"] > LOSS_TOLERANCE else 0
+    about = {"parameters": parameters, "rounds": options.rounds, "mean_length": options.mean_length}
+    return report(check, rounds, about)
 
 
-def play(contestants: list[Contestant], number: int) -> list[dict[str, dict[str, Any]]]:
-    """Return the answers by turn and contestant. The contestants alternate in going first."""
-    order = contestants if number % 2 else contestants[::-1]
-    return [{c.name: c.ask(**turn, number=number) for c in order} for turn in TURNS]
-
-
-def summary(check: dict[str, dict[str, Any]], rounds: list[list[dict[str, dict[str, Any]]]]) -> dict[str, Any]:
-    def ratio(turn: int) -> float:
-        return round(statistics.median(r[turn]["ours"]["seconds"] / r[turn]["trl"]["seconds"] for r in rounds), 3)
-
-    def peak(name: str) -> float:
-        return max(float(turn[name]["peak"]) for r in rounds for turn in r)
-
+def report(check: dict[str, dict[str, Any]], rounds: dict[str, list[harness.Figures]], about: dict[str, Any]) -> int:
+    found = harness.medians(rounds)
+    peaks = {name: max(one["peak"] for one in all_) for name, all_ in rounds.items()}
+    ratios = {turn: found[f"{turn}/ours"]["seconds"] / found[f"{turn}/trl"]["seconds"] for turn in TURNS}
+    memory = [max(peak for variant, peak in peaks.items() if variant.endswith(name)) for name in ("/ours", "/trl")]
     losses, norms = (list(zip(check["ours"][key], check["trl"][key], strict=True)) for key in ("losses", "norms"))
-    return {
-        "update_ratio_8": ratio(0),
-        "update_ratio_3": ratio(1),
-        "step_ratio": ratio(2),
-        "memory_ratio": round(peak("ours") / peak("trl"), 3),
+    result: dict[str, Any] = {name: round(ratio, 3) for name, ratio in ratios.items()} | {
+        "memory_ratio": round(memory[0] / memory[1], 3),
         "loss_difference": max(abs(a - b) for a, b in losses),
         "norm_difference": max(abs(a - b) / b for a, b in norms),
-        "sampled_tokens": {n: statistics.median(r[2][n]["tokens"] for r in rounds) for n in NAMES},
-        "longest_sampled": {n: statistics.median(r[2][n]["longest"] for r in rounds) for n in NAMES},
+        "sampled_tokens": {name: found[f"step_ratio/{name}"]["tokens"] for name in ("trl", "ours")},
+        "longest_sampled": {name: found[f"step_ratio/{name}"]["longest"] for name in ("trl", "ours")},
         "versions": {name: version(name) for name in ("trl", "transformers", "torch", "megatron-core")},
         "threads": os.cpu_count(),
     }
-
-
-def table(rounds: list[list[dict[str, dict[str, Any]]]], found: dict[str, Any]) -> str:
-    names = ("update, longest = 8 x mean", "update, longest = 3 x mean", "whole step")
-    keys = ("update_ratio_8", "update_ratio_3", "step_ratio")
-    lines = [f"{'':28}{'TRL s':>9}{'ours s':>9}{'ratio':>8}{'target':>8}{'TRL GiB':>9}{'ours GiB':>10}"]
-    for turn, (name, key) in enumerate(zip(names, keys, strict=True)):
-        seconds = [statistics.median(r[turn][n]["seconds"] for r in rounds) for n in NAMES]
-        peaks = [max(r[turn][n]["peak"] for r in rounds) / 2**30 for n in NAMES]
-        lines.append(
-            f"{name:28}{seconds[0]:9.2f}{seconds[1]:9.2f}{found[key]:8.3f}{TARGETS[key]:8.2f}{peaks[0]:9.2f}{peaks[1]:10.2f}"
-        )
-    sampled = ", ".join(
-        f"{name} {found['sampled_tokens'][name]:.0f} tokens, the longest {found['longest_sampled'][name]:.0f}" for name in NAMES
+    rows: list[Sequence[str]] = [("", "TRL s", "ours s", "ratio", "target", "TRL GiB", "ours GiB")]
+    for title, turn in zip(TITLES, TURNS, strict=True):
+        seconds = [f"{found[f'{turn}/{name}']['seconds']:.2f}" for name in ("trl", "ours")]
+        gib = [f"{peaks[f'{turn}/{name}'] / 2**30:.2f}" for name in ("trl", "ours")]
+        rows.append((title, *seconds, f"{result[turn]:.3f}", f"{LIMITS[turn]:.2f}", *gib))
+    sampled = (
+        f"{name} {result['sampled_tokens'][name]:.0f} tokens, the longest {n:.0f}"
+        for name, n in result["longest_sampled"].items()
     )
-    lines.append(f"memory ratio {found['memory_ratio']:.3f} (target {TARGETS['memory_ratio']}); sampled in a step: {sampled}")
-    lines.append(
-        f"same responses, same weights: losses differ by {found['loss_difference']:.1e}, "
-        f"gradient norms by {found['norm_difference']:.1e} of their value"
+    print(f"sampled in a step: {', '.join(sampled)}")
+    print(
+        f"same responses, same weights: losses differ by {result['loss_difference']:.1e}, "
+        f"gradient norms by {result['norm_difference']:.1e} of their value"
     )
-    return "\n".join(lines)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="measured rounds; figures are medians over them")
-    parser.add_argument("--prompts", type=int, default=2, help="groups per step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
-    parser.add_argument("--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this")
-    parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per step")
-    parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward pass of TRL (its default)")
-    parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    peers.require("trl")
-    for name, value in vars(options).items():
-        if name != "seed" and value < 1:
-            parser.error(f"--{name.replace('_', '-')}={value} must be at least 1")
-    if options.prompts % options.mini_batches:
-        parser.error(f"--mini-batches={options.mini_batches} does not divide --prompts={options.prompts}")
-    num_samples = options.prompts * options.group_size
-    per_mini_batch = num_samples // options.mini_batches
-    if per_mini_batch % min(options.micro_batch, per_mini_batch):
-        parser.error(f"--micro-batch={options.micro_batch} does not divide a mini-batch of {per_mini_batch} samples")
-    if num_samples < 10 or options.mean_length < 4:
-        parser.error("a longest response of 8 times the mean needs 10 samples and --mean-length=4 at least")
-    try:
-        version("trl")
-    except PackageNotFoundError:
-        parser.error("trl is not installed; pip install 'grpo_mega[dev]'")
-    return options
+    return harness.report(rows, result | about, limits=LIMITS)
 
 
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

@@ -15,7 +15,7 @@ from grpo_mega.run.build import open_job
 from grpo_mega.run.job import Job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
-from tools.benchmarks.vs_trl.channel import Channel, Peak
+from tools.benchmarks.vs_trl.contestant import Channel, Peak
 from tools.benchmarks.vs_trl.reward import reward
 from tools.benchmarks.vs_trl.task import Task, given_rollout
 

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from tools.benchmarks.vs_trl.channel import Channel, Peak
+from tools.benchmarks.vs_trl.contestant import Channel, Peak
 from tools.benchmarks.vs_trl.reward import reward
 from tools.benchmarks.vs_trl.task import Task, given_rollout
 

@@ -18,15 +18,15 @@ paths filled any tensor differently, 2 for invalid arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import get_args
 
-from grpo_mega import console
-from grpo_mega.errors import ConfigError, UserError, raise_first
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/weight_sync`
+
+from grpo_mega.errors import ConfigError, raise_first
 from grpo_mega.paths import user_path
 from grpo_mega.weights.layout import (
     EngineLayout,
@@ -36,44 +36,11 @@ from grpo_mega.weights.layout import (
     megatron_layout_problems,
 )
 from grpo_mega.weights.spec import ModelShape, read_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/weight_sync`
-
+from tools.benchmarks import harness
+from tools.benchmarks.gpu.models import MODELS
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_parameters
 from tools.benchmarks.weight_sync.measure import Measured, check_spec, measure
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-70b": {
-        "model_type": "llama",
-        "num_hidden_layers": 80,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "llama-160m": {
-        "model_type": "llama",
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 32000,
-    },
-    "qwen3-235b": {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    },
-}
 ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
 BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small, so a small model needs several rounds; and the default of sync.bucket_mib
 ROWS: dict[str, Callable[[Dry], str]] = {
@@ -90,26 +57,18 @@ ROWS: dict[str, Callable[[Dry], str]] = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
     options = parse(arguments)
-    try:
-        spec = spec_of(options)
-        if not options.dry:
-            check_spec(spec)
-        print_title(options.model, spec)
-        return dry(spec) if options.dry else measured(spec, options.repeat)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    spec = spec_of(options)
+    if not options.dry:
+        check_spec(spec)
+    print_title(options.model, spec)
+    return dry(spec) if options.dry else measured(spec, options.repeat)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.Parser(__doc__)
     parser.add_argument("--dry", action="store_true", help="plan only, for both orders of the trainer's ranks")
     parser.add_argument("--model", default="llama-160m", help=f"{', '.join(MODELS)}, or the path of a config.json")
     parser.add_argument("--layers", type=int, help="number of layers; default: all of the model's")
@@ -118,17 +77,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--bucket-mib", type=int, help=f"bucket size; default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}")
     parser.add_argument("--repeat", type=int, default=5, help="measured runs of each path")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments, layers=1, ranks_per_node=1, bucket_mib=1, repeat=1)
     if options.bucket_mib is None:
         options.bucket_mib = DRY_BUCKET_MIB if options.dry else BUCKET_MIB
     return options
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
-    for name in ("layers", "ranks_per_node", "bucket_mib", "repeat"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be at least 1; raise it")
     shape = shape_of(options.model)
     if options.layers:
         if options.layers > shape.num_layers:
@@ -192,16 +147,18 @@ def whole_numbers(option: str, found: dict[str, str]) -> dict[str, int]:
 
 
 def dry(spec: Spec) -> int:
-    """Print the table and the JSON. Return the exit code."""
+    """Plan in each possible order of the trainer's ranks. Print the table and the JSON. Return the exit code."""
     found: dict[RankOrder, Dry] = {}
     for order in ORDERS:
         layout = replace(spec.source, order=order)
-        if is_possible(spec.shape, layout):
+        if not any(megatron_layout_problems(spec.shape, layout)):
             found[order] = dry_run(replace(spec, source=layout))
-    print("\n".join(table(found)))
-    print("\n" + verdict(found))
-    print(json.dumps(result(spec, found[spec.source.order], None)))
-    return 0 if all(one.traffic.moved == one.lower_bound for one in found.values()) else 1
+    rows = [("", *found), *((name, *map(cell, found.values())) for name, cell in ROWS.items())]
+    print(verdict(found))
+    problems = [
+        f"{order}: moves more than the lower bound" for order, one in found.items() if one.traffic.moved != one.lower_bound
+    ]
+    return harness.report(rows, result(spec, found[spec.source.order], None), problems=problems)
 
 
 def measured(spec: Spec, repeat: int) -> int:
@@ -212,20 +169,19 @@ def measured(spec: Spec, repeat: int) -> int:
         ("received by all ranks, MB", megabytes(found.sync_bytes), megabytes(found.full_gather_bytes)),
         ("  at the least, MB", megabytes(planned.lower_bound), megabytes(planned.full_gather_bytes)),
         ("  of it between nodes, MB", megabytes(planned.traffic.between_nodes), ""),
-        (f"seconds, median of {repeat}", str(found.sync), ""),
-        ("  without proof", str(found.unproven), str(found.full_gather)),
-        ("seconds of all cores", f"{found.cpu_seconds['sync']:.3f}", ""),
-        ("  without proof", f"{found.cpu_seconds['unproven']:.3f}", f"{found.cpu_seconds['full_gather']:.3f}"),
+        (f"seconds, median of {repeat}", found.spread("sync"), ""),
+        ("  without proof", found.spread("unproven"), found.spread("full_gather")),
+        ("seconds of all cores", f"{found.median('sync', 'cpu_seconds'):.3f}", ""),
+        ("  without proof", *(f"{found.median(path, 'cpu_seconds'):.3f}" for path in ("unproven", "full_gather"))),
         ("planned in, s", f"{planned.plan_seconds:.3f}", ""),
     ]
-    print("\n".join(f"{name:<28}{ours:>26}{theirs:>26}" for name, ours, theirs in rows))
-    print("\n" + comparison(planned.full_gather_bytes, found))
-    for problem in found.problems:
-        print(problem, file=sys.stderr)
-    if not found.problems:
+    print(comparison(planned.full_gather_bytes, found))
+    problems = [*found.problems]
+    if not problems:
         print("both filled the engines' tensors alike, bit for bit, and as a direct fill does")
-    print(json.dumps(result(spec, planned, found)))
-    return 0 if found.sync_bytes == planned.lower_bound and not found.problems else 1
+    if found.sync_bytes != planned.lower_bound:
+        problems.append("the sync moved more than the lower bound")
+    return harness.report(rows, result(spec, planned, found), problems=problems)
 
 
 def comparison(full_gather_bytes: int, found: Measured) -> str:
@@ -234,18 +190,8 @@ def comparison(full_gather_bytes: int, found: Measured) -> str:
     more = (
         f"{full_gather_bytes / found.sync_bytes:.1f} times the bytes" if found.sync_bytes else "bytes where the sync has none"
     )
-    slower, at_best = (found.full_gather.median / times.median for times in (found.sync, found.unproven))
+    slower, at_best = (found.median("full_gather") / found.median(path) for path in ("sync", "unproven"))
     return f"the full gather moves {more}, in {slower:.1f} times the time ({at_best:.1f} without proof)"
-
-
-def is_possible(shape: ModelShape, layout: MegatronLayout) -> bool:
-    return not any(megatron_layout_problems(shape, layout))
-
-
-def table(found: dict[RankOrder, Dry]) -> list[str]:
-    width = max(map(len, ROWS))
-    lines = [" " * width + "".join(f"{order:>20}" for order in found)]
-    return lines + [f"{name:<{width}}" + "".join(f"{cell(one):>20}" for one in found.values()) for name, cell in ROWS.items()]
 
 
 def verdict(found: dict[RankOrder, Dry]) -> str:
@@ -263,6 +209,7 @@ def verdict(found: dict[RankOrder, Dry]) -> str:
 
 def result(spec: Spec, planned: Dry, found: Measured | None) -> dict[str, int | float | str | None]:
     moved = planned.traffic.moved if found is None else found.sync_bytes
+    seconds = {"seconds": "sync", "unproven_seconds": "unproven", "full_gather_seconds": "full_gather"}
     return {
         "bytes_moved": moved,
         "lower_bound": planned.lower_bound,
@@ -270,9 +217,7 @@ def result(spec: Spec, planned: Dry, found: Measured | None) -> dict[str, int | 
         "ratio": round(moved / planned.full_gather_bytes, 4) if planned.full_gather_bytes else None,
         "between_nodes_bytes": planned.traffic.between_nodes,
         "plan_seconds": round(planned.plan_seconds, 3),
-        "seconds": None if found is None else round(found.sync.median, 4),
-        "unproven_seconds": None if found is None else round(found.unproven.median, 4),
-        "full_gather_seconds": None if found is None else round(found.full_gather.median, 4),
+        **{name: None if found is None else round(found.median(path), 4) for name, path in seconds.items()},
         "order": spec.source.order,
     }
 
@@ -290,5 +235,4 @@ def most_and_mean(num_bytes: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

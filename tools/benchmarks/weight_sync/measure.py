@@ -19,6 +19,7 @@ from grpo_mega.distributed.launch import run_ranks
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import engine_shards, megatron_shards
+from tools.benchmarks import harness
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Spec, num_elements
 
 WORKER = Path(__file__).with_name("rank.py")
@@ -27,28 +28,29 @@ BUFFERS = 6  # buckets that a rank holds for both paths together
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of several runs."""
+class Measured:
+    """The figures of each round by path: sync, unproven (without checksums at either end) and full_gather."""
 
-    all: tuple[float, ...]
+    rounds: dict[str, list[harness.Figures]]
+    problems: list[str]  # tensors that the paths filled differently
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.all)
+    def sync_bytes(self) -> int:
+        [found] = {int(one["bytes"]) for path in ("sync", "unproven") for one in self.rounds[path]}
+        return found
 
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({min(self.all):.3f} to {max(self.all):.3f})"
+    @property
+    def full_gather_bytes(self) -> int:
+        """The bytes include padding, and weights that a rank already had."""
+        [found] = {int(one["bytes"]) for one in self.rounds["full_gather"]}
+        return found
 
+    def median(self, path: str, figure: str = "seconds") -> float:
+        return statistics.median(one[figure] for one in self.rounds[path])
 
-@dataclass(frozen=True)
-class Measured:
-    sync: Times
-    unproven: Times  # without checksums at either end
-    full_gather: Times
-    cpu_seconds: dict[str, float]  # median of the sum over all ranks, by path
-    sync_bytes: int
-    full_gather_bytes: int  # includes padding, and weights that the rank already had
-    problems: list[str]  # tensors that the two paths filled differently
+    def spread(self, path: str) -> str:
+        seconds = [one["seconds"] for one in self.rounds[path]]
+        return f"{self.median(path):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
 class RanksFailed(UserError):
@@ -89,18 +91,11 @@ def free_bytes() -> int:
 
 
 def measure(spec: Spec, repeat: int) -> Measured:
-    """Start the ranks and return the medians. Raise RanksFailed."""
+    """Start the ranks and return their figures. Raise RanksFailed."""
     with tempfile.TemporaryDirectory(prefix="weight_sync_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
         code = run_ranks([sys.executable, str(WORKER), str(folder), str(repeat)], spec.source.world_size, folder)
         if code:
             raise RanksFailed(f"the ranks ended with code {code}; try fewer --layers or ranks")
-        found = json.loads((folder / "result.json").read_text())
-    seconds = {path: Times(tuple(values)) for path, values in found["seconds"].items()}
-    [sync_bytes] = {*found["bytes"]["sync"], *found["bytes"]["unproven"]}
-    [gather_bytes] = {*found["bytes"]["full_gather"]}
-    cpu_seconds = {path: statistics.median(values) for path, values in found["cpu_seconds"].items()}
-    return Measured(
-        **seconds, cpu_seconds=cpu_seconds, sync_bytes=sync_bytes, full_gather_bytes=gather_bytes, problems=found["problems"]
-    )
+        return Measured(**json.loads((folder / "result.json").read_text()))

@@ -13,10 +13,10 @@ import math
 import pickle
 import signal
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mega import console
 from grpo_mega.rollout.engine import Engine as AnyEngine
 from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
@@ -36,6 +35,7 @@ from grpo_mega.weights.receive import Entry, mismatched_tensors, write_entries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python rank.py FOLDER REPEAT`
 
+from tools.benchmarks import harness
 from tools.benchmarks.weight_sync.dry import Spec
 from tools.benchmarks.weight_sync.gather import FullGather
 
@@ -125,7 +125,8 @@ class Bench:
         return found
 
 
-def main(folder: Path, repeat: int) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    folder, repeat = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher prints the message
     spec: Spec = pickle.loads((folder / "spec.pkl").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
@@ -134,49 +135,42 @@ def main(folder: Path, repeat: int) -> None:
         (folder / "result.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 def measure(spec: Spec, repeat: int) -> dict[str, Any]:
     """Run each path once to warm up, then `repeat` times in turn. The result is the same on all ranks; bytes are sums."""
-    bench = Bench(spec)
-    paths = [("sync", bench.sync), ("unproven", bench.unproven), ("full_gather", bench.full_gather)]
-    seconds: dict[str, list[float]] = {name: [] for name, _ in paths}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name, _ in paths}
-    num_bytes: dict[str, list[int]] = {name: [] for name, _ in paths}
-    problems: list[str] = []
-    for number in range(repeat + 1):
-        for name, act in paths[number % 3 :] + paths[: number % 3]:
-            forget(bench.gathered if name == "full_gather" else bench.engine.tensors)
-            taken, cpu, received = timed(act)
-            seconds[name].append(taken)
-            cpu_seconds[name].append(cpu)
-            num_bytes[name].append(received)
-        problems += [f"{name} differs from the full gather" for name in bench.unlike_each_other()]
-    problems += [f"{name} differs from a direct fill" for name in bench.unlike_a_direct_fill()]
-    return {
-        "seconds": {name: values[1:] for name, values in seconds.items()},
-        "cpu_seconds": {name: values[1:] for name, values in cpu_seconds.items()},
-        "bytes": num_bytes,
-        "problems": [f"rank {rank}: {one}" for rank, found in enumerate(meet("", problems)) for one in found[:MAX_NAMED]],
+    bench, problems = Bench(spec), list[str]()
+
+    def path(act: Callable[[], int], tensors: Tensors) -> harness.Figures:
+        for tensor in tensors.values():
+            tensor.zero_()  # so that no run passes with the results of an earlier one
+        return timed(act)
+
+    def check() -> None:
+        problems.extend(f"{name} differs from the full gather" for name in bench.unlike_each_other())
+
+    paths = {
+        "sync": partial(path, bench.sync, bench.engine.tensors),
+        "unproven": partial(path, bench.unproven, bench.engine.tensors),
+        "full_gather": partial(path, bench.full_gather, bench.gathered),
     }
+    rounds = harness.take_turns(paths, repeat, warm_up=1, after_round=check)
+    problems += [f"{name} differs from a direct fill" for name in bench.unlike_a_direct_fill()]
+    named = [f"rank {rank}: {one}" for rank, found in enumerate(meet("", problems)) for one in found[:MAX_NAMED]]
+    return {"rounds": rounds, "problems": named}
 
 
-def forget(tensors: Tensors) -> None:
-    """Zero the tensors, so that no run passes with the results of an earlier one."""
-    for tensor in tensors.values():
-        tensor.zero_()
-
-
-def timed(act: Callable[[], int]) -> tuple[float, float, int]:
+def timed(act: Callable[[], int]) -> harness.Figures:
     """Return the seconds of the slowest rank, and the sums over ranks of CPU seconds and received bytes."""
+    received: list[int] = []
     dist.barrier()
-    started_at, cpu_started_at = time.perf_counter(), time.process_time()
-    received = act()
-    seconds, cpu = time.perf_counter() - started_at, time.process_time() - cpu_started_at
-    slowest, total = torch.tensor(seconds, dtype=torch.float64), torch.tensor([cpu, received], dtype=torch.float64)
+    found = harness.timed(lambda: received.append(act()))()
+    slowest = torch.tensor(found["seconds"], dtype=torch.float64)
+    total = torch.tensor([found["cpu_seconds"], received[0]], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    return float(slowest), float(total[0]), int(total[1])
+    return {"seconds": float(slowest), "cpu_seconds": float(total[0]), "bytes": float(total[1])}
 
 
 def meet(phase: str, problems: list[str]) -> list[list[str]]:
@@ -208,5 +202,4 @@ def values_of(box: Box, shape: Index) -> Tensor:
 
 
 if __name__ == "__main__":
-    console.install()
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    harness.start(main)

@@ -121,10 +121,3 @@ def simulate(
     )
     assert client.failure is None, client.failure
     return groups
-
-
-def steps_of(lengths: Lengths, prompts: Mapping[int, Prompt], sampling: Sampling, slots: int) -> int:
-    """Return the steps until the last sample has ended."""
-    session = SimulatedSession(lengths)
-    simulate(session, prompts, sampling, slots)
-    return session.now
