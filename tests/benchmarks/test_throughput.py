@@ -20,10 +20,10 @@ from grpo_mega.preflight.cards import CARDS
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import kills
 from tools.benchmarks.throughput import __main__ as bench_throughput
-from tools.benchmarks.throughput import compare as throughput_compare
+from tools.benchmarks.throughput import result as throughput_result
 from tools.benchmarks.throughput import synthetic as throughput_synthetic
-from tools.benchmarks.throughput.result import ROWS, SKIPPED, problem, quantile
-from tools.benchmarks.throughput.work import work_of
+from tools.benchmarks.throughput.rank import work_of
+from tools.benchmarks.throughput.result import ROWS, SKIPPED, problem, quartiles
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -132,11 +132,11 @@ def test_synthetic_responses_are_trained_on_like_real_responses(synthetic: tuple
 def test_a_run_compares_equal_to_itself_and_its_folder_is_removed(real: tuple[dict[str, Any], list[str]], folder: Path) -> None:
     found, _ = real
     path = folder / "real.json"
-    before = throughput_compare.read(path)
+    before = throughput_result.read_result(path)
     assert before == found
-    throughput_compare.check(found["settings"], before, path)
-    assert throughput_compare.differing(found, before) == []
-    verdicts = throughput_compare.compare(found, before)
+    throughput_result.check_comparable(found["settings"], before, path)
+    assert throughput_result.differing(found, before) == []
+    verdicts = throughput_result.compare(found, before)
     assert {one["verdict"] for name, one in verdicts.items() if name != "sleep/wake"} == {"same"}
     assert verdicts["sleep/wake"] == {"before": None, "ratio": None, "verdict": None}
     assert set(verdicts) == {*ROWS, "step"}
@@ -151,10 +151,10 @@ def test_runs_of_other_configs_are_not_compared_and_layouts_are_named(
     other = copy.deepcopy(before)
     other["settings"]["batch"]["prompts_per_step"] = 8
     with pytest.raises(ConfigError, match=r"batch\.prompts_per_step is 4 there and 8 here; compare runs that differ in layout"):
-        throughput_compare.check(other["settings"], before, path)
+        throughput_result.check_comparable(other["settings"], before, path)
     other = copy.deepcopy(before)
     other["layout"]["tp"] = 2
-    assert throughput_compare.differing(other, before) == ["layout.tp is 2 here and was 1 there"]
+    assert throughput_result.differing(other, before) == ["layout.tp is 2 here and was 1 there"]
 
 
 @pytest.mark.distributed
@@ -172,29 +172,25 @@ def test_the_work_of_a_step_equals_a_count_by_hand() -> None:
     shape = ModelShape("llama", 1, 4, 8, 2, 1, 2, 10, False)
     layer = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8
     work = work_of(shape, 0, [(3, [2, 1])])
-    assert (work.samples, work.prompt_tokens, work.response_tokens) == (2, 6, 3)
-    assert work.forward_flops == 2 * layer * 9 + 4 * 4 * (15 + 10) + 2 * 4 * 10 * 3
-    assert work.sample_flops == 2 * layer * 6 + 4 * 4 * (15 + 10 - 6) + 2 * 4 * 10 * 3
-
-
-def row(*seconds: float) -> dict[str, Any]:
-    return {"median": quantile(seconds, 0.5), "low": quantile(seconds, 0.25), "high": quantile(seconds, 0.75)}
+    assert (work["samples"], work["prompt_tokens"], work["response_tokens"]) == (2, 6, 3)
+    assert work["forward_flops"] == 2 * layer * 9 + 4 * 4 * (15 + 10) + 2 * 4 * 10 * 3
+    assert work["sample_flops"] == 2 * layer * 6 + 4 * 4 * (15 + 10 - 6) + 2 * 4 * 10 * 3
 
 
 @pytest.mark.parametrize(
     ("now", "before", "verdict"),
     [
-        (row(1.0, 1.0, 1.0), row(1.04, 1.04, 1.04), "same"),  # the difference is below 5%
-        (row(1.0, 1.2, 1.4), row(1.2, 1.4, 1.6), "same"),  # quartiles are 1.1..1.3 and 1.3..1.5
-        (row(1.0, 1.1, 1.2), row(1.3, 1.4, 1.5), "faster"),
-        (row(1.3, 1.4, 1.5), row(1.0, 1.1, 1.2), "slower"),
-        (row(0.0), row(0.0), "same"),
-        (row(0.1), row(0.0), "slower"),
-        (row(0.1), {"median": None}, None),
+        (quartiles([1.0, 1.0, 1.0]), quartiles([1.04, 1.04, 1.04]), "same"),  # the difference is below 5%
+        (quartiles([1.0, 1.2, 1.4]), quartiles([1.2, 1.4, 1.6]), "same"),  # quartiles are 1.1..1.3 and 1.3..1.5
+        (quartiles([1.0, 1.1, 1.2]), quartiles([1.3, 1.4, 1.5]), "faster"),
+        (quartiles([1.3, 1.4, 1.5]), quartiles([1.0, 1.1, 1.2]), "slower"),
+        (quartiles([0.0]), quartiles([0.0]), "same"),
+        (quartiles([0.1]), quartiles([0.0]), "slower"),
+        (quartiles([0.1]), {"median": None}, None),
     ],
 )
 def test_a_verdict_is_judged_against_the_noise(now: dict[str, Any], before: dict[str, Any], verdict: str | None) -> None:
-    found = throughput_compare.compare({"phases": {"update": now}, "step": now}, {"phases": {"update": before}, "step": before})
+    found = throughput_result.compare({"phases": {"update": now}, "step": now}, {"phases": {"update": before}, "step": before})
     assert found["update"]["verdict"] == found["step"]["verdict"] == verdict
 
 

@@ -14,7 +14,7 @@ seconds    mean over ranks and measured steps, so phases sum to the step; median
 idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the transfer). It
            excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
-tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs (observe/flops.py)
+tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs (batching/flops.py)
 GiB        peak memory of a rank: its process on a CPU, its tensors on a GPU
 
 --against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the quartiles
@@ -30,54 +30,69 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/throughput`
 
 from grpo_mega import config as configs
-from grpo_mega import console, paths, preflight
+from grpo_mega import paths, preflight
 from grpo_mega.cli import CLAIMED
 from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
-from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
+from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
 from grpo_mega.preflight.cards import CARDS
 from grpo_mega.run import folder as run_folder
 from grpo_mega.yaml_text import parse_yaml
+from tools.benchmarks import harness
+from tools.benchmarks.throughput import synthetic
+from tools.benchmarks.throughput.result import check_comparable, compare, differing, problem, read_result, result, settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/throughput`
-
-from tools.benchmarks.throughput import compare, synthetic
-from tools.benchmarks.throughput.result import problem, result, settings
-from tools.benchmarks.throughput.text import table
-
-ROOT = Path(__file__).resolve().parents[3]
 RAW_FILE = "throughput.json"  # file in the run's folder with the ranks' measurements
 FOLDER = "GRPO_MEGA_THROUGHPUT"  # variable with the path of config.yaml, set for ranks started here
 HEADLINE = ("checkpoint.interval=2", "model.init=random")
 
+TITLES = ("phase", "seconds", "plan", "share", "median", "quartiles", "slowest", "tokens/s", "/s/GPU", "TFLOP/s", "MFU", "GiB")
+MORE = ("before", "ratio", "verdict")
+GB = 1e9
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{message}; see --help\n")
 
-
-def main(arguments: list[str] | None = None) -> int:
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
     argv = sys.argv[1:] if arguments is None else arguments
     options = parse(argv)
-    try:
-        return run(options, argv)
-    except UserError as error:
-        print(*error.lines, sep="\n", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    if FOLDER in os.environ:
+        return measure(configs.load(Path(os.environ[FOLDER])), options)
+    before = None if options.against is None else read_result(options.against)
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out={options.out}: its folder does not exist; make it, or name another file")
+    with recipe(options) as config:
+        lengths = lengths_of(config, options)
+        drawn = None if lengths is None else lengths.text
+        if before is not None:
+            check_comparable(settings(config, drawn), before, options.against)
+        if os.environ.get("RANK", "0") != "0":
+            return measure(config, options)
+        raw, code = claimed(config, options, argv)
+        if raw is None:
+            return code
+        found = result(raw, config, drawn, options.gpu)
+    if before is not None:
+        phases = compare(found, before)
+        found["against"] = {"file": str(options.against), "differs": differing(found, before), "phases": phases}
+    print("\n" + _title(found) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found) + "\n")
+    wrong = problem(found)
+    return harness.report(_rows(found), found, footer=_figures(found), problems=[wrong] if wrong else [])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.Parser(__doc__)
     parser.add_argument(
         "config", type=user_path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; default: the quickstart's"
     )
@@ -88,52 +103,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpu", choices=sorted(CARDS), help="card to predict for; default: this machine's")
     parser.add_argument("--out", type=user_path, metavar="FILE", help="also write the JSON there")
     parser.add_argument("--against", type=user_path, metavar="FILE", help="compare with a file written by --out")
-    options = parser.parse_args(arguments)
-    for name, least in (("steps", 1), ("warmup", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name}={getattr(options, name)} must be at least {least}")
-    return options
-
-
-def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    if FOLDER in os.environ:
-        config = configs.load(Path(os.environ[FOLDER]))
-        measure(config, options)
-        return 0
-    before = None if options.against is None else compare.read(options.against)
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out={options.out}: its folder does not exist; make it, or name another file")
-    with recipe(options) as config:
-        lengths = lengths_of(config, options)
-        drawn = None if lengths is None else lengths.text
-        if before is not None:
-            compare.check(settings(config, drawn), before, options.against)
-        if os.environ.get("RANK", "0") != "0":
-            measure(config, options)
-            return 0
-        raw, code = claimed(config, options, argv)
-        if raw is None:
-            return code
-        found = result(raw, config, drawn, options.gpu)
-    if before is not None:
-        found["against"] = {
-            "file": str(options.against),
-            "differs": compare.differing(found, before),
-            "phases": compare.compare(found, before),
-        }
-    return tell(found, options)
-
-
-def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
-    """Print and write the result. Return the exit code."""
-    print("\n" + "\n".join(table(found)))
-    wrong = problem(found)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found) + "\n")
-    if wrong:
-        print(wrong, file=sys.stderr)
-    print(json.dumps(found), flush=True)
-    return 1 if wrong else 0
+    return parser.parse(arguments, steps=1, warmup=0)
 
 
 @contextmanager
@@ -154,7 +124,9 @@ def recipe(options: argparse.Namespace) -> Iterator[Config]:
             "data.heldout": folder / "heldout.jsonl",
         }
         overrides = [f"{key}={path}" for key, path in paths.items()]
-        yield settled(configs.load(ROOT / "examples" / "quickstart.yaml", [*overrides, *HEADLINE, *options.set]), options)
+        yield settled(
+            configs.load(harness.ROOT / "examples" / "quickstart.yaml", [*overrides, *HEADLINE, *options.set]), options
+        )
 
 
 def settled(config: Config, options: argparse.Namespace) -> Config:
@@ -172,7 +144,7 @@ def write_task(folder: Path) -> None:
     """Write the quickstart's data, and its model with random weights."""
     import random
 
-    sys.path.append(str(ROOT / "examples"))
+    sys.path.append(str(harness.ROOT / "examples"))
     import arithmetic  # type: ignore[import-not-found]
     from transformers.utils.logging import disable_progress_bar
 
@@ -194,7 +166,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
     is_rank = "RANK" in os.environ
     if config.rollout.is_separate:
         raise ConfigError(
-            "rollout.placement=separate: must be colocated here; tools/benchmarks/async measures ranks that generate"
+            "rollout.placement=separate: must be colocated here; tools/benchmarks/async.py measures ranks that generate"
         )
     if is_rank:
         check_world_size(os.environ, config.layout)
@@ -250,6 +222,88 @@ def measure(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+def _rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the titles, a row per phase, and the step's row; "-" is an unknown figure."""
+    against = found.get("against")
+    rows = [[*TITLES, *(MORE if against else ())]]
+    for name, row in [*found["phases"].items(), ("step", found["step"])]:
+        one = against["phases"][name] if against else None
+        more = [_seconds(one["before"]), _number(one["ratio"], ".2f"), one["verdict"] or "-"] if one else []
+        rows.append([name, *_cells(row), *more])
+    return rows
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    layout = ", ".join(
+        f"{name}={size}" for name, size in found["layout"].items() if name == "tp" or size not in (1, "tp-dp-pp")
+    )
+    what = found["card"] or f"CPU, {found['threads']} threads per rank"
+    responses = f"synthetic responses ({found['synthetic']})" if found["synthetic"] is not None else "sampled responses"
+    return f"{found['world_size']} ranks ({layout}) on {what}; {found['steps']} steps of {found['samples']:.0f} {responses}"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    quartiles = "-" if row["low"] is None else f"{_seconds(row['low'])}..{_seconds(row['high'])}"
+    return [
+        _seconds(row["seconds"]),
+        _seconds(row["predicted_seconds"]),
+        _percent(row["share"]),
+        _seconds(row["median"]),
+        quartiles,
+        _seconds(row["slowest_rank"]),
+        _number(row["tokens_per_second"], ",.0f"),
+        _number(row["tokens_per_second_per_gpu"], ",.0f"),
+        _number(row["tflops"], ".3g"),
+        _percent(row["mfu"]),
+        _number(row["peak_memory_gib"], ".2f"),
+    ]
+
+
+def _figures(found: Mapping[str, Any]) -> list[str]:
+    """Return lines with the figures of batch, pipeline, sync and comparison."""
+    plan = found["plan"]
+
+    def beside(name: str, show: Any, key: str | None = None) -> str:
+        return f"{show(found[name])} (plan {show(plan.get(key or name))})"
+
+    def rate(name: str) -> str:
+        return "-" if found[name] is None else f"{found[name] / GB:.3g} GB/s"
+
+    step = found["step"]
+    planned_rate = _number(plan.get("tokens_per_second_per_gpu"), ",.0f")
+    planned_share = _percent(plan.get("update_mfu"))
+    moved = _number(found["sync_received_bytes"] / 1e6, ",.1f")
+    planned_moved = "-" if plan.get("sync_moved_bytes") is None else f"{plan['sync_moved_bytes'] / 1e6:,.1f}"
+    mfu, busiest = _percent(found["phases"]["update"]["mfu"]), _percent(found["dp_imbalance"])
+    filled, sync = f"{found['sync_bytes'] / 1e6:,.1f} MB", rate("sync_bytes_per_second")
+    lines = [
+        f"tokens/s/GPU of the step {_number(step['tokens_per_second_per_gpu'], ',.0f')} (plan {planned_rate}); "
+        f"MFU of the update {mfu} (plan {planned_share})",
+        f"micro-batches per rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
+        f"padding waste {beside('padding_waste', _percent)}; busiest data-parallel rank {busiest} above the mean",
+        f"calculated bubble {beside('bubble', _percent)}; measured, with transfers, {_percent(found['bubble_measured'])}",
+        f"sync fills the engines with {filled} at {sync}; "
+        f"between ranks {moved} MB (plan {planned_moved}) at {rate('sync_received_bytes_per_second')}",
+        f"peak: {found['peak']['source']}",
+        f"plan: {plan['source']}",
+        f"phases cover {found['phases_cover']:.1%} of the step's wall time",
+    ]
+    if (against := found.get("against")) is not None:
+        lines.append(f"against {against['file']}: " + ("; ".join(against["differs"]) or "the same layout and machine"))
+    return lines
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
 if __name__ == "__main__":
-    console.install()
-    sys.exit(main())
+    harness.start(main)

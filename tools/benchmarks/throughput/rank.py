@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from grpo_mega.batching import flops
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
@@ -34,12 +35,14 @@ from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.gpu.rank import finish
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
-from tools.benchmarks.throughput.work import GroupLengths, work_of
 
 SIDES = {"cpu": 1024, "cuda": 8192}  # size of the square matrices that measure a device's FLOP/s
 SECONDS_OF_MATMUL = 0.5
 BYTES_COPIED, BYTES_SENT = 64 << 20, 8 << 20
+GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each response
 
 
 @dataclass
@@ -85,8 +88,28 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         if not job.is_main:
             return None
         experts = read_model(config).experts_per_token
-        work = [asdict(work_of(job.model.shape, experts, groups)) for groups in drawn]
+        work = [work_of(job.model.shape, experts, groups) for groups in drawn]
         return _about(job) | {"ranks": everyone, "work": work}
+
+
+def work_of(shape: ModelShape, experts_per_token: int, groups: Sequence[GroupLengths]) -> dict[str, float]:
+    """Return the work of one step over all ranks. FLOPs are the model's.
+
+    prompt_tokens counts a group's prompt once per sample. sample_flops counts it once per group, and all responses.
+    forward_flops is one pass over all samples, in which only responses go through the output layer.
+    """
+
+    def forward(length: int, num_outputs: int) -> float:
+        return flops.count(shape, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
+
+    whole = sum(forward(prompt + response, response) for prompt, responses in groups for response in responses)
+    return {
+        "samples": sum(len(responses) for _, responses in groups),
+        "prompt_tokens": sum(prompt * len(responses) for prompt, responses in groups),
+        "response_tokens": sum(sum(responses) for _, responses in groups),
+        "sample_flops": whole - sum(forward(prompt, 0) * (len(responses) - 1) for prompt, responses in groups),
+        "forward_flops": whole,
+    }
 
 
 class Waits:
@@ -307,10 +330,10 @@ def _rates(job: Job) -> dict[str, float | None]:
         found: list[float] = []
         until = time.perf_counter() + seconds
         while len(found) < 5 or time.perf_counter() < until:
-            _finish(device.is_cuda)
+            finish(device.torch_device)
             started_at = time.perf_counter()
             act()
-            _finish(device.is_cuda)
+            finish(device.torch_device)
             found.append(time.perf_counter() - started_at)
         return min(found)
 
@@ -322,8 +345,3 @@ def _rates(job: Job) -> dict[str, float | None]:
     if job.runtime.layout.world_size > 1:
         rates["link"] = BYTES_SENT / best(lambda: dist.broadcast(parcel, 0), 0.0)
     return rates
-
-
-def _finish(is_cuda: bool) -> None:
-    if is_cuda:
-        torch.cuda.synchronize()

@@ -1,24 +1,42 @@
-"""Compute the figures of benchmarks/throughput from the ranks' measurements: rows by phase, totals, and coverage of the step.
+"""Compute the figures of benchmarks/throughput from the ranks' measurements, the plan's estimates, and a comparison.
 
 The time of a row in a step is its mean over the ranks. `seconds` is the mean of these times over the steps, so rows sum to the
 step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles. `slowest_rank`
 is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases. Tokens are the tokens of
 prompts and responses that a phase passes through the model; sampling counts only responses. FLOPs are the model's
-(observe/flops.py).
+(batching/flops.py).
+
+For a known card, MFU and the plan use the card's figures (preflight/cards.py). Otherwise they use the rates that the same run
+measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little.
+
+Compared with an earlier result, a phase is the same if the medians differ by less than 5%, or if the ranges between the
+quartiles of the steps overlap. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from grpo_mega.config import Config
-from grpo_mega.preflight.model import read_model
-from tools.benchmarks.throughput.plan import Peak, peak_of, predict
+import numpy as np
 
+from grpo_mega.config import Config, LayoutConfig
+from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.plan import make_plan
+from grpo_mega.preflight.cards import CARDS, Card, card_of
+from grpo_mega.preflight.model import read_model
+from tools.benchmarks.gpu.models import peak_tflops
+
+Json = dict[str, Any]
+NOISE = 0.05
+UNBOUNDED = 1e15  # bytes/s, so high that a transfer takes no time
 TOLERANCE = 0.02  # largest relative difference between the sum of phases and the wall time
 SKIPPED = ("sample", "reward")  # rows without figures if responses are synthetic
 # The timers' phases in each row. Phases without a row count in OTHER.
@@ -42,7 +60,7 @@ ROW_OF = {phase: row for row, phases in ROWS.items() for phase in phases}
 
 def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: str | None) -> dict[str, Any]:
     """Return the JSON result. `synthetic` is the distribution of lengths, or None if responses were sampled."""
-    peak = peak_of(raw, config)
+    peak, source = peak_of(raw, config)
     skipped = SKIPPED if synthetic is not None else ()
     seconds = _seconds_by_rank(raw, skipped)
     walls = _walls(raw, skipped)
@@ -76,7 +94,7 @@ def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: s
         "phases_cover": sum(one["seconds"] or 0.0 for one in phases.values()) / total,
         "worst_cover": _worst_cover(raw),
         **_figures(raw, config, per_step, phases, seconds),
-        "peak": {"tflops": peak.total / 1e12, "source": peak.source},
+        "peak": {"tflops": peak / 1e12, "source": source},
         "plan": plan,
         "settings": compared,
     }
@@ -152,7 +170,7 @@ def _work(config: Config, per_step: Mapping[str, float], skipped: Sequence[str])
 
 
 def _row(
-    seconds: list[list[float]] | None, total: float, work: tuple[float, float] | None, peak: Peak, world_size: int
+    seconds: list[list[float]] | None, total: float, work: tuple[float, float] | None, peak: float, world_size: int
 ) -> dict[str, Any]:
     """Return the figures of a row from seconds[rank][step]. If `seconds` is None, the row was not measured."""
     if seconds is None:
@@ -164,26 +182,19 @@ def _row(
     rate = None if tokens is None else tokens / mean
     return {
         "seconds": mean,
-        "median": median(steps),
-        "low": quantile(steps, 0.25),
-        "high": quantile(steps, 0.75),
+        **quartiles(steps),
         "slowest_rank": max(map(fmean, seconds)),
         "share": mean / total,
         "tokens": tokens,
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": None if rate is None else rate / world_size,
         "tflops": None if flops is None else flops / mean / 1e12,
-        "mfu": None if flops is None else flops / mean / peak.total,
+        "mfu": None if flops is None else flops / mean / peak,
     }
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile by linear interpolation."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    return dict(zip(("low", "median", "high"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
 
 
 def _figures(
@@ -237,3 +248,152 @@ def _peaks_of_memory(raw: Mapping[str, Any]) -> dict[str, float]:
                 row = ROW_OF.get(phase, OTHER)
                 found[row] = max(found.get(row, 0.0), gib)
     return found
+
+
+def peak_of(raw: Mapping[str, Any], config: Config) -> tuple[float, str]:
+    """Return the FLOP/s of all ranks together, and the source of the figure."""
+    precision = "fp8" if config.precision.fp8 else "bf16"
+    world_size = raw["world_size"]
+    if raw["card"] is not None and config.model.dtype == "bfloat16":
+        tflops = peak_tflops(raw["card"], precision)
+        if tflops is not None:
+            return tflops * 1e12 * world_size, f"{raw['card']}, {tflops:g} TFLOP/s dense in {precision}"
+    total = sum(rank["rates"]["matmul"] for rank in raw["ranks"])
+    why = "no card" if raw["card"] is None else f"{raw['card']} has no known peak in {config.model.dtype}"
+    each = f"{total / world_size / 1e12:.3g} TFLOP/s per rank in {config.model.dtype}"
+    return total, f"{why}: against a matrix product measured here, all ranks at once, {each}"
+
+
+def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: float, response: float) -> Json:
+    """Return the plan's seconds by row and figures of the step, for the measured mean lengths; None for missing figures.
+
+    `gpu` is a card to plan for instead of this machine's.
+    """
+    name = raw["card"]
+    gpu = gpu or next((card for card in CARDS if name is not None and card.upper() in name.upper()), None)
+    try:
+        model = read_model(config)
+        layout = LayoutConfig.model_validate(config.layout.model_dump() | {"dp": raw["layout"]["dp"]})
+        setup = PlannedJob(
+            config=config.model_copy(update={"layout": layout}),
+            shape=model.shape,
+            experts_per_token=model.experts_per_token,
+            card=card_of(gpu) if gpu else _measured_card(raw, config),
+            world_size=raw["world_size"],
+            gpus_per_node=raw["ranks_per_node"],
+            mean_prompt=prompt,
+            mean_response=response,
+            uses_te=bool(gpu),
+        )
+        plan = make_plan(setup)
+    except UserError as error:
+        return {"source": f"none: {error}", "seconds": {}}
+    timing = plan.timing
+    by_label = {figure.label: figure.value for figure in timing.phases}
+    forwards = {"logprobs": int(setup.config.needs_old_logprobs), "reference": int(setup.has_reference)}
+    each = by_label["log-probs"] / max(1, sum(forwards.values()))
+    moves, sync = by_label["offload and onload"], by_label["sync"]
+    seconds: dict[str, float | None] = {
+        "sample": by_label["sampling"],
+        **{name: each if count else None for name, count in forwards.items()},
+        "update": by_label["update"],
+        "sync": sync or None,
+        "sleep/wake": moves or None,
+        "pack/exchange/other": by_label["everything else"],
+        "step": timing.step.value,
+    }
+    return {
+        "source": setup.card.title if gpu else f"{setup.card.title}; its shares and constants are a GPU's",
+        "seconds": seconds,
+        "tokens_per_second_per_gpu": timing.tokens_per_second_per_gpu.value,
+        "update_mfu": timing.model_flops_share.value,
+        "bubble": plan.batch.bubble.value,
+        "micro_batches": plan.batch.micro_batches.value,
+        "padding_waste": 1 - setup.assumed.packing_fill,
+        "sync_moved_bytes": plan.sync_traffic.moved,
+        "peak_memory_gib": plan.peak_gib if gpu else None,
+    }
+
+
+def _measured_card(raw: Mapping[str, Any], config: Config) -> Card:
+    def mean(name: str) -> float:
+        values = [rank["rates"][name] for rank in raw["ranks"] if rank["rates"][name] is not None]
+        return sum(values) / len(values) if values else UNBOUNDED
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    device = "this CPU" if raw["card"] is None else raw["card"]
+    card = Card(
+        name="measured",
+        title=f"{device} by the rates measured in this run, in {config.model.dtype}",
+        capability=(0, 0),
+        memory_gib=memory / raw["ranks_per_node"],
+        bf16_flops=mean("matmul"),
+        fp8_flops=0.0,
+        hbm_bytes=mean("copy"),
+        nvlink_bytes=mean("link"),
+        network_bytes=mean("link"),
+        host_bytes=mean("copy"),
+        node_memory_gib=memory,
+    )
+    return replace(card, fp8_flops=card.bf16_flops) if config.precision.fp8 else card
+
+
+def read_result(path: Path) -> Json:
+    """Read a file written by --out, or a log of the tool's output. Raise ConfigError."""
+    try:
+        lines = path.read_text().strip().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--against {path} cannot be read ({error}); name a file written by --out") from None
+    for text in ("\n".join(lines), lines[-1] if lines else ""):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and {"fingerprint", "phases", "settings", "layout", "step"} <= found.keys():
+            return found
+    raise ConfigError(f"--against {path} holds no result of this tool; name a file written by --out")
+
+
+def check_comparable(settings: Mapping[str, Any], before: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if the earlier result has other settings."""
+    for name, here, there in _differences("", settings, before["settings"]):
+        raise ConfigError(
+            f"--against {path}: {name} is {there!r} there and {here!r} here; compare runs that differ in layout only"
+        )
+
+
+def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Describe differences in layout and machine."""
+    pairs = [(f"layout.{name}", size, before["layout"].get(name)) for name, size in now["layout"].items()]
+    pairs += [(name, now[name], before.get(name)) for name in ("world_size", "device", "card", "threads")]
+    return [f"{name} is {here} here and was {there} there" for name, here, there in pairs if here != there]
+
+
+def compare(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Json]:
+    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step; None if a result lacks the figure."""
+    rows = {name: (row, before["phases"].get(name)) for name, row in now["phases"].items()}
+    rows["step"] = (now["step"], before["step"])
+    return {name: _compared(here, there) for name, (here, there) in rows.items()}
+
+
+def _compared(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> Json:
+    was = None if before is None else before["median"]
+    if before is None or now["median"] is None or was is None:
+        return {"before": was, "ratio": None, "verdict": None}
+    ratio = now["median"] / was if was else None
+    is_close = now["median"] == was if ratio is None else abs(ratio - 1) < NOISE
+    overlaps = now["low"] <= before["high"] and before["low"] <= now["high"]
+    verdict = "same" if is_close or overlaps else "faster" if now["median"] < was else "slower"
+    return {"before": was, "ratio": ratio, "verdict": verdict}
+
+
+def _differences(prefix: str, now: Any, before: Any) -> list[tuple[str, Any, Any]]:
+    """Return leaves with different values: dotted name, value now, value before."""
+    if not (isinstance(now, dict) and isinstance(before, dict)):
+        return [] if now == before else [(prefix, now, before)]
+    names = [*now, *(name for name in before if name not in now)]
+    return [
+        found
+        for name in names
+        for found in _differences(f"{prefix}.{name}" if prefix else name, now.get(name), before.get(name))
+    ]
