@@ -56,12 +56,13 @@ def test_the_exit_code_says_if_a_limit_is_met(
     assert [*lines[2:-1], *output.err.splitlines()] == [said] * bool(said)
 
 
-def test_a_user_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (harness.RunFailed, 1)])
+def test_an_error_is_one_line_with_its_exit_code(error: type[Exception], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     @harness.benchmark
     def main(arguments: list[str] | None) -> int:
-        raise ConfigError("tp=3: must divide 4; use 2")
+        raise error("tp=3: must divide 4; use 2")
 
-    assert main([]) == 2
+    assert main([]) == code
     assert capsys.readouterr().err == "tp=3: must divide 4; use 2\n"
 
 
@@ -79,7 +80,7 @@ def test_a_child_returns_the_json_of_its_last_line_or_ends_the_benchmark(tmp_pat
     script = tmp_path / "child.py"
     script.write_text("import os, sys\nprint('a line')\nprint(os.environ['FOUND'])\nsys.exit(int(sys.argv[1]))\n")
     assert harness.run_child("ours", [script, 0], FOUND='{"seconds": 1}') == {"seconds": 1}
-    with pytest.raises(SystemExit, match="the process of ours ended with code 3; see above"):
+    with pytest.raises(harness.RunFailed, match="the process of ours ended with code 3; see above"):
         harness.run_child("ours", [script, 3], FOUND="{}")
 
 

@@ -31,6 +31,10 @@ Main = Callable[[list[str] | None], int]
 Figures = dict[str, float]
 
 
+class RunFailed(Exception):
+    """A process of a benchmark failed. The message has the reason, or names its place."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose help is the benchmark's docstring and whose errors are one line."""
 
@@ -51,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def benchmark(main: Main) -> Callable[..., int]:
-    """Wrap a benchmark's main: a UserError becomes its lines and exit code 2."""
+    """Wrap a benchmark's main: a UserError becomes its lines and exit code 2, RunFailed its message and exit code 1."""
 
     @functools.wraps(main)
     def wrapped(arguments: list[str] | None = None) -> int:
@@ -60,6 +64,9 @@ def benchmark(main: Main) -> Callable[..., int]:
         except UserError as error:
             print(*error.lines, sep="\n", file=sys.stderr)
             return EXIT_USER_ERROR
+        except RunFailed as error:
+            print(error, file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 
@@ -109,19 +116,19 @@ def medians(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
 
 
 def run_child(name: str, command: Sequence[object], *, timeout: float | None = None, **environment: str) -> dict[str, Any]:
-    """Run a Python process. Return the JSON of its last line. Its stderr goes to ours. Raises SystemExit if it fails."""
+    """Run a Python process. Return the JSON of its last line. Its stderr goes to ours. Raises RunFailed."""
     result = subprocess.run(
         [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, timeout=timeout, env=os.environ | environment
     )
     if result.returncode:
-        raise SystemExit(f"the process of {name} ended with code {result.returncode}; see above")
+        raise RunFailed(f"the process of {name} ended with code {result.returncode}; see above")
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
 def train(
     config: Path, run_dir: Path, settings: Mapping[str, object], *, program: Sequence[object] = ("-m", "grpo_mega.cli")
 ) -> list[dict[str, Any]]:
-    """Train in a process. Return the lines of metrics.jsonl. The output goes to RUN_DIR.log; a failure raises SystemExit."""
+    """Train in a process. Return the lines of metrics.jsonl. The output goes to RUN_DIR.log. Raises RunFailed."""
     command = [sys.executable, *map(str, program), "train", str(config)]
     command += [f"--set={key}={value}" for key, value in {"run_dir": run_dir, **settings}.items()]
     log = run_dir.with_name(f"{run_dir.name}.log")
@@ -129,7 +136,7 @@ def train(
         environment = os.environ | {"PYTHONPATH": str(ROOT)}  # to import rewards from tools
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
-        raise SystemExit(f"the run {run_dir.name} ended with code {code}:\n{log.read_text()[-2000:]}")
+        raise RunFailed(f"the run {run_dir.name} ended with code {code}:\n{log.read_text()[-2000:]}")
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +31,7 @@ from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks import harness
 from tools.benchmarks.gpu.models import MODELS, hf_config_of, layer_parameters, shape_of, vocab_parameters
 from tools.benchmarks.gpu.rank import Figure, Options, config_of, finish
 
@@ -124,11 +124,7 @@ def rounds(
     seconds: dict[str, list[float]] = {}
 
     def timed(phase: str, act: Callable[[], object]) -> None:
-        finish(device)
-        start = time.perf_counter()
-        act()
-        finish(device)
-        seconds.setdefault(phase, []).append(time.perf_counter() - start)
+        seconds.setdefault(phase, []).append(harness.timed(act, lambda: finish(device))()["seconds"])
         if engine.failure is not None:
             raise RuntimeError(f"the engine failed, {phase}: {engine.failure}")
 

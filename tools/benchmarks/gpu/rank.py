@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from tools.benchmarks import harness
 
 
 @dataclass(frozen=True)
@@ -65,15 +64,8 @@ def finish(device: torch.device) -> None:
 
 def seconds_of(act: Callable[[], object], device: torch.device, repeat: int) -> float:
     """Return the median seconds of `repeat` runs, after one warm-up run."""
-    found: list[float] = []
-    for number in range(repeat + 1):
-        finish(device)
-        start = time.perf_counter()
-        act()
-        finish(device)
-        if number:
-            found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    variant = harness.timed(act, lambda: finish(device))
+    return harness.medians(harness.take_turns({"act": variant}, repeat, warm_up=1))["act"]["seconds"]
 
 
 def extra_gib(act: Callable[[], object], device: torch.device) -> float | None:

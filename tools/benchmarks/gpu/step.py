@@ -11,7 +11,6 @@ import importlib.util
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 
 from grpo_mega.yaml_text import dump_yaml
+from tools.benchmarks import harness
 from tools.benchmarks.gpu.engine import write_config
 from tools.benchmarks.gpu.rank import Figure, Options
 
-ROOT = Path(__file__).resolve().parents[3]
 PREFIX = "seconds/"
 
 
@@ -33,13 +32,7 @@ def run(options: Options) -> list[Figure]:
         settings = settings_of(options, folder)
         write_inputs(folder, "tiny" if options.tiny else "qwen2.5-1.5b")
         (folder / "config.yaml").write_text(dump_yaml(settings))
-        command = [sys.executable, "-m", "grpo_mega.cli", "train", str(folder / "config.yaml")]
-        with (folder / "output.txt").open("w") as output:
-            code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
-        if code:
-            lines = (folder / "output.txt").read_text().strip().splitlines()
-            raise RuntimeError(f"the trainer ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
-        return figures((folder / "run" / "metrics.jsonl").read_text().splitlines(), settings)
+        return figures(harness.train(folder / "config.yaml", folder / "run", {}), settings)
 
 
 def settings_of(options: Options, folder: Path) -> dict[str, Any]:
@@ -69,7 +62,7 @@ def settings_of(options: Options, folder: Path) -> dict[str, Any]:
 
 def write_inputs(folder: Path, model: str) -> None:
     """Write a model folder without weights, with a tokenizer of one token per byte, and prompts of sums."""
-    sys.path.append(str(ROOT / "examples"))
+    sys.path.append(str(harness.ROOT / "examples"))
     from tiny_random_model import make_tokenizer
 
     write_config(model, folder / "model")
@@ -82,9 +75,9 @@ def write_inputs(folder: Path, model: str) -> None:
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def figures(lines: list[str], settings: dict[str, Any]) -> list[Figure]:
+def figures(rows: list[dict[str, Any]], settings: dict[str, Any]) -> list[Figure]:
     """Return the medians of the phases over all steps except the first, longest phase first."""
-    rows = [row for row in map(json.loads, lines) if f"{PREFIX}step" in row][1:]
+    rows = [row for row in rows if f"{PREFIX}step" in row][1:]
     assert rows, "the first step is not measured, so a run needs two"
     names = sorted({name for row in rows for name in row if name.startswith(PREFIX)})
     medians = {name.removeprefix(PREFIX): statistics.median(row.get(name, 0.0) for row in rows) for name in names}

@@ -18,31 +18,42 @@ paths filled any tensor differently, 2 for invalid arguments.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import pickle
+import statistics
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/weight_sync`
 
-from grpo_mega.errors import ConfigError, raise_first
+from grpo_mega.distributed.launch import run_ranks
+from grpo_mega.errors import ConfigError, UserError, raise_first
 from grpo_mega.paths import user_path
+from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import (
     EngineLayout,
     MegatronLayout,
     RankOrder,
     engine_layout_problems,
+    engine_shards,
     megatron_layout_problems,
+    megatron_shards,
 )
 from grpo_mega.weights.spec import ModelShape, read_config
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.models import MODELS
-from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_parameters
-from tools.benchmarks.weight_sync.measure import Measured, check_spec, measure
+from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_elements, num_parameters
 
 ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
 BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small, so a small model needs several rounds; and the default of sync.bucket_mib
+WORKER = Path(__file__).with_name("rank.py")
+PROCESS_BYTES = 400 << 20  # memory of a rank without weights
+BUFFERS = 6  # buckets that a rank holds for both paths together
 ROWS: dict[str, Callable[[Dry], str]] = {
     "on the same device, GB": lambda dry: gigabytes(dry.traffic.same_rank),
     "between devices of a node, GB": lambda dry: gigabytes(dry.traffic.same_node),
@@ -55,6 +66,32 @@ ROWS: dict[str, Callable[[Dry], str]] = {
     "rounds": lambda dry: str(dry.num_rounds),
     "planned in, s": lambda dry: f"{dry.plan_seconds:.2f}",
 }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of each round by path: sync, unproven (without checksums at either end) and full_gather."""
+
+    rounds: dict[str, list[harness.Figures]]
+    problems: list[str]  # tensors that the paths filled differently
+
+    @property
+    def sync_bytes(self) -> int:
+        [found] = {int(one["bytes"]) for path in ("sync", "unproven") for one in self.rounds[path]}
+        return found
+
+    @property
+    def full_gather_bytes(self) -> int:
+        """The bytes include padding, and weights that a rank already had."""
+        [found] = {int(one["bytes"]) for one in self.rounds["full_gather"]}
+        return found
+
+    def median(self, path: str, figure: str = "seconds") -> float:
+        return statistics.median(one[figure] for one in self.rounds[path])
+
+    def spread(self, path: str) -> str:
+        seconds = [one["seconds"] for one in self.rounds[path]]
+        return f"{self.median(path):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
 
 
 @harness.benchmark
@@ -232,6 +269,50 @@ def megabytes(num_bytes: int) -> str:
 
 def most_and_mean(num_bytes: tuple[int, ...]) -> str:
     return f"{gigabytes(max(num_bytes))} / {gigabytes(sum(num_bytes) / len(num_bytes))}"
+
+
+def check_spec(spec: Spec) -> None:
+    """Raise ConfigError if this machine cannot run the sync."""
+    ranks, engine_ranks = spec.source.world_size, spec.target.world_size
+    if engine_ranks > ranks:
+        raise ConfigError(
+            f"--target needs {engine_ranks} ranks and --source has {ranks}; measured engines share the trainer's, "
+            "so use fewer engines, or --dry"
+        )
+    needed, free = bytes_needed(spec), free_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{ranks} ranks with these weights need {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB of memory are free; "
+            "use fewer --layers, or --dry"
+        )
+
+
+def bytes_needed(spec: Spec) -> int:
+    family, ranks = family_of(spec.shape.model_type), spec.source.world_size
+    trainer = megatron_shards(family, spec.shape, spec.source)
+    engines = engine_shards(family, spec.shape, spec.target, ranks)
+    weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
+    return ITEM_BYTES * weights + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
+
+
+def free_bytes() -> int:
+    """Return the available memory, including file caches if the system reports it; otherwise the total memory."""
+    try:
+        [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+        return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(spec: Spec, repeat: int) -> Measured:
+    """Start the ranks and return their figures. Raise UserError."""
+    with tempfile.TemporaryDirectory(prefix="weight_sync_") as name:
+        folder = Path(name)
+        (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
+        code = run_ranks([sys.executable, str(WORKER), str(folder), str(repeat)], spec.source.world_size, folder)
+        if code:
+            raise UserError(f"the ranks ended with code {code}; try fewer --layers or ranks")
+        return Measured(**json.loads((folder / "result.json").read_text()))
 
 
 if __name__ == "__main__":
