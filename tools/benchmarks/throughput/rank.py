@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -45,18 +44,6 @@ BYTES_COPIED, BYTES_SENT = 64 << 20, 8 << 20
 GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each response
 
 
-@dataclass
-class Step:
-    """One measured step on one rank."""
-
-    wall: float  # seconds, measured independently of the timers
-    phases: dict[str, float]  # seconds by phase, from the timers
-    waits: dict[str, float]  # seconds by phase in which this rank waited for others
-    memory: dict[str, float]  # peak GiB by phase
-    received: float  # bytes that the weight sync received from other ranks
-    micro_batches: list[tuple[int, int, int]]  # per mini-batch: micro-batches, tokens per micro-batch, total without padding
-
-
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
     """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective over all ranks."""
     waits = Waits()
@@ -73,7 +60,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
         rates = _rates(job)
         job.timers.lap()
         log.start()
-        found: list[Step] = []
+        found: list[dict[str, Any]] = []
         drawn: list[list[GroupLengths]] = []
         for number in range(warmup + steps):
             train_step(job, number)
@@ -82,7 +69,7 @@ def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int)
                 drawn.append([(len(g.prompt.token_ids), [s.response_len for s in g.samples]) for g in log.groups])
             seen.clear()
             job.stops_after(number + 1)
-        mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": [asdict(s) for s in found]}
+        mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": found}
         everyone: list[Any] = [None] * job.runtime.layout.world_size
         dist.all_gather_object(everyone, mine)
         if not job.is_main:
@@ -261,7 +248,9 @@ def _synchronized(phase: str) -> Iterator[None]:
     torch.cuda.synchronize()
 
 
-def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> Step:
+def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> dict[str, Any]:
+    """Return the figures of one step on this rank: seconds and peak GiB by phase, bytes, and sizes of the micro-batches."""
+
     def below(prefix: str, suffix: str = "") -> dict[str, float]:
         return {
             name.removeprefix(prefix).removesuffix(suffix): value
@@ -271,15 +260,15 @@ def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> Step:
 
     phases = below("seconds/")
     del phases["step"]
-    batches = [(len(mini), mini[0].num_tokens, sum(map(_filled, mini))) for mini in seen]
-    return Step(
-        wall=log.wall,
-        phases=phases,
-        waits=log.waits,
-        memory=below("memory/", "_gib"),
-        received=log.metrics.get("sync/received_mib", 0.0) * 2**20,
-        micro_batches=batches,
-    )
+    return {
+        "wall": log.wall,  # seconds, measured independently of the timers
+        "phases": phases,
+        "waits": log.waits,
+        "memory": below("memory/", "_gib"),
+        "received": log.metrics.get("sync/received_mib", 0.0) * 2**20,  # bytes that the sync received from other ranks
+        # per mini-batch: micro-batches, tokens per micro-batch, total without padding
+        "micro_batches": [(len(mini), mini[0].num_tokens, sum(map(_filled, mini))) for mini in seen],
+    }
 
 
 def _filled(batch: PackedBatch) -> int:
@@ -299,16 +288,8 @@ def _about(job: Job) -> dict[str, Any]:
         "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,
         "world_size": layout.world_size,
         "ranks_per_node": ranks_per_node(),
-        "layout": {
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "vpp": layout.vpp,
-            "cp": layout.cp,
-            "dp": layout.dp,
-            "ep": layout.ep,
-            "order": layout.order,
-            "engine_tp": job.config.rollout.tp,
-        },
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "order")}
+        | {"engine_tp": job.config.rollout.tp},
         "threads": torch.get_num_threads(),
         "sync_bytes": traffic.same_rank + traffic.moved,
     }

@@ -88,20 +88,10 @@ def whole_step(job: Job, step: int) -> dict[str, Any]:
 
 
 def given_groups(task: Task, ratio: float, number: int) -> list[Group]:
-    given = given_rollout(task, ratio, number)
-    groups = []
-    for place, prompt_ids in enumerate(given.prompt_ids):
-        prompt = Prompt(place, "", tuple(prompt_ids), "")
-        first = place * task.group_size
-        samples = [
-            Sample(
-                prompt=prompt,
-                index=i,
-                response_ids=ids,
-                rollout_logprobs=[0.0] * len(ids),
-                finish_reason="stop",
-            )
-            for i, ids in enumerate(given.response_ids[first : first + task.group_size])
-        ]
-        groups.append(Group(prompt, samples))
+    prompts, responses = given_rollout(task, ratio, number)
+    groups = [Group(Prompt(place, "", tuple(ids), ""), []) for place, ids in enumerate(prompts)]
+    for number_of_sample, ids in enumerate(responses):
+        place, index = divmod(number_of_sample, task.group_size)
+        sample = Sample(groups[place].prompt, index, ids, rollout_logprobs=[0.0] * len(ids), finish_reason="stop")
+        groups[place].samples.append(sample)
     return groups

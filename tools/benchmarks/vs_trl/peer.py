@@ -41,8 +41,9 @@ class Turns(TrainerCallback):
         self.lengths = [0.0, 0.0]
 
     def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        each = [ids for ids in self.given.prompt_ids for _ in range(self.task.group_size)]
-        return {"prompt_ids": each, "completion_ids": self.given.response_ids, "logprobs": None}
+        prompt_ids, response_ids = self.given
+        each = [ids for ids in prompt_ids for _ in range(self.task.group_size)]
+        return {"prompt_ids": each, "completion_ids": response_ids, "logprobs": None}
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.task.mini_batches:

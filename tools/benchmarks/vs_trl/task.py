@@ -51,23 +51,18 @@ class Task:
         return Task(**values | {"folder": Path(values["folder"])})
 
 
-@dataclass(frozen=True)
-class Given:
-    """A rollout that is given instead of sampled: token ids of all samples, group by group."""
+def given_rollout(task: Task, ratio: float, number: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompt ids of each group, and the response ids of each sample, group by group.
 
-    prompt_ids: list[list[int]]  # one per group
-    response_ids: list[list[int]]  # one per sample
-
-
-def given_rollout(task: Task, ratio: float, number: int) -> Given:
-    """Return responses with a longest of `ratio` times their mean. Each `number` has different responses."""
+    The longest response is `ratio` times as long as their mean. Each `number` has different responses.
+    """
     rng = random.Random(f"{task.seed} {ratio} {number}")
 
     def tokens(length: int) -> list[int]:
         return [rng.randrange(2, VOCAB) for _ in range(length)]
 
     responses = [[*tokens(length - 1), EOS] for length in ragged_lengths(task.num_samples, task.mean_length, ratio, rng)]
-    return Given([tokens(task.prompt_length) for _ in range(task.prompts)], responses)
+    return [tokens(task.prompt_length) for _ in range(task.prompts)], responses
 
 
 def ragged_lengths(num: int, mean: int, ratio: float, rng: random.Random) -> list[int]:
