@@ -69,7 +69,7 @@ def test_an_error_is_one_line_with_its_exit_code(error: type[Exception], code: i
 def test_an_option_below_its_least_value_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     parser = harness.Parser("A benchmark.")
     parser.add_argument("--bucket-mib", type=int)
-    assert parser.parse([], bucket_mib=1).bucket_mib is None
+    assert parser.parse([], bucket_mib=1).bucket_mib is None and parser.parse(["--bucket-mib=1"], bucket_mib=1).bucket_mib == 1
     with pytest.raises(SystemExit) as end:
         parser.parse(["--bucket-mib", "0"], bucket_mib=1)
     assert end.value.code == 2
@@ -88,7 +88,8 @@ def test_a_failed_training_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\nprint(sys.argv[1:])\nsys.exit(4)\n")
     with pytest.raises(
-        SystemExit, match=r"the run plain ended with code 4:\n\['train', 'c.yaml', '--set=run_dir=.*/plain', '--set=steps=2'"
+        harness.RunFailed,
+        match=r"the run plain ended with code 4:\n\['train', 'c.yaml', '--set=run_dir=.*/plain', '--set=steps=2'",
     ):
         harness.train(Path("c.yaml"), tmp_path / "plain", {"steps": 2}, program=[program])
 
