@@ -50,3 +50,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def check_same_weights(found: Path, expected: Path) -> None:
+    """Assert that two exported folders have the same tensors, bit by bit. Their order in the file may differ."""
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].numpy().tobytes() == theirs[name].numpy().tobytes() for name in theirs)

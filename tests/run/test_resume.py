@@ -22,7 +22,7 @@ from grpo_mega.formats.dcp_read import find_tensor, read_metadata
 from grpo_mega.megatron.optimizer import separate_steps
 from tests.helpers import preloaded
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
-from tests.helpers.runs import losses, metrics, read, run, start, stop_after, wait_for_step
+from tests.helpers.runs import check_same_weights, losses, metrics, read, run, start, stop_after, wait_for_step
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end
 
@@ -227,7 +227,7 @@ def test_master_weights_that_do_not_match_the_weights_are_refused(inputs: Path, 
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(tmp_path / "out"), "--step", step]
     exported = subprocess.run(command, capture_output=True, text=True, cwd=kills.ROOT)
     assert exported.returncode == 0, exported.stderr
-    kills.check_same_weights(tmp_path / "out", run_dir / "hf")
+    check_same_weights(tmp_path / "out", run_dir / "hf")
 
 
 def test_a_checkpoint_of_another_model_is_refused(inputs: Path, whole: End, tmp_path: Path) -> None:

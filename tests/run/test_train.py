@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import config as configs
+from tests.helpers.runs import check_same_weights
 from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("preloaded_python")]
@@ -77,7 +78,7 @@ def test_the_last_checkpoint_exports_to_the_same_weights(run_dir: Path) -> None:
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(run_dir.parent / "exported")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    kills.check_same_weights(run_dir.parent / "exported", run_dir / "hf")
+    check_same_weights(run_dir.parent / "exported", run_dir / "hf")
 
 
 def test_the_run_folder_stores_how_the_run_was_started(run_dir: Path) -> None:

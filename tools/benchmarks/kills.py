@@ -5,7 +5,9 @@ each trial starts a new small run, kills the launcher (its ranks die with it) at
 end, resumes, and compares every metric (except times) and every exported weight with an uninterrupted run. With engine ranks
 that generate ahead (--separate), or with servers, runs are not reproducible. Then no token may be older than allowed, each step
 must train its groups, and the ledger must balance exactly in every step. The last line is JSON with kills, identical or sound,
-before_checkpoint (killed before anything was saved) and seconds. Exit code 1 unless all runs are identical or sound."""
+before_checkpoint (killed before anything was saved) and seconds. Exit code 1 unless all runs are identical or sound.
+
+Other benchmarks and the tests use `write_inputs`, `start` and `finish` for their small runs."""
 
 from __future__ import annotations
 
@@ -203,15 +205,6 @@ def read_end(run_dir: Path) -> End:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
     kept = tuple(json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows)
     return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
-
-
-def check_same_weights(found: Path, expected: Path) -> None:
-    """Assert that two exported folders have the same tensors, bit by bit. Their order in the file may differ."""
-    from safetensors.torch import load_file
-
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].numpy().tobytes() == theirs[name].numpy().tobytes() for name in theirs)
 
 
 if __name__ == "__main__":
