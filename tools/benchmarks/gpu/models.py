@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from grpo_mega.preflight.cards import CARDS
 from grpo_mega.weights.spec import ModelShape
 
 
@@ -42,17 +43,13 @@ MODELS: dict[str, dict[str, Any]] = {
 BYTES_A_PARAMETER = 18  # trainer in bf16: weight, fp32 gradient, fp32 master weight, Adam's two moments
 ROOM = 0.85  # share of free memory for weights and activations
 
-# Dense TFLOP/s in bf16, and in FP8 or None (NVIDIA's data sheets). The first entry whose name is part of the card's name
-# counts.
+# Dense TFLOP/s in bf16, and in FP8 or None. The first entry whose name is part of the card's name counts. Variants of a card
+# come first; their peaks are from NVIDIA's data sheets, too.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H100 PCIe", 756, 1513),
     ("H100 NVL", 835, 1671),
-    ("H100", 989, 1979),
-    ("H200", 989, 1979),
-    ("GH200", 989, 1979),
-    ("B200", 2250, 4500),
-    ("A100", 312, None),
     ("L40S", 362, 733),
+    *((name.upper(), card.bf16_flops / 1e12, card.fp8_flops / 1e12 or None) for name, card in CARDS.items()),
 )
 
 
