@@ -46,7 +46,8 @@ def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
     """Yield the keys of a section in the order of the schema, each section before its keys."""
     for name, field in section.model_fields.items():
         inner = inner_section(field.annotation)
-        yield Key(f"{prefix}{name}", _kind(field.annotation), _default(field, inner), field.description or "")
+        description = " ".join((field.description or "").split())  # a long one has several lines in the schema
+        yield Key(f"{prefix}{name}", _kind(field.annotation), _default(field, inner), description)
         if inner is not None:
             origin = get_origin(field.annotation)
             suffix = "[]" if origin is tuple else ".NAME" if origin is dict else ""

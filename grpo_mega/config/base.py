@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
 
@@ -64,9 +65,9 @@ def inner_section(annotation: Any) -> type[Section] | None:
 
 
 class Section(BaseModel):
-    """Strict: a value must have its key's type. Only an int may replace a float."""
+    """Strict: a value must have its key's type. Only an int may replace a float. The text below a key describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
     is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path
 
     @model_validator(mode="after")
@@ -78,3 +79,15 @@ class Section(BaseModel):
     def _problems(self) -> Iterator[str]:
         """Yield the rules that the section's values break together, each with its remedy."""
         yield from ()
+
+    def _unmet(self, name: str, *rules: tuple[str, object, str]) -> Iterator[str]:
+        """Yield a line for each key that is not at its default although its condition is false.
+
+        A rule is the key below section `name`, its condition, and the end of the line: what the key needs, and the remedy.
+        """
+        for key, condition, text in rules:
+            *parents, last = key.split(".")
+            section = reduce(getattr, parents, self)
+            value = getattr(section, last)
+            if not condition and value != type(section).model_fields[last].default:
+                yield f"{name}{key}={'true' if value is True else value}{text}"

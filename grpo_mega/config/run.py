@@ -1,7 +1,7 @@
 """The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-A key's description states its meaning and unit, and the meaning of None or 0. `_problems` yields the broken
-rules that need only the config.
+The text below a key is its description: its meaning and unit, and the meaning of None or 0. `_problems` yields the broken rules
+that need only the config.
 """
 
 from __future__ import annotations
@@ -36,48 +36,33 @@ from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
 class LayoutConfig(Section):
-    tp: NumRanks = Field(default=1, description="Tensor-parallel size.")
-    pp: NumRanks = Field(default=1, description="Pipeline-parallel size.")
-    vpp: NumRanks | None = Field(
-        default=None, description="Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave."
-    )
-    cp: NumRanks = Field(
-        default=1,
-        description=(
-            "Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."
-        ),
-    )
-    cp_comm_type: Literal["p2p", "a2a"] = Field(
-        default="p2p",
-        description=(
-            "How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives "
-            "each rank all tokens of some heads."
-        ),
-    )
-    dp: NumRanks | None = Field(
-        default=None,
-        description=(
-            "Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."
-        ),
-    )
-    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide dp * cp.")
-    sequence_parallel: bool = Field(
-        default=False, description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1."
-    )
-    order: Literal["tp-dp-pp", "tp-pp-dp"] = Field(
-        default="tp-dp-pp", description="Order of the axes in the rank placement, fastest axis first."
-    )
-    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
-        default=None,
-        description="Number of decoder layers per model chunk, pp * vpp numbers in model order. None splits them evenly.",
-    )
-    overlap_grad_reduce: bool = Field(default=False, description="Overlap the reduction of gradients with the backward pass.")
-    overlap_param_gather: bool = Field(
-        default=False, description="Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce."
-    )
-    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = Field(
-        default=0, description="Number of additional ranks that only generate. Used with rollout.placement=separate."
-    )
+    tp: NumRanks = 1
+    """Tensor-parallel size."""
+    pp: NumRanks = 1
+    """Pipeline-parallel size."""
+    vpp: NumRanks | None = None
+    """Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave."""
+    cp: NumRanks = 1
+    """Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."""
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives each rank all
+    tokens of some heads."""
+    dp: NumRanks | None = None
+    """Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."""
+    ep: NumRanks = 1
+    """Expert-parallel size of MoE models. Must divide dp * cp."""
+    sequence_parallel: bool = False
+    """Split the activations between tensor-parallel regions along the sequence. Needs tp > 1."""
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"
+    """Order of the axes in the rank placement, fastest axis first."""
+    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = None
+    """Number of decoder layers per model chunk, pp * vpp numbers in model order. None splits them evenly."""
+    overlap_grad_reduce: bool = False
+    """Overlap the reduction of gradients with the backward pass."""
+    overlap_param_gather: bool = False
+    """Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce."""
+    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = 0
+    """Number of additional ranks that only generate. Used with rollout.placement=separate."""
 
     @property
     def num_trainers(self) -> int:
@@ -94,41 +79,35 @@ class LayoutConfig(Section):
         return self.num_trainers + self.engine_ranks
 
     def _problems(self) -> Iterator[str]:
-        if self.sequence_parallel and self.tp == 1:
-            yield "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"
         if self.dp is not None and self.dp * self.cp % self.ep:
             times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
             yield f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
-        if (self.vpp or 1) > 1 and self.pp == 1:
-            yield f"layout.vpp={self.vpp} needs layout.pp > 1; leave vpp out or raise pp"
         num_chunks = self.pp * (self.vpp or 1)
         if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
             yield (
                 f"layout.layers_per_chunk={list(self.layers_per_chunk)} has {len(self.layers_per_chunk)} entries; "
                 f"give pp * vpp = {num_chunks}"
             )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            yield "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"
+        yield from self._unmet(
+            "layout.",
+            ("sequence_parallel", self.tp > 1, " needs layout.tp > 1; set it to false or raise tp"),
+            ("vpp", self.pp > 1 or self.vpp == 1, " needs layout.pp > 1; leave vpp out or raise pp"),
+            ("overlap_param_gather", self.overlap_grad_reduce, " needs layout.overlap_grad_reduce=true"),
+        )
 
 
 class BatchConfig(Section):
-    prompts_per_step: PositiveInt = Field(
-        default=32, description="Number of prompts in a step. Each gets algorithm.group_size samples."
-    )
-    mini_batches: PositiveInt = Field(
-        default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
-    )
-    epochs: PositiveInt = Field(default=1, description="Number of passes over the rollout.")
-    tokens_per_micro_batch: PositiveInt = Field(
-        default=16384, description="Maximum number of tokens in one forward and backward pass on each rank."
-    )
-    share_prompts: bool = Field(
-        default=False,
-        description=(
-            "Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For "
-            "dense models on Megatron's local layers."
-        ),
-    )
+    prompts_per_step: PositiveInt = 32
+    """Number of prompts in a step. Each gets algorithm.group_size samples."""
+    mini_batches: PositiveInt = 1
+    """Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."""
+    epochs: PositiveInt = 1
+    """Number of passes over the rollout."""
+    tokens_per_micro_batch: PositiveInt = 16384
+    """Maximum number of tokens in one forward and backward pass on each rank."""
+    share_prompts: bool = False
+    """Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For dense models on
+    Megatron's local layers."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -143,25 +122,24 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
-    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end of the linear or cosine schedule.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Schedule of the learning rate after the warm-up."
-    )
-    warmup_steps: NonNegativeInt = Field(
-        default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
-    )
-    weight_decay: NonNegativeFloat = Field(
-        default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
-    )
-    betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
-        default=(0.9, 0.95), description="Decay rates of Adam's two moments."
-    )
-    eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
-    clip_grad: NonNegativeFloat = Field(default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip.")
-    moments_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam."
-    )
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the linear or cosine schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of optimizer steps in which the learning rate rises linearly to lr."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices and embeddings. Norms and biases have none."""
+    betas: Annotated[tuple[Momentum, Momentum], LIST] = (0.9, 0.95)
+    """Decay rates of Adam's two moments."""
+    eps: PositiveFloat = 1e-8
+    """Number that Adam adds to the denominator."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum global L2 norm of the gradient. 0 does not clip."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam."""
 
     def _problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
@@ -169,22 +147,20 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    interval: NonNegativeInt = Field(
-        default=0, description="Number of steps between evaluations. 0 evaluates only before the first and after the last step."
-    )
-    num_prompts: PositiveInt | None = Field(default=None, description="Number of prompts per held-out set. None uses all.")
-    greedy: bool = Field(default=True, description="Generate one greedy response per prompt, for eval/score.")
-    samples: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0, description="Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."
-    )
-    temperature: PositiveFloat = Field(default=1.0, description="Temperature of the sampled responses.")
-    top_p: Fraction = Field(
-        default=1.0,
-        description="Sample the responses from the smallest set of tokens with this total probability. 1 uses all tokens.",
-    )
-    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
-        default=None, description="Values of K for pass@K and majority@K. None uses the powers of two up to samples."
-    )
+    interval: NonNegativeInt = 0
+    """Number of steps between evaluations. 0 evaluates only before the first and after the last step."""
+    num_prompts: PositiveInt | None = None
+    """Number of prompts per held-out set. None uses all."""
+    greedy: bool = True
+    """Generate one greedy response per prompt, for eval/score."""
+    samples: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the sampled responses."""
+    top_p: Fraction = 1.0
+    """Sample the responses from the smallest set of tokens with this total probability. 1 uses all tokens."""
+    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = None
+    """Values of K for pass@K and majority@K. None uses the powers of two up to samples."""
 
     @property
     def all_ks(self) -> tuple[int, ...]:
@@ -200,28 +176,25 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    interval: NonNegativeInt = Field(
-        default=0,
-        description=("Number of steps between checkpoints. The last step saves one too. 0 saves only when a run is stopped."),
-    )
-    keep: PositiveInt = Field(
-        default=2, description="Number of newest checkpoints to keep. Checkpoints of another run are never deleted."
-    )
+    interval: NonNegativeInt = 0
+    """Number of steps between checkpoints. The last step saves one too. 0 saves only when a run is stopped."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep. Checkpoints of another run are never deleted."""
 
 
 class LogConfig(Section):
-    wandb: bool = Field(default=False, description="Log to Weights & Biases. Without an API key the run is logged offline.")
-    wandb_project: str = Field(default="grpo_mega", description="Project on Weights & Biases.")
-    samples_per_step: NonNegativeInt = Field(
-        default=4, description="Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."
-    )
-    report_interval: NonNegativeInt = Field(
-        default=10, description="Number of steps between updates of report.html. 0 writes it only at the end."
-    )
-    profile: str | None = Field(
-        default=None, description="Step, or range of steps, to trace with torch's profiler, such as 3 or 3-4. None traces none."
-    )
-    progress: bool = Field(default=True, description="Show progress bars.")
+    wandb: bool = False
+    """Log to Weights & Biases. Without an API key the run is logged offline."""
+    wandb_project: str = "grpo_mega"
+    """Project on Weights & Biases."""
+    samples_per_step: NonNegativeInt = 4
+    """Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."""
+    report_interval: NonNegativeInt = 10
+    """Number of steps between updates of report.html. 0 writes it only at the end."""
+    profile: str | None = None
+    """Step, or range of steps, to trace with torch's profiler, such as 3 or 3-4. None traces none."""
+    progress: bool = True
+    """Show progress bars."""
 
     @property
     def profiled_steps(self) -> range:
@@ -240,48 +213,46 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: FilePath = Field(
-        description="Folder of the run: config, checkpoints, metrics, samples, report and exported model."
-    )
-    steps: PositiveInt = Field(description="Number of steps to train. A step is one rollout and its optimizer steps.")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=0, description="Seed of sampling, data order and random weights."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto",
-        description=(
-            "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
-        ),
-    )
-    model: ModelConfig = Field(description="The policy, and how its layers are built.")
-    teachers: dict[str, TeacherConfig] = Field(
-        default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
-    )
-    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="FP8 training.")
-    layout: LayoutConfig = Field(default=LayoutConfig(), description="How ranks share the model, the sequences and the data.")
-    data: DataConfig = Field(description="Data sets and their columns.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
-    sync: SyncConfig = Field(default=SyncConfig(), description="The transfer of weights from the trainer to the engine.")
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="Advantages, loss, KL penalty and corrections.")
-    rewards: RewardsConfig = Field(default=RewardsConfig(), description="The functions that score a response.")
-    batch: BatchConfig = Field(
-        default=BatchConfig(), description="How a rollout is split into optimizer steps and micro-batches."
-    )
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate.")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation on held-out prompts.")
-    checkpoint: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
-    )
-    log: LogConfig = Field(default=LogConfig(), description="Logs, samples, the report and traces.")
-    hang_deadline_s: Seconds = Field(
-        default=480.0,
-        description=(
-            "Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this one."
-        ),
-    )
-    max_nonfinite_steps: PositiveInt = Field(
-        default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
-    )
+    run_dir: FilePath
+    """Folder of the run: config, checkpoints, metrics, samples, report and exported model."""
+    steps: PositiveInt
+    """Number of steps to train. A step is one rollout and its optimizer steps."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of sampling, data order and random weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."""
+    model: ModelConfig
+    """The policy, and how its layers are built."""
+    teachers: dict[str, TeacherConfig] = Field(default={})
+    """Teachers to distil from, by name. Used with algorithm.distill_beta."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """FP8 training."""
+    layout: LayoutConfig = LayoutConfig()
+    """How ranks share the model, the sequences and the data."""
+    data: DataConfig
+    """Data sets and their columns."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are generated."""
+    sync: SyncConfig = SyncConfig()
+    """The transfer of weights from the trainer to the engine."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages, loss, KL penalty and corrections."""
+    rewards: RewardsConfig = RewardsConfig()
+    """The functions that score a response."""
+    batch: BatchConfig = BatchConfig()
+    """How a rollout is split into optimizer steps and micro-batches."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning rate."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out prompts."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are saved, and how many are kept."""
+    log: LogConfig = LogConfig()
+    """Logs, samples, the report and traces."""
+    hang_deadline_s: Seconds = 480.0
+    """Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this one."""
+    max_nonfinite_steps: PositiveInt = 3
+    """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -303,8 +274,6 @@ class Config(Section):
     def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
             yield f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run"
-        if self.batch.share_prompts and self.layout.cp > 1:
-            yield f"batch.share_prompts=true: must not be with layout.cp={self.layout.cp}; remove one of them"
         if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
             yield (
                 f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that rollout.routing_replay "
@@ -312,10 +281,6 @@ class Config(Section):
             )
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
-        if self.optimizer.moments_dtype == "bfloat16" and self.model.dtype != "bfloat16":
-            yield f"optimizer.moments_dtype=bfloat16 needs model.dtype=bfloat16, not {self.model.dtype}; set it"
-        if self.precision.fp8_parameters and self.algorithm.ref_model_sync_steps is not None:
-            yield "algorithm.ref_model_sync_steps: must not be set with precision.fp8_parameters; leave one out"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
             yield (
                 f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
@@ -323,8 +288,6 @@ class Config(Section):
             )
         if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
             yield "rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps"
-        if self.data.replay_fraction != 0.1 and self.rewards.refresh_command is None:
-            yield f"data.replay_fraction={self.data.replay_fraction} needs rewards.refresh_command; leave it out"
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
             yield "algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo"
         factors = [function.name for function in self.rewards.functions if function.multiplies]
@@ -335,6 +298,7 @@ class Config(Section):
                 "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout; raise "
                 "batch.mini_batches or batch.epochs above 1"
             )
+        yield from self._needs()
         yield from self._teacher_problems()
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         least = tokens_on_rank(longest, self.layout.cp)
@@ -345,6 +309,30 @@ class Config(Section):
                 f"data.max_prompt_length + rollout.max_response_length = {longest}{share}; raise it to at least {least}"
             )
 
+    def _needs(self) -> Iterator[str]:
+        dtype, has_refresh = self.model.dtype, self.rewards.refresh_command is not None
+        yield from self._unmet(
+            "",
+            ("batch.share_prompts", self.layout.cp == 1, f": must not be with layout.cp={self.layout.cp}; remove one of them"),
+            ("optimizer.moments_dtype", dtype == "bfloat16", f" needs model.dtype=bfloat16, not {dtype}; set it"),
+            (
+                "algorithm.ref_model_sync_steps",
+                not self.precision.fp8_parameters,
+                ": must not be set with precision.fp8_parameters; leave one out",
+            ),
+            ("data.replay_fraction", has_refresh, " needs rewards.refresh_command; leave it out"),
+            (
+                "algorithm.distill_beta",
+                self.teachers,
+                " needs a teacher; set for example teachers.main.path to its folder",
+            ),
+            (
+                "data.teacher_column",
+                self.teachers,
+                " needs teachers, because its values name them; set them, or leave it out",
+            ),
+        )
+
     def _teacher_problems(self) -> Iterator[str]:
         beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
         if self.algorithm.adv_type == "none":
@@ -352,8 +340,6 @@ class Config(Section):
                 yield "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
             if self.algorithm.normalize_advantages or self.algorithm.has_kl_reward:
                 yield "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move rewards' part"
-        if beta and not self.teachers:
-            yield f"algorithm.distill_beta={beta} needs a teacher; set for example teachers.main.path to its folder"
         if self.teachers and not beta:
             yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
         if len(self.teachers) > 1 and column is None:
@@ -366,5 +352,3 @@ class Config(Section):
                 f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, because "
                 "servers return log-probs of given tokens only at 1; set it, or leave url out"
             )
-        if column is not None and not self.teachers:
-            yield f"data.teacher_column={column} needs teachers, because its values name them; set them, or leave it out"
