@@ -1,12 +1,25 @@
-"""The schema of a run's config: sections of pydantic models, read from YAML. Never imports torch.
+"""The schema of a run's config: sections of pydantic models, read from YAML with `--set a.b=c` on top. Never imports torch.
 
-run.py holds the whole config and the smaller sections. The other modules are named after their sections, and loading.py reads a
-file. A rule that needs more than the config itself (files, the model, the machine) is in preflight/.
+run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that needs more
+than the config itself (files, the model, the machine) is in preflight/.
+
+Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one line
+with the key, its value and the fix.
 """
 
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
 from grpo_mega.config.algorithm import AlgorithmConfig
+from grpo_mega.config.base import SEPARATOR, Section, inner_section
 from grpo_mega.config.data import DataConfig
-from grpo_mega.config.loading import apply_override, dump, load, validate
 from grpo_mega.config.model import GuardConfig, ModelConfig, PrecisionConfig, RouterConfig, TeacherConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
@@ -19,6 +32,9 @@ from grpo_mega.config.run import (
     LogConfig,
     OptimizerConfig,
 )
+from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_file
+from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
 __all__ = [
     "AlgorithmConfig",
@@ -41,5 +57,143 @@ __all__ = [
     "apply_override",
     "dump",
     "load",
+    "problems_of",
     "validate",
 ]
+
+MAX_BYTES = 4 << 20  # the largest config file that is read
+_MAX_SHOWN = 200
+_UNION_LABELS = ("bool", "literal['reference']")  # pydantic adds these labels for a key with several types
+_RENAMED = {"sync.prove": "sync.verify"}  # old names of keys
+_REMEDIES = {
+    "bool_type": "must be true or false; write one of them",
+    "int_type": "must be a whole number; write it in digits, like 16",
+    "float_type": "must be a number; write it like 0.5 or 1e-6",
+    "string_type": "must be text; put it in quotes",
+    "path_type": "must be the name of a file or folder; put it in quotes",
+    "tuple_type": "must be a list; write it like [1, 2]",
+    "model_type": "must be a section of keys; write it like {key: value}",
+    "dict_type": "must be a section of keys; write it like {key: value}",
+}
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError."""
+    try:
+        raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}; name an existing YAML file") from None
+    except ValueError as error:
+        raise ConfigError(f"config {path}: {error}; correct the file") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
+    for override in overrides or []:
+        apply_override(raw, override)
+    return validate(raw)
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """Return a Config from a nested dict. Raise ConfigError for all problems. The rules between sections come last."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(*problems_of(Config, error)) from None
+
+
+def dump(config: Config) -> str:
+    """Return the whole config as YAML, defaults included. `load` of the text returns the same Config."""
+    return dump_yaml(config.model_dump(mode="json"))
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one value of a nested dict, by "a.b=c". Raise ConfigError.
+
+    If the schema expects text, c is taken literally, except that null is None if the key allows None. Otherwise c is a number,
+    true, false, null, or a list or section in YAML's flow style.
+    """
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override!r} is not of the form key.subkey=value")
+    *parents, leaf = key.split(".")
+    node = raw
+    for parent in parents:
+        if not isinstance(node.setdefault(parent, {}), dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+        node = node[parent]
+    try:
+        node[leaf] = _value_of(text, _forms(Config, key.split(".")))
+    except ValueError as error:
+        raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value ({error}); correct it") from None
+
+
+def _value_of(text: str, forms: set[Any]) -> Any:
+    if NoneType in forms and text.strip() == "null":
+        return None
+    is_flow = text.lstrip()[:1] in ("[", "{") and any(form in (tuple, dict) or _is_section(form) for form in forms)
+    return text if not is_flow and str in forms and not forms & {bool, int, float} else parse_value(text)
+
+
+def _forms(annotation: Any, path: list[str]) -> set[Any]:
+    """Return the types that the schema allows at a path: str, int, tuple, a section, ...; empty for an unknown key."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _forms(inner[0], path)
+    if origin in (Union, UnionType):
+        return set().union(*(_forms(one, path) for one in inner))
+    if origin is Literal:
+        return set() if path else {type(value) for value in inner}
+    if origin is tuple:
+        return set() if path else {tuple} | (_forms(inner[0], []) & {str})
+    if origin is dict:
+        return _forms(inner[1], path[1:]) if path else {dict}
+    if _is_section(annotation):
+        if path:
+            field = annotation.model_fields.get(path[0])
+            return _forms(field.annotation, path[1:]) if field else set()
+        return {annotation, str} if annotation.is_text_too else {annotation}
+    return set() if path else {str if annotation is Path else annotation}
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def problems_of(schema: type[BaseModel], error: ValidationError) -> list[str]:
+    """Return what `schema` finds wrong in its values: one line per broken rule, and the first line of each key."""
+    lines: dict[str, list[str]] = {}
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"] if part not in _UNION_LABELS)
+        lines.setdefault(key, _lines_of(schema, key, problem))
+    return [line for of_key in lines.values() for line in of_key]
+
+
+def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[str]:
+    if key in _RENAMED:
+        return [f"{key} is called {_RENAMED[key]} now; rename the key"]
+    if problem["type"] == "extra_forbidden":
+        return [f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"]
+    if problem["type"] == "missing":
+        return [f"{key} is missing; it has no default"]
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error" and not message.startswith("must "):
+        return message.split(SEPARATOR)  # the messages already name the key
+    message = _REMEDIES.get(problem["type"], message)
+    return [f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"]
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int with too many digits to print
+        text = "a huge number"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    section: Any = schema
+    for part in location[:-1]:
+        if isinstance(part, str) and part in section.model_fields:  # other parts are an index, or a name that the user chose
+            section = inner_section(section.model_fields[part].annotation)
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"

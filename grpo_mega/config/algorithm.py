@@ -1,6 +1,6 @@
 """The section `algorithm` of the config: RLinf's keys under their names, and keys for methods after GRPO.
 
-`recipe` names a published method and sets its keys (recipes.py). A key that is given overrides the recipe.
+`recipe` names a published method and sets its keys (aliases.py). A key that is given overrides the recipe.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mega.config import rlinf
+from grpo_mega.config.aliases import RECIPES, Recipe, from_rlinf
 from grpo_mega.config.base import MAX_NUMBER, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
-from grpo_mega.config.recipes import RECIPES, Recipe
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["low_var_kl", "low_var_kl_weighted", "low_var_kl+", "kl", "abs", "mse"]
@@ -244,7 +243,7 @@ class AlgorithmConfig(Section):
     def _fill_recipe(cls, value: Any) -> Any:
         """Fill in the recipe's keys that are not set under any name. The field itself checks for unknown recipes."""
         if isinstance(value, dict):
-            value = rlinf.to_ours(value)
+            value = from_rlinf(value)
         if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
             return value
         recipe = RECIPES.get(value["recipe"], {})

@@ -1,4 +1,4 @@
-"""The sections of a config for generation and for the weight sync that fills the engines."""
+"""The sections of a config for generation, with the refused server arguments, and for the weight sync to the engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
-from grpo_mega.config.server_args import problem_of
 
 
 class RolloutConfig(Section):
@@ -102,7 +101,7 @@ class RolloutConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         for name in self.server_args:
-            if (problem := problem_of(name)) is not None:
+            if (problem := server_arg_problem(name)) is not None:
                 yield f"rollout.server_args.{name} {problem}; remove it"
         if self.tp % self.ep:
             yield f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}; use a divisor of it"
@@ -135,3 +134,66 @@ class SyncConfig(Section):
     """MiB of weights that a rank sends to its engine at once. Two such buckets are allocated."""
     verify: bool = True
     """Compare checksums of the engine's and the trainer's weights after every sync."""
+
+
+# Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep weights or
+# caches of another policy, or split the engine differently from the weights it receives. Aliases count. So do prefixes of a
+# name, because SGLang's parser completes them.
+_SPECULATION = "generates with another model or method that does not get the policy's weights"
+REASONS = {
+    name: reason
+    for reason, names in {
+        "changes how tokens are sampled; use rollout.temperature, top_p and top_k": """
+            preferred_sampling_params sampling_defaults allow_auto_truncate sampling_mask_max_tokens
+            enable_strict_thinking mlx_enable_sampling
+        """,
+        _SPECULATION: """
+            enable_multi_layer_eagle uno_lora_path decoupled_spec_role dllm_algorithm dllm_algorithm_config dllm_fdfo
+            no_dllm_fdfo
+        """,
+        "changes the model that generates; use the files of model.path, rollout.dtype or rollout.quantization": """
+            json_model_override_args model_config_parser model_impl revision is_embedding quantization
+            quantization_param_path modelopt_quant quantize_and_serve modelopt_checkpoint_restore_path rl_quant_profile
+            startup_weight_load_mode decrypted_config_file decrypted_draft_config_file delete_ckpt_after_loading
+            weight_cache_mode weight_version model forward_hooks debug_tensor_dump_input_file
+        """,
+        "adds weights that the trainer does not have; merge them into model.path": """
+            enable_lora lora_paths enable_lora_overlap_loading
+        """,
+        "keeps caches beyond a weight sync, so that tokens would come from an older policy's": """
+            enable_hierarchical_cache hicache_storage_backend enable_lmcache enable_flexkv
+            enable_unified_cache_external_linker disaggregation_mode
+        """,
+        "moves experts to where a weight sync does not send them": """
+            enable_eplb ep_num_redundant_experts init_expert_location elastic_ep_backend kt_weight_path
+            enforce_shared_experts_fusion
+        """,
+        "cuts the engine otherwise than its weights are sent; use rollout.tp, rollout.ep and more ranks": """
+            tensor_parallel_size ep expert_parallel_size pp_size pipeline_parallel_size dp_size data_parallel_size
+            dcp_size decode_context_parallel_size attn_cp_size attention_context_parallel_size moe_dp_size
+            moe_data_parallel_size dwdp_size nnodes node_rank dist_init_addr nccl_init_addr gpu_id_step
+            enable_dp_attention enable_dp_lm_head enable_prefill_cp moe_dense_tp_size enable_dense_mlp_attn_tp
+            enable_shared_experts_attn_tp shared_experts_tp_size
+        """,
+        "reads further arguments from a file; give them here": "config",
+        "is set by the trainer": """
+            host port api_key nccl_port served_model_name model_path load_format custom_weight_loader skip_tokenizer_init
+            device dtype tp_size ep_size disable_shared_experts_fusion base_gpu_id context_length max_running_requests
+            max_total_tokens mem_fraction_static enable_memory_saver random_seed enable_return_routed_experts
+            admin_api_key incremental_streaming_output
+        """,
+    }.items()
+    for name in names.split()
+}
+_SPECULATIVE = "speculative_"  # prefix of further refused arguments
+
+
+def server_arg_problem(name: str) -> str | None:
+    """Return the reason why a server argument of this name is not allowed; None if it is."""
+    plain = name.strip("-").replace("-", "_").lower().partition("=")[0]
+    if plain in REASONS:
+        return REASONS[plain]
+    if plain.startswith(_SPECULATIVE):
+        return _SPECULATION
+    completed = {_SPECULATIVE: _SPECULATION, **REASONS}
+    return next((reason for full, reason in completed.items() if full.startswith(plain)), None)

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from grpo_mega.config import problems_of
 from grpo_mega.config.base import PositiveInt, Section
-from grpo_mega.config.loading import problems_of
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
 from grpo_mega.rewards.api import NoScore, Score, Step

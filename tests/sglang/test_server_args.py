@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from grpo_mega import config
-from grpo_mega.config.server_args import REASONS, problem_of
+from grpo_mega.config.rollout import REASONS, server_arg_problem
 from grpo_mega.errors import ConfigError
 
 # A separate process, because the import of sglang prints messages when the process ends.
@@ -80,17 +80,17 @@ def test_every_refused_name_is_an_argument_of_the_server(parser: Parser) -> None
 
 def test_all_names_of_an_argument_are_refused_or_none(parser: Parser) -> None:
     for names, _ in parser.arguments:
-        assert len({problem_of(name) is None for name in names}) == 1, names
+        assert len({server_arg_problem(name) is None for name in names}) == 1, names
 
 
 def test_a_prefix_that_the_server_completes_to_a_refused_name_is_refused(parser: Parser) -> None:
-    refused = [names for names, _ in parser.arguments if any(map(problem_of, names))]
+    refused = [names for names, _ in parser.arguments if any(map(server_arg_problem, names))]
     num_completed = 0
     for start, ends in parser.completions.items():
         if len(ends) == 1 and ends[0] in refused:
             num_completed += 1
             for written in (start, start.replace("_", "-"), f"--{start}"):
-                assert problem_of(written), written
+                assert server_arg_problem(written), written
     assert num_completed > 500
     assert parser.completions["tp"] == [{"tp_size", "tensor_parallel_size"}], "the parser completes names"
 
@@ -99,14 +99,15 @@ def test_whole_names_of_other_arguments_are_accepted(parser: Parser) -> None:
     names = {name for names, _ in parser.arguments for name in names}
     assert {name.replace("-", "_") for name in USEFUL} <= names
     for name in names - REASONS.keys():
-        assert name.startswith("speculative_") or problem_of(name) is None, name
+        assert name.startswith("speculative_") or server_arg_problem(name) is None, name
 
 
 def test_arguments_that_may_change_sampling_are_refused_or_known(parser: Parser) -> None:
     telling = {name for names, text in parser.arguments for name in names if TELLING.search(f"{name} {text}")}
-    assert {name for name in telling if problem_of(name) is None and name not in HARMLESS} <= aliases_of(parser, {*HARMLESS})
+    allowed = {name for name in telling if server_arg_problem(name) is None}
+    assert allowed - {*HARMLESS} <= aliases_of(parser, {*HARMLESS})
     assert {"preferred_sampling_params", "sampling_defaults", "speculative_algorithm", "lora_paths"} <= telling
-    assert not {name for name in HARMLESS if problem_of(name)}
+    assert not {name for name in HARMLESS if server_arg_problem(name)}
 
 
 def aliases_of(parser: Parser, known: set[str]) -> set[str]:
