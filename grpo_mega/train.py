@@ -15,7 +15,7 @@ from grpo_mega.megatron.gather import attach_old_logprobs, gather_old_logprobs
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.samples import num_logged
+from grpo_mega.observe.run_log import num_logged
 from grpo_mega.paths import EXPORT_DIR
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.observe.curves import read_curves
-from grpo_mega.observe.report.read import read_run
+from grpo_mega.observe.report import read_run
 from grpo_mega.run.folder import trim
 from grpo_mega.text import find_surrogate, well_formed
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES

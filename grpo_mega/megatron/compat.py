@@ -64,7 +64,7 @@ def install() -> bool:
 def _hide_wandb() -> None:
     """Keep Megatron's timers from importing W&B, because the import takes a second and makes two temporary folders per rank.
 
-    If the run logs to W&B, observe/wandb_writer.py imports it on the first rank.
+    If the run logs to W&B, observe/writers.py imports it on the first rank.
     """
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
 

@@ -1,16 +1,39 @@
-"""metrics.jsonl as curves: each metric by step. The last line of a step counts, because a resumed run repeats steps."""
+"""metrics.jsonl as curves, each metric by step: drawn as a picture, thinned for the report, and searched for signs of trouble.
+
+The last line of a step counts, because a resumed run repeats steps. Values that are not finite leave a gap in a picture. The
+report keeps at most MAX_POINTS points of a curve: each is the mean of several steps, or the maximum for metrics whose name ends
+in "max".
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.json_lines import read_json_lines
+from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
 
 Curve = dict[int, float]  # step -> value
 Curves = dict[str, Curve]
+
+MAX_POINTS = 2000
+_PAID_BUT_WRONG = 0.01
+_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # larger shares are findings
+_NAMED = 6  # maximum number of steps named in a finding
+
+_NOT_FUNCTIONS = {"mean", "std", "min", "max"}
+_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # distinguishable for colour-blind readers
+_HELDOUT_STYLE = {"color": "#222222", "marker": "D", "markersize": 6, "linestyle": "--", "linewidth": 1.2, "zorder": 5}
+_MANY_POINTS = 30  # from this many points on, points are drawn faintly below their moving average
+_PANELS = [  # (title, metric) of the panels below the rewards panel
+    ("KL to the reference", "kl/mean"),
+    ("Response length (tokens)", "response_length/mean"),
+    ("Clip fraction", "clip/fraction"),
+    ("Mismatch, trainer to engine", "mismatch/abs_mean"),
+]
 
 
 def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
@@ -43,3 +66,142 @@ def read_curves(metrics_path: Path) -> Curves:
         if record is None or "step" not in record:
             raise ConfigError(f"{metrics_path}:{number} is not a line of metrics; remove it")
     return curves(record for record in records if record is not None)
+
+
+def draw_curves(metrics_path: Path, out_png: Path) -> None:
+    """Write the picture to `out_png`. Raises ConfigError if there are no metrics to draw."""
+    panels = _panels(read_curves(metrics_path))
+    if not panels:
+        raise ConfigError(f"{metrics_path} holds no step yet; draw it after the first step")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first, *small = panels
+    num_columns = max(2, math.ceil(len(small) / 2)) if small else 1
+    num_rows = 1 + math.ceil(len(small) / num_columns)
+    figure = plt.figure(figsize=(5.2 * num_columns, 3.4 + 2.7 * (num_rows - 1)), layout="constrained")
+    grid = figure.add_gridspec(num_rows, num_columns, height_ratios=[1.35] + [1.0] * (num_rows - 1))
+    _draw(figure.add_subplot(grid[0, :]), *first)
+    for place, panel in enumerate(small):
+        _draw(figure.add_subplot(grid[1 + place // num_columns, place % num_columns]), *panel)
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png, dpi=150)
+    plt.close(figure)
+
+
+def steps_done(found: Curves) -> int:
+    """Return the number of the last training step."""
+    return max(found.get("seconds/step") or found.get("reward/mean") or found.get("loss/total") or {0: 0.0})
+
+
+def series(found: Curves) -> dict[str, Any]:
+    """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged": width}."""
+    longest = max((len(curve) for curve in found.values()), default=0)
+    width = max(1, math.ceil(longest / MAX_POINTS))
+    lists: dict[tuple[int, ...], int] = {}
+    thinned = {}
+    for name, curve in found.items():
+        steps = sorted(curve)
+        bins = [steps[i : i + width] for i in range(0, len(steps), width)] if len(steps) > MAX_POINTS else [[s] for s in steps]
+        key = tuple(one[-1] for one in bins)
+        summarise = max if name.endswith("max") else _mean
+        values = [summarise([curve[s] for s in one]) for one in bins]
+        thinned[name] = {"s": lists.setdefault(key, len(lists)), "v": [_rounded(v) for v in values]}
+    return {"steps": [list(key) for key in lists], "series": thinned, "points_averaged": width}
+
+
+def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
+    """Return the findings, one sentence each."""
+
+    def above(name: str, limit: float = 0.0) -> list[int]:
+        return [step for step, value in found.get(name, {}).items() if value > limit]
+
+    broken = {name: [s for s, v in curve.items() if not math.isfinite(v)] for name, curve in sorted(found.items())}
+    sentences = [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
+    if steps := above("nonfinite_mini_batches"):
+        sentences.append(f"mini-batches were dropped because loss or gradient was not finite {_at(steps)}")
+    elif steps := above("dropped_mini_batches"):
+        sentences.append(f"mini-batches were dropped {_at(steps)}")
+    for name in sorted(found):
+        if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
+            sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
+    if steps := above("reward/excluded"):
+        sentences.append(f"samples had no reward and were excluded {_at(steps)}")
+    if steps := above("reward/paid_but_wrong", _PAID_BUT_WRONG):
+        sentences.append(f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong {_at(steps)}")
+    of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
+    by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
+    if mismatch_warn is not None and (steps := [s for s, one in by_step.items() if engine_mismatch(one) > mismatch_warn]):
+        sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
+    if stale := found.get("ledger/dropped_groups/stale"):
+        sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were restarted")
+    for name, bound, what in (
+        ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
+        ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),
+    ):
+        last = found.get(name)
+        if last and last[max(last)] > bound:
+            sentences.append(f"{last[max(last)]:.0%} {what}, in the last step")
+    return sentences
+
+
+def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
+    """Return the title and the curves by label of each panel, rewards first."""
+    functions = sorted(name.removeprefix("reward/") for name in curves if name.startswith("reward/"))
+    rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
+    rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
+    wanted = [("Reward", rewards)] + [(title, {name: name}) for title, name in _PANELS]
+    panels = [(title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted]
+    return [(title, lines) for title, lines in panels if lines]
+
+
+def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
+    for (label, curve), color in zip(lines.items(), _COLORS * len(lines), strict=False):
+        steps = sorted(curve)
+        values = [curve[step] if math.isfinite(curve[step]) else math.nan for step in steps]
+        if label.startswith("held-out"):
+            axes.plot(steps, values, label=label, **_HELDOUT_STYLE)
+            for step, value in {steps[0]: values[0], steps[-1]: values[-1]}.items():
+                axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 8), ha="center")
+        elif len(steps) < _MANY_POINTS:
+            axes.plot(steps, values, color=color, marker="o", markersize=3, label=label)
+        else:
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, _moving_average(values), color=color, linewidth=2, label=label)
+    finite = [value for curve in lines.values() for value in curve.values() if math.isfinite(value)]
+    if title.startswith("Mismatch") and finite and 0 < 10 * min(finite) < max(finite):
+        axes.set_yscale("log")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02, y=0.12)
+    if len(lines) > 1:
+        axes.legend(frameon=False, ncols=len(lines), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
+
+
+def _moving_average(values: list[float]) -> list[float]:
+    """Return the mean over a centred window of a fifteenth of the run, ignoring NaN."""
+    half = max(1, len(values) // 30)
+    windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
+    finite = [[v for v in window if not math.isnan(v)] for window in windows]
+    return [sum(window) / len(window) if window else math.nan for window in finite]
+
+
+def _at(steps: list[int]) -> str:
+    named = ", ".join(map(str, sorted(steps)[:_NAMED]))
+    more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+    return f"at step{'s' if len(steps) > 1 else ''} {named}{more}"
+
+
+def _mean(values: list[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _rounded(value: float) -> float | None:
+    """Round to six digits, more than a picture shows."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

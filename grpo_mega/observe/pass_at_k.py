@@ -99,14 +99,11 @@ def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
     ways[0, 0] = 1.0
     for m, right in votes:
         new_ways, new_worth = ways.copy(), worth.copy()  # subsets without a response with this answer
-        for taken in range(1, min(m, t - 1) + 1):
-            choices = float(comb(m, taken))
-            new_ways[taken:] += choices * ways[: k + 1 - taken]
-            new_worth[taken:] += choices * worth[: k + 1 - taken]
-        if t <= m:
-            choices = float(comb(m, t))
-            new_ways[t:, 1:] += choices * ways[: k + 1 - t, :-1]
-            new_worth[t:, 1:] += choices * (worth[: k + 1 - t, :-1] + right / m * ways[: k + 1 - t, :-1])
+        for taken in range(1, min(m, t) + 1):
+            choices, is_tied = float(comb(m, taken)), int(taken == t)
+            fewer = slice(k + 1 - taken), slice(shape[1] - is_tied)
+            new_ways[taken:, is_tied:] += choices * ways[fewer]
+            new_worth[taken:, is_tied:] += choices * (worth[fewer] + is_tied * right / m * ways[fewer])
         ways, worth = new_ways, new_worth
     return worth
 

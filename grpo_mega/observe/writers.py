@@ -1,4 +1,4 @@
-"""Writers of a run's log: the console, and files of JSON lines. Weights & Biases and the report are in separate modules.
+"""Writers of a run's log: the console, files of JSON lines, the report, and Weights & Biases.
 
 Every writer accepts any subset of the known metrics. Files are appended to and flushed line by line, so they are complete when
 a run is killed. A resumed run appends to the same files, and the last line of a step counts.
@@ -6,23 +6,82 @@ a run is killed. A resumed run appends to the same files, and the last line of a
 
 from __future__ import annotations
 
+import contextlib
+import netrc
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
+from urllib.parse import urlparse
 
 from rich.console import Console
 from rich.text import Text
 
+from grpo_mega.config import Config
 from grpo_mega.json_lines import json_line
-from grpo_mega.paths import EXPERTS_FILE, MESSAGES_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
+from grpo_mega.observe.report import write_report
+from grpo_mega.paths import (
+    EXPERTS_FILE,
+    MESSAGES_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
+    WANDB_ID_FILE,
+    write_atomically,
+)
+from grpo_mega.text import well_formed
 from grpo_mega.types import StepMetrics
 
 LINE_WIDTH = 120  # maximum number of columns of a step line
 SHORTEST_PHASE_SHOWN = 0.05  # phases below this many seconds are not shown
+MAX_SHARE = 0.05  # maximum share of wall time that pages of the report may use
 
 Level = Literal["info", "warning"]
+_DEFAULT_SERVER = "https://api.wandb.ai"
+_SECONDS_TO_CONNECT = 30.0
+
+TABLE = "completions"
+
+Mode = Literal["online", "offline", "disabled"]
+
+# The names of equal metrics in TRL and verl. Omitted because they differ: TRL's num_tokens (of the whole run), verl's
+# perf/throughput (it counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, under verl's
+# names if verl has one.
+SAME: dict[str, tuple[str, ...]] = {  # our name -> names in TRL (1.16) and verl
+    "reward/mean": ("reward", "critic/score/mean", "critic/rewards/mean"),
+    "reward/std": ("reward_std",),
+    "reward/min": ("critic/score/min", "critic/rewards/min"),
+    "reward/max": ("critic/score/max", "critic/rewards/max"),
+    "groups/zero_variance": ("frac_reward_zero_std",),
+    "kl/mean": ("kl", "actor/kl_loss"),
+    "entropy/mean": ("entropy", "actor/entropy"),
+    "loss/total": ("loss",),
+    "loss/policy": ("policy_loss", "actor/pg_loss"),
+    "grad_norm": ("grad_norm", "actor/grad_norm"),
+    "lr": ("learning_rate", "actor/lr"),
+    "response_length/mean": ("completions/mean_length", "response_length/mean"),
+    "response_length/min": ("completions/min_length", "response_length/min"),
+    "response_length/max": ("completions/max_length", "response_length/max"),
+    "response_length/cut": ("completions/clipped_ratio", "response_length/clip_ratio"),
+    "clip/fraction": ("clip_ratio/region_mean", "actor/pg_clipfrac"),
+    "clip/fraction_low": ("clip_ratio/low_mean",),
+    "clip/fraction_high": ("clip_ratio/high_mean",),
+    "mismatch/abs_mean": ("sampling/sampling_logp_difference/mean",),
+    "mismatch/abs_max": ("sampling/sampling_logp_difference/max",),
+    "seconds/step": ("step_time", "timing_s/step", "perf/time_per_step"),
+}
+PHASES = {
+    "sample": "gen",
+    "update": "update_actor",
+    "sync": "update_weights",
+    "checkpoint": "save_checkpoint",
+    "evaluation": "testing",
+}
+_OF_ALL = {"mean", "std", "min", "max"}
 
 
 class Writer:
@@ -104,6 +163,119 @@ class JsonLinesWriter(Writer):
             file.close()
 
 
+class ReportWriter(Writer):
+    def __init__(self, run_dir: Path, interval: int, warn: Callable[[str], None]) -> None:
+        """`interval`: steps between pages; 0 writes a page only at the end."""
+        self._run_dir, self._interval, self._warn = run_dir, interval, warn
+        self._process: subprocess.Popen[str] | None = None
+        self._began = self._not_before = time.monotonic()
+        self._has_warned = False
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        self._collect()
+        is_due = self._interval > 0 and step % self._interval == 0
+        if is_due and self._process is None and time.monotonic() >= self._not_before:
+            self._start()
+
+    def write_eval(self, step: int, metrics: StepMetrics) -> None:
+        pass  # the write_step call of this step follows
+
+    def close(self) -> None:
+        if self._process is not None:  # its page would be replaced immediately
+            self._process.kill()
+            self._process.communicate()
+            for partial in self._run_dir.glob(f".{REPORT_FILE}.*"):
+                partial.unlink(missing_ok=True)
+        try:
+            write_report(self._run_dir, is_over=True)
+        except Exception as error:
+            self._warn_once(str(error) or repr(error))
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "grpo_mega.observe.report", str(self._run_dir)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            self._warn_once(str(error))
+
+    def _collect(self) -> None:
+        """Read the output of a finished process: the CPU time that it used, or its error."""
+        if self._process is None or self._process.poll() is None:
+            return
+        process, self._process = self._process, None
+        output, _ = process.communicate()
+        if process.returncode:
+            self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
+        else:
+            self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
+
+    def _warn_once(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            with contextlib.suppress(Exception):  # log files may already be closed
+                self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training continues")
+
+
+class WandbWriter(Writer):
+    def __init__(self, config: Config, log: Callable[[str], None]) -> None:
+        if sys.modules.get("wandb", self) is None:  # megatron/compat.py hides wandb from Megatron
+            del sys.modules["wandb"]
+        import wandb
+
+        mode = wandb_mode(os.environ)
+        run_id = _run_id(config.run_dir / WANDB_ID_FILE)
+
+        def start(mode: Mode) -> Any:
+            return wandb.init(
+                project=config.log.wandb_project,
+                name=config.run_dir.name,
+                id=run_id,
+                resume="allow",
+                dir=str(config.run_dir),
+                config=config.model_dump(mode="json"),
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True, init_timeout=_SECONDS_TO_CONNECT),
+            )
+
+        try:
+            self._run = start(mode)
+        except wandb.errors.Error as error:
+            if mode != "online":
+                raise
+            mode = "offline"
+            log(f"wandb: cannot reach its server ({' '.join(str(error).split())}); logging offline")
+            self._run = start(mode)
+        log(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
+
+    def write_step(self, step: int, metrics: StepMetrics) -> None:
+        # Log the step as a value, because wandb's own step refuses to decrease after a resume.
+        self._run.log({"step": step, **metrics, **other_names(metrics)})
+
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Log a table under "completions", like TRL."""
+        import wandb
+
+        names = list(rows[0]["rewards"])
+        columns = ["step", "prompt", "completion", "answer", *names, "reward", "advantage", "finish_reason"]
+        table = wandb.Table(columns=columns, allow_mixed_types=True)
+        for row in rows:
+            scores = [row["rewards"][name] for name in names]
+            rest = [row["reward"], row["advantage"], row["finish_reason"]]
+            texts = [well_formed(row[name]) for name in ("prompt", "response", "answer")]
+            table.add_data(row["step"], *texts, *scores, *rest)
+        self._run.log({"step": rows[0]["step"], TABLE: table})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def _append(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
     file.writelines(json_line(row) for row in rows)
     file.flush()
@@ -139,3 +311,47 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _run_id(path: Path) -> str:
+    """Return the run's id, stored in its folder, so that a resumed run continues the same W&B run."""
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex[:8].encode())
+    return path.read_text().strip()
+
+
+def wandb_mode(environ: Mapping[str, str]) -> Mode:
+    """Return a mode in which wandb never asks for a key."""
+    wanted = environ.get("WANDB_MODE", "online")
+    if wanted in ("offline", "dryrun"):
+        return "offline"
+    if wanted == "disabled":
+        return "disabled"
+    return "online" if _has_api_key(environ) else "offline"
+
+
+def _has_api_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(environ.get("WANDB_BASE_URL", _DEFAULT_SERVER)).hostname or ""
+    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "/")) / ".netrc")
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def other_names(metrics: Mapping[str, float]) -> StepMetrics:
+    """Return the metrics that TRL or verl also have, under their names."""
+    aliases: StepMetrics = {}
+    for name, value in metrics.items():
+        family, _, rest = name.partition("/")
+        if name in SAME:
+            aliases |= dict.fromkeys(SAME[name], value)
+        elif family == "reward" and rest not in _OF_ALL:
+            aliases[f"rewards/{rest}/mean"] = value
+        elif family == "seconds":
+            aliases[f"timing_s/{PHASES.get(rest, rest)}"] = value
+        elif family == "eval" and (rest == "score" or rest.endswith("/score")):
+            aliases[f"val-core/{rest.removesuffix('/score') if '/' in rest else 'heldout'}/score/mean@1"] = value
+    return {name: value for name, value in aliases.items() if name not in metrics}

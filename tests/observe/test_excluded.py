@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_mega.observe.curves import findings
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics, rollout_metrics
-from grpo_mega.observe.report.metrics import findings
 from grpo_mega.rewards.scorer import failures_of
 from grpo_mega.types import Group, Prompt, Sample
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import read_curves
-from grpo_mega.observe.plot import draw_curves
+from grpo_mega.observe.curves import draw_curves, read_curves
 
 
 def write(path: Path, records: list[dict[str, object]]) -> Path:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.report import embedded, metrics, read, responses, write_report
+from grpo_mega.observe import curves, report
+from grpo_mega.observe.report import embedded, write_report
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.writers import JsonLinesWriter
 from tests.helpers.run_folders import HOSTILE, make_run, write_lines
@@ -120,22 +121,22 @@ def test_findings_in_metrics_are_reported_in_sentences() -> None:
         "groups/zero_variance": {1: 0.0, 8: 0.95},
         "response_length/cut": {1: 1.0, 8: 0.0},
     }
-    assert metrics.findings(found, mismatch_warn=0.02) == [
+    assert curves.findings(found, mismatch_warn=0.02) == [
         "mini-batches were dropped at steps 1, 2, 3, 4, 5, 6 and 2 more",
         "checks ended as accuracy/timeout at step 4",
         "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
         "95% of the groups have zero reward variance and teach nothing, in the last step",
     ]
     found |= {"mismatch/k3_stale_0": {2: 0.001}, "mismatch/k3_stale_1": {1: 0.03, 2: 0.9}}  # stale tokens may differ
-    assert "mismatch_warn=0.02 at step 1" in metrics.findings(found, mismatch_warn=0.02)[2]
+    assert "mismatch_warn=0.02 at step 1" in curves.findings(found, mismatch_warn=0.02)[2]
 
 
 def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:
     found = {"a": {s: float(s) for s in range(5000)}, "b/max": {s: float(s == 3) for s in range(5000)}, "eval/x": {0: 1.0}}
-    series = metrics.series(found)
+    series = curves.series(found)
     assert series["points_averaged"] == 3
     a, largest = (series["series"][name] for name in ("a", "b/max"))
-    assert series["steps"][a["s"]][:2] == [2, 5] and a["v"][:2] == [1.0, 4.0] and len(a["v"]) <= metrics.MAX_POINTS
+    assert series["steps"][a["s"]][:2] == [2, 5] and a["v"][:2] == [1.0, 4.0] and len(a["v"]) <= curves.MAX_POINTS
     assert largest["v"][:3] == [0.0, 1.0, 0.0] and series["series"]["eval/x"]["v"] == [1.0]
 
 
@@ -143,13 +144,13 @@ def test_the_page_is_bounded_and_reports_omissions(tmp_path: Path, monkeypatch: 
     run = make_run(tmp_path / "run", num_steps=300, num_planned=300, response="x" * 50)
     data = data_of(write_report(run))
     shown = [one["step"] for one in data["samples"]["steps"]]
-    assert len(shown) == responses.MAX_SAMPLE_STEPS and (shown[0], shown[-1]) == (1, 300)
+    assert len(shown) == report.MAX_SAMPLE_STEPS and (shown[0], shown[-1]) == (1, 300)
     assert data["samples"]["note"] == "in this page: 200 of 300 steps with samples; all are in samples.jsonl"
-    monkeypatch.setattr(responses, "MAX_SAMPLE_BYTES", 20_000)
+    monkeypatch.setattr(report, "MAX_SAMPLE_BYTES", 20_000)
     few = data_of(write_report(run))["samples"]
     assert len(json.dumps(few)) < 20_000 and (few["steps"][0]["step"], few["steps"][-1]["step"]) == (1, 300)
-    monkeypatch.setattr(responses, "MAX_HELDOUT_PROMPTS", 3)
-    assert responses.heldout(run)["note"] == "in this page: 3 of 4 answers; all are in heldout-*.jsonl"
+    monkeypatch.setattr(report, "MAX_HELDOUT_PROMPTS", 3)
+    assert report.heldout(run)["note"] == "in this page: 3 of 4 answers; all are in heldout-*.jsonl"
 
 
 def test_rows_of_older_runs_are_shown_without_colors(tmp_path: Path) -> None:
@@ -180,4 +181,4 @@ def test_the_report_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_is_read_up_to_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": ')
-    assert read.read_lines(path) == ([{"a": 1}], 0)
+    assert report.read_lines(path) == ([{"a": 1}], 0)

@@ -14,10 +14,8 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import open_run_log
-from grpo_mega.observe.samples import num_logged, token_ends
-from grpo_mega.observe.wandb_writer import SAME, other_names, wandb_mode
-from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
+from grpo_mega.observe.run_log import num_logged, open_run_log, token_ends
+from grpo_mega.observe.writers import SAME, ConsoleWriter, JsonLinesWriter, other_names, wandb_mode
 from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 

@@ -1,0 +1,357 @@
+"""The run's report: one self-contained HTML file, made from the files in the run's folder.
+
+`write_report(run_dir)` reads the folder and writes RUN_DIR/report.html atomically. The run may be running, broken or from an
+older version: the page reports missing parts. The page consists of the files in page/ and the run's data, as JSON with "<", ">"
+and "&" escaped, so that no text of a run can close its script element. The content security policy allows only the one script
+with the stated hash, and no requests.
+
+If not all samples and answers fit, the page says so. It then shows the first and the last step and evenly spaced steps between
+them. `python -m grpo_mega.observe.report RUN_DIR` writes the page at the lowest priority, and prints the CPU seconds used.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from string import Template
+from typing import Any, TypeVar
+
+from grpo_mega import config as configs
+from grpo_mega import console
+from grpo_mega.errors import ConfigError
+from grpo_mega.files import read_json
+from grpo_mega.json_lines import parse_json_line, read_json_lines
+from grpo_mega.observe.curves import Curves, curves, findings, series, steps_done
+from grpo_mega.paths import (
+    CONFIG_FILE,
+    EXPERTS_FILE,
+    LOCK_FILE,
+    MESSAGES_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    RUN_FILE,
+    SAMPLES_FILE,
+    heldout_files,
+    write_atomically,
+)
+from grpo_mega.text import well_formed
+from grpo_mega.yaml_text import parse_yaml
+
+PAGE = Path(__file__).with_name("page")
+SCRIPTS = ("base.js", "chart.js", "experts.js", "curves.js", "samples.js", "tables.js", "main.js")
+MAX_MESSAGES = 1000
+_RECENT = 20  # number of recent steps whose median time predicts the rest
+MAX_SAMPLE_BYTES = 6 << 20  # maximum size of the samples in the page
+MAX_SAMPLE_STEPS = 200
+MAX_EVALUATIONS = 8
+MAX_HELDOUT_PROMPTS = 300
+MAX_TEXT = 20_000  # maximum number of characters of a held-out answer
+
+T = TypeVar("T")
+_STEP = re.compile(rb'\{"step": (-?\d+),')
+
+
+def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
+    """Return the path of the page. `is_over`: the run is ending now, although it still holds its folder.
+
+    Raises ConfigError if the folder does not belong to a run, or cannot be written.
+    """
+    if not is_run(run_dir):
+        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
+    path = run_dir / REPORT_FILE
+    try:
+        write_atomically(path, render(read_run(run_dir, is_over=is_over)).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; make the folder writable") from None
+    return path
+
+
+def render(data: dict[str, Any]) -> str:
+    """Return the page for `data` from read.read_run."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
+    body = "\n".join(files[name] for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{body}\n}})();\n'
+    page = Template(files["page.html"]).substitute(
+        TITLE=html.escape(f"{data['title']} · GRPO run"),
+        STYLE=files["page.css"],
+        SCRIPT=script,
+        SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        DATA=embedded(data),
+    )
+    return well_formed(page)
+
+
+def embedded(data: Any) -> str:
+    """Return JSON that is safe within a script element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def is_run(run_dir: Path) -> bool:
+    return any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+
+
+def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
+    """Return the data that page/*.js draws. `is_over`: the run is ending, although it still holds its folder."""
+    records, num_bad = read_lines(run_dir / METRICS_FILE)
+    found = curves(records)
+    raw = _read_yaml(run_dir / CONFIG_FILE)
+    num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
+    done = steps_done(found)
+    is_live = not is_over and _is_held(run_dir / LOCK_FILE)
+    warn = (raw.get("rollout") or {}).get("mismatch_warn")
+    signs = findings(found, warn if isinstance(warn, int | float) else None)
+    if num_bad:
+        signs.append(f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out")
+    starts = _starts(run_dir / RUN_FILE)
+    messages, _ = read_lines(run_dir / MESSAGES_FILE)
+    return {
+        "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
+        "subtitle": _subtitle(run_dir, raw),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "status": _status(done, num_steps, has_begun=bool(found), is_live=is_live, is_over=is_over),
+        "num_steps": num_steps,
+        "steps_done": done,
+        "time_left": _time_left(found, num_steps - done) if is_live and num_steps else None,
+        "metrics": series(found),
+        "experts": _experts(run_dir / EXPERTS_FILE),
+        "samples": samples(run_dir / SAMPLES_FILE),
+        "heldout": heldout(run_dir),
+        "config": _config_rows(raw),
+        "environment": {"starts": starts, "layout": _layout(raw)},
+        "messages": [
+            {name: record.get(name, "") for name in ("step", "time", "level", "text")} for record in messages[-MAX_MESSAGES:]
+        ],
+        "findings": signs,
+    }
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects of a JSON lines file, and the number of broken lines, not counting a half-written last one."""
+    if not path.is_file():
+        return [], 0
+    lines = list(read_json_lines(path))
+    num_bad = sum(record is None and line.endswith(b"\n") for line, record in lines)
+    return [record for _, record in lines if record is not None], num_bad
+
+
+def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool, is_over: bool) -> dict[str, str]:
+    if num_steps is not None and done >= num_steps:
+        return {"text": "finished", "kind": "good"}
+    if is_live:
+        return {"text": "still running" if has_begun else "starting: no step is done yet", "kind": "live"}
+    if not has_begun:
+        return {"text": "no step was logged", "kind": "warn"}
+    of = f" of {num_steps}" if num_steps is not None else ""
+    return {"text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done", "kind": "warn"}
+
+
+def _time_left(found: Curves, steps_left: int) -> float | None:
+    seconds = found.get("seconds/step", {})
+    recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
+    return steps_left * median(recent) if recent else None
+
+
+def _is_held(lock: Path) -> bool:
+    """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a start."""
+    locks = Path("/proc/locks")
+    if not lock.exists() or not locks.exists():
+        return False
+    inode = f":{lock.stat().st_ino}"
+    lines = [line.split() for line in locks.read_text().splitlines()]
+    return any("FLOCK" in words and any(word.endswith(inode) for word in words) for words in lines)
+
+
+def _subtitle(run_dir: Path, raw: dict[str, Any]) -> str:
+    model = (raw.get("model") or {}).get("path")
+    layout = ", ".join(f"{name} {value}" for name, value in _layout(raw))
+    return " · ".join(part for part in (str(run_dir), f"model {model}" if model else "", layout) if part)
+
+
+def _layout(raw: dict[str, Any]) -> list[list[str]]:
+    """Return the layout keys that differ from a single rank, and the engine."""
+    layout = raw.get("layout") or {}
+    rows = [[f"layout.{name}", str(value)] for name, value in layout.items() if value not in (None, 1, False)]
+    engine = (raw.get("rollout") or {}).get("engine")
+    return rows + ([["engine", str(engine)]] if engine else [])
+
+
+def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
+    """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer valid."""
+    try:
+        changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
+    except ConfigError:
+        return [[key, text, None] for key, text in _leaves(raw).items()]
+    return [[key, text, key not in changed] for key, text in _leaves(raw).items()]
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        leaves: dict[str, str] = {}
+        for name, item in value.items():
+            leaves |= _leaves(item, f"{prefix}.{name}" if prefix else str(name))
+        return leaves
+    return {prefix: value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _experts(path: Path) -> dict[str, Any] | None:
+    """Return {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model."""
+    try:
+        raw = read_json(path)
+        rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(raw["tokens"]) if tokens]
+        return {"step": int(raw["step"]), "rows": rows}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    try:
+        starts = read_json(path)["starts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def samples(path: Path) -> dict[str, Any]:
+    """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
+    lines = _lines_by_step(path)
+    steps = sorted(lines)
+    if not steps:
+        return {"steps": [], "note": ""}
+    shown = [step for step in _even(steps, MAX_SAMPLE_STEPS) if lines[step]]
+    while len(shown) > 2 and sum(size for step in shown for _, size in lines[step]) > MAX_SAMPLE_BYTES:
+        shown = _even(shown, max(2, len(shown) * 3 // 4))
+    found = []
+    num_bytes = num_left_out = 0
+    with path.open("rb") as file:
+        for step in shown:
+            records: list[dict[str, Any]] = []
+            for start, size in lines[step]:
+                if num_bytes + size > MAX_SAMPLE_BYTES and records:
+                    num_left_out += 1
+                    continue
+                file.seek(start)
+                record = parse_json_line(file.read(size))
+                if record is not None:
+                    records.append(record)
+                num_bytes += size
+            if records:
+                found.append({"step": step, "groups": _groups(records)})
+    notes = [f"{len(shown)} of {len(steps)} steps with samples"] if len(shown) < len(steps) else []
+    notes += [f"{num_left_out} samples left out"] if num_left_out else []
+    return {"steps": found, "note": f"in this page: {', '.join(notes)}; all are in samples.jsonl" if notes else ""}
+
+
+def heldout(run_dir: Path) -> dict[str, Any]:
+    """Return {"steps", "rows": [{"prompt", "answers": [{"ok", "scores", "response"} or None by step]}], "note"}."""
+    files = heldout_files(run_dir)
+    steps = _even(sorted(files), MAX_EVALUATIONS)
+    rows: dict[Any, dict[str, Any]] = {}
+    num_prompts: set[Any] = set()
+    for place, step in enumerate(steps):
+        seen: dict[Any, int] = defaultdict(int)
+        for _, record in read_json_lines(files[step]):
+            if record is None:
+                continue
+            name = (record.get("set"), record.get("id"))
+            key = (name, seen[name])
+            seen[name] += 1
+            num_prompts.add(key)
+            if key not in rows and len(rows) == MAX_HELDOUT_PROMPTS:
+                continue
+            head = {"prompt": str(record.get("prompt", "")), "gold": str(record.get("gold", "")), "set": record.get("set")}
+            row = rows.setdefault(key, head | {"answers": [None] * len(steps)})
+            row["answers"][place] = _answer(record)
+    notes = [f"{len(steps)} of {len(files)} evaluations"] if len(steps) < len(files) else []
+    notes += [f"{len(rows)} of {len(num_prompts)} answers"] if len(rows) < len(num_prompts) else []
+    note = f"in this page: {', '.join(notes)}; all are in heldout-*.jsonl" if notes else ""
+    return {"steps": steps, "rows": list(rows.values()), "note": note}
+
+
+def _answer(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a greedy answer, or how many sampled answers were correct. `ok` is the share of correct answers, from 0 to 1."""
+    scores, num_samples = record.get("scores") or {}, record.get("samples")
+    marks = [v for v in scores.values() if isinstance(v, int | float)]
+    ok = float(bool(marks) and min(marks) >= 1.0)
+    solved = record.get("solved")
+    if "response" not in record:
+        ok = solved / num_samples if num_samples and solved is not None else 0.0
+    text = str(record["response"])[:MAX_TEXT] if "response" in record else None
+    return {"ok": ok, "scores": scores, "response": text, "solved": f"{solved}/{num_samples}" if num_samples else None}
+
+
+def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
+    """Return (offset, length) of the lines of each step. Skip a half-written last line."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    if not path.exists():
+        return found
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            match = _STEP.match(line)
+            if match and line.endswith(b"\n"):
+                found[int(match[1])].append((start, len(line)))
+            start += len(line)
+    return found
+
+
+def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[Any, dict[str, Any]] = {}
+    for record in records:
+        key = (record.get("group"), record.get("prompt_id"))
+        head = {"prompt_id": record.get("prompt_id")} | {name: str(record.get(name) or "") for name in ("prompt", "answer")}
+        groups.setdefault(key, head | {"samples": []})["samples"].append(_sample(record))
+    return list(groups.values())
+
+
+def _sample(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample as samples.js reads it, with the texts of tokens instead of their ends."""
+    response, ends = str(record.get("response", "")), record.get("token_ends")
+    tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
+    return {
+        "index": record.get("index"),
+        "version": record.get("policy_version"),
+        "finish": record.get("finish_reason"),
+        "reward": record.get("reward"),
+        "rewards": record.get("rewards") or {},
+        "verdicts": record.get("verdicts") or {},
+        "a": record.get("advantages") or record.get("advantage"),
+        "lp": record.get("rollout_logprobs"),
+        "mm": record.get("mismatch"),
+        "t": tokens,
+        "response": None if tokens else response,
+    }
+
+
+def _even(items: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of the items, evenly spaced, including the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+if __name__ == "__main__":
+    console.install()
+    os.nice(19)
+    write_report(Path(sys.argv[1]))
+    print(time.process_time())
