@@ -68,12 +68,6 @@ class MismatchError(UserError):
     """Engine and trainer compute too different probabilities for the same tokens."""
 
 
-def raise_first(problems: Iterable[str]) -> None:
-    """Raise ConfigError for the first problem, if there is one."""
-    for problem in problems:
-        raise ConfigError(problem)
-
-
 def raise_all(problems: Iterable[str]) -> None:
     """Raise one ConfigError for all problems, and for the UserError that may end them, if there are any."""
     if lines := dict.fromkeys(with_error(problems)):

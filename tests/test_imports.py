@@ -40,7 +40,6 @@ WITHOUT = {
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},
     "distributed.driver": {"torch"},
-    "preflight.fp8": {"torch"},
     "preflight.kernels": {"torch"},
     "data": {"torch"},
     "observe": {"torch"},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from grpo_mega.errors import ConfigError, raise_first
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.weights.boxes import Block, LocalTensor, Piece
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
@@ -61,7 +61,7 @@ def parse_layout(text: str) -> MegatronLayout:
 
 def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Counts) -> Iterator[str]:
     """Yield a line per tensor, and count in `counts`. Raise ConfigError if the layout cannot shard the model."""
-    raise_first(megatron_layout_problems(shape, layout))
+    raise_all(megatron_layout_problems(shape, layout))
     counts.parameters = sum(prod(size) for size in family.hf_tensors(shape).values())
     seen = set()
     for rank in range(layout.world_size):

@@ -14,13 +14,13 @@ from grpo_mega.errors import ConfigError
 
 def check_world_size(environ: Mapping[str, str], layout: LayoutConfig) -> None:
     """Raise ConfigError if torchrun's WORLD_SIZE does not fit the layout."""
-    from grpo_mega.errors import raise_first
+    from grpo_mega.errors import raise_all
     from grpo_mega.preflight.layout import world_size_problems
 
     text = environ.get("WORLD_SIZE", "")
     if not text.isdecimal():
         raise ConfigError(f"RANK={environ.get('RANK')} is set but WORLD_SIZE={text!r}; start with torchrun, or unset RANK")
-    raise_first(world_size_problems(layout, int(text)))
+    raise_all(world_size_problems(layout, int(text)))
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def prepare_rank(config: Config) -> None:
     """
     temporary.enter()
     from grpo_mega.distributed.environment import library_environment
-    from grpo_mega.preflight.fp8 import environment
+    from grpo_mega.preflight.precision import environment
 
     os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
     from grpo_mega.megatron.loaded_kernels import (

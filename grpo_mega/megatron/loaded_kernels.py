@@ -11,11 +11,11 @@ from importlib.util import find_spec
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
-from grpo_mega.errors import ConfigError, raise_first
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.preflight import kernels
 from grpo_mega.preflight.kernels import Kernels
-from grpo_mega.preflight.layout import context_problems, exchange_problems
-from grpo_mega.preflight.precision import attention_problems, card_problems, transformer_engine_problems
+from grpo_mega.preflight.layout import context_problems
+from grpo_mega.preflight.precision import card_problems, kernel_problems
 
 
 def in_use(device: Device) -> Kernels:
@@ -38,7 +38,7 @@ def in_use(device: Device) -> Kernels:
 
 def check(config: Config, device: Device) -> None:
     """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
-    raise_first(card_problems(config.precision, device.capability, device.name))
+    raise_all(card_problems(config.precision, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()
     if not kernels_in_use.transformer_engine:
         needs = {"precision.fp8": config.precision.fp8, "optimizer.moments_dtype": config.optimizer.moments_dtype}
@@ -47,12 +47,8 @@ def check(config: Config, device: Device) -> None:
             if value not in (None, "float32"):
                 raise ConfigError(f"{key}={value}: needs Transformer Engine on a GPU, and {reason}; leave {key} out")
         return
-    raise_first(context_problems(config))
-    raise_first(transformer_engine_problems(config.precision, version))
-    raise_first(exchange_problems(config.layout, version))
-    if device.capability is not None:
-        flash_attn = kernels.flash_attention_version()
-        raise_first(attention_problems(config.model.dtype, device.capability, device.name, version, flash_attn))
+    raise_all(context_problems(config))
+    raise_all(kernel_problems(config, device.capability, device.name, version, kernels.flash_attention_version()))
 
 
 @functools.cache

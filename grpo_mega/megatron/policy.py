@@ -40,7 +40,7 @@ from grpo_mega.megatron.replay import Replay
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
-from grpo_mega.preflight.fp8 import length_multiple
+from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards

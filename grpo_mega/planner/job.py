@@ -11,8 +11,8 @@ from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.planner.lengths import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
-from grpo_mega.preflight.fp8 import length_multiple
 from grpo_mega.preflight.layout import megatron_layout
+from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
 from grpo_mega.weights.spec import Family, ModelShape

@@ -9,27 +9,34 @@ rule. Checks that need the tokenizer itself, the weights' values or the user's c
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-from grpo_mega.config import Config
+from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
+from grpo_mega.data.rows import read_conversations
+from grpo_mega.data.sources import MissingColumn, find_value
 from grpo_mega.distributed.driver import unusable_gpu_problems
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
-from grpo_mega.preflight.engine import (
+from grpo_mega.preflight.kernels import Machine
+from grpo_mega.preflight.layout import (
     compiler_problems,
+    context_problems,
     engine_problems,
     engine_rank_problems,
-    missing_engine_problems,
+    layout_problems,
     served_card_problems,
+    world_size_problems,
 )
-from grpo_mega.preflight.layout import context_problems, layout_problems, world_size_problems
-from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import (
     Model,
+    check_model,
     check_weights,
     expert_problems,
     latent_problems,
@@ -37,10 +44,10 @@ from grpo_mega.preflight.model import (
     read_model,
 )
 from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
-from grpo_mega.preflight.rewards import reward_problems
-from grpo_mega.preflight.teachers import row_problems, teacher_problems
-from grpo_mega.preflight.tokenizer import check_tokenizer_files
-from grpo_mega.weights.spec import ModelShape
+from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
+from grpo_mega.rewards import registry
+from grpo_mega.weights.hf_config import resolve
+from grpo_mega.weights.spec import ModelShape, read_config
 
 
 @dataclass
@@ -135,7 +142,9 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def _check_packages(config: Config, machine: Machine, findings: Findings) -> None:
     missing = findings if machine.is_here else Findings()
     missing.take(installed_problems(config, machine))
-    missing.take(missing_engine_problems(config.rollout, has_sglang=machine.has_sglang))
+    if config.rollout.is_served and not machine.has_sglang:
+        remedy = "see grpo_mega/rollout/sglang/README.md, or use embedded"
+        missing.take([f"rollout.engine='sglang', but SGLang is not installed; {remedy}"])
     if machine.is_here and config.device == "cuda":
         missing.take(compiler_problems(config.rollout, machine.compiler))
     if not machine.is_here:
@@ -166,6 +175,85 @@ def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
         findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
     elif findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout)):
         findings.take(row_problems(config))
+
+
+def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
+    """Yield problems of each reward function's name, module or options."""
+    for function in rewards.functions:
+        try:
+            registry.check(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
+        except UserError as error:
+            yield from error.lines
+            continue
+        module = function.name.rpartition(".")[0]
+        if function.name not in registry.BUILT_IN and not _can_find(module):
+            yield (
+                f"reward function {function.name!r}: there is no module {module} to import; "
+                "check the name, and set PYTHONPATH to the folder that holds it"
+            )
+
+
+def _can_find(module: str) -> bool:
+    """Return True if a module could be imported. Import nothing of it."""
+    path: list[str] | None = None
+    parts = module.split(".")
+    for number, part in enumerate(parts):
+        # Search for its last name, because without __init__.py a full name is only looked up among imported modules.
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            # Another finder, for example of an editable installation, may know a top-level module.
+            return number == 0 and importlib.util.find_spec(part) is not None
+        if spec.submodule_search_locations is None:
+            return number == len(parts) - 1
+        path = list(spec.submodule_search_locations)
+    return True
+
+
+def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield the problems of each teacher for a policy of this shape."""
+    for name, settings in config.teachers.items():
+        key = f"teachers.{name}.path"
+        try:
+            theirs = check_model(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
+            check_tokenizer_files(settings.path, theirs.vocab)
+        except UserError as error:
+            yield from (line.replace("model.path", key) for line in error.lines)
+            continue
+        if difference := vocabulary_difference(settings.path, config.model.path):
+            yield (
+                f"{key}={settings.path}: must have the tokenizer of model.path={config.model.path}, but {difference}; "
+                "name a teacher of the policy's tokenizer"
+            )
+        elif theirs.vocab < shape.vocab:
+            yield (
+                f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
+                f"{theirs.vocab} there and {shape.vocab} here, so it lacks some tokens; name a larger one"
+            )
+        problems = list(position_problems(config, resolve(read_config(settings.path))))
+        if settings.url is None:
+            problems += layout_problems(_teacher_layout(config, theirs), theirs)
+        yield from (f"{key}={settings.path}: {problem}" for problem in problems)
+
+
+def row_problems(config: Config) -> Iterator[str]:
+    """Yield the first row of each training set that names no teacher, if rows choose their teacher."""
+    column = config.data.teacher_column
+    if column is None:
+        return
+    for source in config.data.train:
+        for row in read_conversations(source, config.data):
+            value = None
+            with suppress(MissingColumn):
+                value = find_value(row.extras, column)
+            if str(value) not in config.teachers:
+                yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
+                break
+
+
+def _teacher_layout(config: Config, theirs: ModelShape) -> LayoutConfig:
+    """Return the policy's layout for a teacher. The layers per chunk follow from the teacher's size."""
+    changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
+    return config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))
 
 
 def _has_weights(folder: Path) -> bool:

@@ -1,19 +1,25 @@
-"""The kernels that a run uses: from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch.
+"""The machines of a job: their ranks, GPU and packages, and the kernels that a run gets from these packages.
 
-This module does not import torch or these packages, because Megatron has already tried to load them. On a CPU all kernels are
-torch's. The package `apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
+Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU all kernels are
+torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The package `apex`
+on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from grpo_mega.config import LayoutConfig
+from grpo_mega.distributed.environment import cuda_compiler
 from grpo_mega.errors import ConfigError
+from grpo_mega.preflight.cards import Card
 
 APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
 
@@ -118,6 +124,37 @@ def as_version(text: str) -> Version:
 
 def as_text(version: Version) -> str:
     return ".".join(map(str, version))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machines of a job. Packages are the ones installed here, because no others are known."""
+
+    world_size: int
+    ranks_per_node: int
+    card: Card | None = None  # GPU of a job that is planned for other machines; None: it runs here, and ranks ask their GPU
+    transformer_engine: str | None = field(default_factory=lambda: transformer_engine_version())
+    flash_attention: str | None = field(default_factory=lambda: flash_attention_version())
+    cuda: str | None = field(default_factory=lambda: cuda_version())
+    has_sglang: bool = field(default_factory=lambda: find_spec("sglang") is not None)
+    compiler: Path | None = field(default_factory=lambda: cuda_compiler(os.environ))
+
+    @property
+    def is_here(self) -> bool:
+        return self.card is None
+
+    def gpu(self, device: str) -> tuple[Version | None, str]:
+        """Return the GPU's compute capability, None if it is not known, and its name. The ranks check theirs."""
+        if self.card is not None:
+            return self.card.capability, self.card.title
+        return (FUSED_PACKED if device == "cuda" else None), "cuda"
+
+
+def this_machine(layout: LayoutConfig, ranks: Mapping[str, str] | None = None) -> Machine:
+    """Return this machine with the ranks that torchrun started, by its environment `ranks`, or else with the layout's ranks."""
+    if ranks is None:
+        return Machine(layout.world_size, layout.world_size)
+    return Machine(int(ranks["WORLD_SIZE"]), int(ranks.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])))
 
 
 def _version(*packages: str) -> str | None:

@@ -1,43 +1,87 @@
-"""Rules for FP8 and other dtypes: requirements on the card, the installed packages and the layout."""
+"""Rules for FP8 and other dtypes: requirements on the card, the installed packages and the layout.
+
+The FP8 recipes of Transformer Engine use different scales: `delayed` from a history of maxima, `tensorwise` from each tensor's
+maximum, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
-from grpo_mega.preflight.fp8 import PRECISION_AWARE, RECIPES, Needs
 from grpo_mega.preflight.kernels import (
     FLASH_ATTENTION,
     FUSED_PACKED,
+    PACKED_A2A,
     UNFUSED_PACKED,
+    Machine,
     Version,
     as_text,
     as_version,
     check_apex,
 )
-from grpo_mega.preflight.layout import exchange_problems
-from grpo_mega.preflight.machine import Machine
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, engine_layout_problems, megatron_layout_problems
 from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
+PRECISION_AWARE: Version = (2, 1)  # first Transformer Engine with Adam moments in other dtypes
+SERVED_CAPABILITY: Version = (8, 9)  # lowest capability if SGLang must compute in FP8 blocks without repacking
+LENGTH_MULTIPLE = 16  # without FP8, tokens per tensor-parallel rank in a micro-batch are padded to this multiple
+
+
+@dataclass(frozen=True)
+class Needs:
+    transformer_engine: Version  # first version with the recipe
+    capability: Version  # lowest compute capability of a GPU
+    card: str
+    length_multiple: int  # tokens per tensor-parallel rank in a micro-batch are padded to this multiple
+    cuda: Version = (12, 0)  # first CUDA with the recipe's matrix products
+
+
+RECIPES = {
+    "delayed": Needs((1, 0), (8, 9), "an L40, H100, H200 or later", 16),
+    "tensorwise": Needs((2, 2), (8, 9), "an L40, H100, H200 or later", 16),
+    "blockwise": Needs((2, 3), (9, 0), "an H100, H200 or later", BLOCK, (12, 9)),
+    "mxfp8": Needs((2, 1), (10, 0), "a B200 or later", 32),
+}
+
+
+def length_multiple(precision: PrecisionConfig, tp: int) -> int:
+    """Return the multiple to which micro-batch lengths are padded."""
+    return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE) * tp
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Return the variables that Transformer Engine reads at import. Set them unless the user has set them."""
+    if config.precision.fp8 and config.precision.fp8_recipe == "blockwise" and config.rollout.quantization:
+        # Otherwise scales are powers of two, and policy and engine would compute with different weights.
+        return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+    return {}
+
 
 def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield requirements that the installed packages miss."""
     transformer_engine = machine.transformer_engine
-    yield from transformer_engine_problems(config.precision, transformer_engine)
-    yield from exchange_problems(config.layout, transformer_engine)
+    yield from kernel_problems(config, *machine.gpu(config.device), transformer_engine, machine.flash_attention)
     for name in ("grouped_experts", "fused_permutation"):
         if getattr(config.model, name) and transformer_engine is None:
             yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
     yield from cuda_problems(config.precision, machine.cuda)
     yield from moments_problems(config.optimizer, transformer_engine)
-    capability, name = machine.gpu(config.device)
-    if capability is not None:
-        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, machine.flash_attention)
     check_apex()
+
+
+def kernel_problems(
+    config: Config, capability: Version | None, name: str, transformer_engine: str | None, flash_attn: str | None
+) -> Iterator[str]:
+    """Yield what Transformer Engine lacks on a GPU called `name`. Without a `capability` the GPU is not known."""
+    yield from transformer_engine_problems(config.precision, transformer_engine)
+    yield from exchange_problems(config.layout, transformer_engine)
+    if capability is not None:
+        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, flash_attn)
 
 
 def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
@@ -51,6 +95,15 @@ def transformer_engine_problems(precision: PrecisionConfig, version: str | None)
         yield (
             f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {as_text(needed)}, found {version}; "
             f"install a newer one, or use {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
+        )
+
+
+def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
+    """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like this."""
+    if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
+        yield (
+            f"layout.cp_comm_type=a2a: must have Transformer Engine {as_text(PACKED_A2A)} or later for packed samples, found "
+            f"{version}; install a newer one, or use p2p"
         )
 
 

@@ -1,18 +1,28 @@
 """Rules for a tokenizer's files, checked without transformers: they exist, have a chat template, and fit the vocabulary.
 
-Without a tokenizer.json the vocabulary is checked after the tokenizer is loaded (`check_vocabulary`).
+A chat template is a program from the model's folder. A template that never ends, or builds gigabytes, would stop every rank.
+So a child process renders a question and its answer within limits (render_template.py). If the template refuses the messages,
+the ranks report it, because their errors name the row. Without a tokenizer.json the vocabulary is checked after the tokenizer
+is loaded (`check_vocabulary`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.files import read_json
-from grpo_mega.preflight.chat_template import check_chat_template
+from grpo_mega.files import read_file, read_json
+from grpo_mega.preflight import render_template
+from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
 
+MAX_TEMPLATE_BYTES = 4 << 20
+WALL_SECONDS = 120.0  # long enough for a busy machine; a template that does not wait reaches the CPU limit first
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -38,6 +48,82 @@ def vocabulary_difference(folder: Path, other: Path) -> str | None:
     return None
 
 
+def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
+    """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
+    if largest_id >= vocab_size:
+        raise ConfigError(
+            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
+            "give the tokenizer that belongs to the model"
+        )
+
+
+def check_chat_template(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ConfigError if a tokenizer has no default chat template, or if the template takes too much time or memory.
+
+    `settings`: the contents of tokenizer_config.json.
+    """
+    template = find_template(folder, settings)
+    if template is None:
+        raise ConfigError(
+            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its tokenizer_config.json, "
+            "or name an instruct model as model.path"
+        )
+    problem = bound_problem(template)
+    if problem is not None:
+        raise ConfigError(f"the chat template of model.path={folder} {problem}; correct the template")
+
+
+def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Return the template of prompts. Files come before tokenizer_config.json; of several templates, "default" is used.
+
+    Raise ConfigError if there are several and none is the default. chat_template.json belongs to a processor and is not read.
+    """
+    found: dict[str, Any] = {}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    for name, path in files.items():
+        if path.exists():
+            found[name] = _read(path)
+    given = settings.get("chat_template")
+    if not found and isinstance(given, str):
+        found["default"] = given
+    elif not found and isinstance(given, list):
+        try:
+            found = {one["name"]: one["template"] for one in given}
+        except (KeyError, TypeError):
+            raise _wrong(folder, "a list whose items are not all a name and a template") from None
+    elif not found and given is not None:
+        raise _wrong(folder, f"a JSON {type(given).__name__}")
+    template = found.get("default")
+    if template is None and found:
+        names = ", ".join(map(repr, found))
+        raise ConfigError(
+            f"the tokenizer of model.path={folder} has the chat templates {names}, and none is called 'default'; rename one"
+        )
+    if template is not None and not isinstance(template, str):
+        raise _wrong(folder, f"a JSON {type(template).__name__} as default")
+    return template or None
+
+
+def bound_problem(template: str) -> str | None:
+    """Return the limit that a template exceeds when it renders a question and its answer; None if it exceeds none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", render_template.__file__],
+            input=json.dumps(template).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=WALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"does not end within {WALL_SECONDS:g} s"
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"does not end within {CPU_SECONDS} s of computing"
+    if done.returncode == OUT_OF_MEMORY or done.returncode < 0:
+        return f"needs more than {MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
+    return None if done.returncode == 0 else f"could not be rendered to check it (exit code {done.returncode})"
+
+
 def _vocabulary(folder: Path) -> dict[str, int | str]:
     """Return the id of each token in a tokenizer.json. Without one, return a digest of each file with a vocabulary."""
     if _token_ids(folder, {}):
@@ -47,15 +133,6 @@ def _vocabulary(folder: Path) -> dict[str, int | str]:
         return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     files = [folder / name for name in _VOCABULARIES if (folder / name).is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
-
-
-def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
-    if largest_id >= vocab_size:
-        raise ConfigError(
-            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
-            "give the tokenizer that belongs to the model"
-        )
 
 
 def _token_ids(folder: Path, settings: dict[str, Any]) -> list[int]:
@@ -84,3 +161,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the file again")
     return value
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat template {path} cannot be read ({error.strerror}); fetch the file again") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {path} is not UTF-8 ({error.reason}); fetch the file again") from None
+
+
+def _wrong(folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"{folder / 'tokenizer_config.json'} has {found} as chat_template; give a text, or a list of names and templates"
+    )

@@ -12,10 +12,10 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.environment import cuda_compiler
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.errors import raise_first
+from grpo_mega.errors import raise_all
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.preflight.engine import compiler_problems, padding_problems, served_card_problems
+from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine
@@ -88,14 +88,11 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     rank, world_size = runtime.rank - runtime.first_engine_rank, runtime.num_ranks - runtime.first_engine_rank
     if device.is_cuda:
         index = device.torch_device
-        raise_first(compiler_problems(rollout, cuda_compiler(os.environ)))
-        raise_first(
-            served_card_problems(
-                rollout, config.engine_dtype, torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
-            )
-        )
+        capability, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
+        raise_all(compiler_problems(rollout, cuda_compiler(os.environ)))
+        raise_all(served_card_problems(rollout, config.engine_dtype, capability, name))
     else:
-        raise_first(padding_problems(model.shape, rollout.tp))
+        raise_all(padding_problems(model.shape, rollout.tp))
     engine, tp_rank = divmod(rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
     folder = config.run_dir / "engines" / str(engine)

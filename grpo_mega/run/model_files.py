@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.config import Config
 from grpo_mega.data.chat import find_turn_end
-from grpo_mega.errors import ConfigError, raise_first
+from grpo_mega.errors import ConfigError
 from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_reader, random_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
-from grpo_mega.preflight.model import architecture_problems
+from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.teacher import check_server
@@ -55,8 +55,7 @@ def _read(folder: Path, config: Config) -> ModelFiles:
     fields = resolve(hf_config.to_dict())
     if problem := difference(hf_config.model_type, resolve(read_config(folder)), fields):
         raise ConfigError(f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file")
-    raise_first(architecture_problems(fields))
-    shape = ModelShape.from_hf_config(fields)
+    shape = shape_of(fields)
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
 
 

@@ -122,8 +122,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def supported_precisions(device: Device) -> dict[str, str]:
     """Return per FP8 recipe why this machine cannot run it, or "" if it can."""
     from grpo_mega.config import PrecisionConfig
-    from grpo_mega.preflight.fp8 import RECIPES
-    from grpo_mega.preflight.precision import card_problems, transformer_engine_problems
+    from grpo_mega.preflight.precision import RECIPES, card_problems, transformer_engine_problems
 
     found: dict[str, str] = {}
     for recipe in RECIPES:

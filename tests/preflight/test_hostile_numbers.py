@@ -84,7 +84,7 @@ def raw_with(folder: Path, key: tuple[str, ...], text: str) -> str:
 @pytest.fixture(autouse=True)
 def template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The template is the same for all numbers, and its check starts a process."""
-    monkeypatch.setattr("grpo_mega.preflight.chat_template.bound_problem", lambda template: None)
+    monkeypatch.setattr("grpo_mega.preflight.tokenizer.bound_problem", lambda template: None)
 
 
 def test_the_schema_has_the_numeric_keys_that_are_tried() -> None:

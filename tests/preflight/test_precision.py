@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig, validate
-from grpo_mega.errors import ConfigError, raise_first
-from grpo_mega.preflight.fp8 import RECIPES
-from grpo_mega.preflight.layout import context_problems, exchange_problems, layout_problems
+from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.preflight.layout import context_problems, layout_problems
 from grpo_mega.preflight.precision import (
+    RECIPES,
     attention_problems,
     bf16_layer_problems,
     block_problems,
     card_problems,
     cuda_problems,
+    environment,
+    exchange_problems,
+    length_multiple,
     moments_problems,
     transformer_engine_problems,
 )
@@ -32,9 +35,9 @@ def precision(recipe: str = "blockwise") -> PrecisionConfig:
 
 def test_without_fp8_nothing_is_asked_for() -> None:
     bf16 = PrecisionConfig()
-    raise_first(transformer_engine_problems(bf16, None))
-    raise_first(card_problems(bf16, None, "a CPU"))
-    raise_first(block_problems(bf16, LayoutConfig(tp=8), QWEN_72B))
+    raise_all(transformer_engine_problems(bf16, None))
+    raise_all(card_problems(bf16, None, "a CPU"))
+    raise_all(block_problems(bf16, LayoutConfig(tp=8), QWEN_72B))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +51,13 @@ def test_without_fp8_nothing_is_asked_for() -> None:
 )
 def test_a_missing_or_old_transformer_engine_is_named_with_its_recipes(recipe: str, found: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        raise_first(transformer_engine_problems(precision(recipe), found))
+        raise_all(transformer_engine_problems(precision(recipe), found))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_present_transformer_engine_and_card_are_taken(recipe: str) -> None:
-    raise_first(transformer_engine_problems(precision(recipe), "2.11.0"))
-    raise_first(card_problems(precision(recipe), (10, 0), "B200"))
+    raise_all(transformer_engine_problems(precision(recipe), "2.11.0"))
+    raise_all(card_problems(precision(recipe), (10, 0), "B200"))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +73,18 @@ def test_a_card_without_the_recipe_is_named_with_those_that_it_has(
     recipe: str, capability: tuple[int, int] | None, name: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        raise_first(card_problems(precision(recipe), capability, name))
+        raise_all(card_problems(precision(recipe), capability, name))
 
 
 def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> None:
-    raise_first(cuda_problems(precision("blockwise"), "12.9"))
-    raise_first(cuda_problems(precision("blockwise"), "13.0"))
-    raise_first(cuda_problems(precision("blockwise"), None))
-    raise_first(cuda_problems(precision("tensorwise"), "12.6"))
-    raise_first(cuda_problems(PrecisionConfig(), "11.8"))
+    raise_all(cuda_problems(precision("blockwise"), "12.9"))
+    raise_all(cuda_problems(precision("blockwise"), "13.0"))
+    raise_all(cuda_problems(precision("blockwise"), None))
+    raise_all(cuda_problems(precision("tensorwise"), "12.6"))
+    raise_all(cuda_problems(PrecisionConfig(), "11.8"))
     message = "precision.fp8_recipe='blockwise' needs CUDA 12.9, found torch with CUDA 12.6; .* or use delayed or tensorwise"
     with pytest.raises(ConfigError, match=message):
-        raise_first(cuda_problems(precision("blockwise"), "12.6"))
+        raise_all(cuda_problems(precision("blockwise"), "12.6"))
 
 
 @pytest.mark.parametrize(
@@ -128,25 +131,25 @@ def test_only_bf16_layers_that_megatron_refuses_are_one_line(
 
 
 def test_blocks_that_would_straddle_ranks_are_refused() -> None:
-    raise_first(block_problems(precision(), LayoutConfig(tp=8), LLAMA_70B))
-    raise_first(block_problems(precision(), LayoutConfig(tp=1), QWEN_72B))
-    raise_first(block_problems(precision("tensorwise"), LayoutConfig(tp=2), QWEN_72B))
+    raise_all(block_problems(precision(), LayoutConfig(tp=8), LLAMA_70B))
+    raise_all(block_problems(precision(), LayoutConfig(tp=1), QWEN_72B))
+    raise_all(block_problems(precision("tensorwise"), LayoutConfig(tp=2), QWEN_72B))
     expected = r"layout.tp=2 cuts the 29568 rows of the MLP \(29568 / 128 = 231 blocks\) inside a block .*; use layout.tp=1, or"
     with pytest.raises(ConfigError, match=expected):
-        raise_first(block_problems(precision(), LayoutConfig(tp=2), QWEN_72B))
+        raise_all(block_problems(precision(), LayoutConfig(tp=2), QWEN_72B))
     with pytest.raises(ConfigError, match=r"no whole blocks of 128.*; use another recipe"):
-        raise_first(block_problems(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300)))
+        raise_all(block_problems(precision(), LayoutConfig(tp=1), replace(LLAMA_70B, ffn=300)))
 
 
 def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None:
     """Transformer Engine asserts it in the first forward pass."""
     odd = replace(LLAMA_70B, hidden=8200)
-    raise_first(block_problems(precision(), LayoutConfig(tp=8), odd))
+    raise_all(block_problems(precision(), LayoutConfig(tp=8), odd))
     layout = LayoutConfig(tp=8, sequence_parallel=True)
-    raise_first(block_problems(precision(), layout, LLAMA_70B))
-    raise_first(block_problems(precision("tensorwise"), layout, odd))
+    raise_all(block_problems(precision(), layout, LLAMA_70B))
+    raise_all(block_problems(precision("tensorwise"), layout, odd))
     with pytest.raises(ConfigError, match=r"^layout\.sequence_parallel=true: must have a hidden size that 128 .* 8200;"):
-        raise_first(block_problems(precision(), layout, odd))
+        raise_all(block_problems(precision(), layout, odd))
 
 
 @pytest.mark.parametrize(
@@ -185,13 +188,13 @@ def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[st
 
 def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None:
     aware = OptimizerConfig(moments_dtype="bfloat16")
-    raise_first(moments_problems(OptimizerConfig(), None))
-    raise_first(moments_problems(aware, "2.11.0"))
+    raise_all(moments_problems(OptimizerConfig(), None))
+    raise_all(moments_problems(aware, "2.11.0"))
     for found, text in ((None, "found none"), ("2.0", r"found 2\.0")):
         with pytest.raises(
             ConfigError, match=r"optimizer.moments_dtype=bfloat16 needs Transformer Engine 2.1 or later, " + text
         ):
-            raise_first(moments_problems(aware, found))
+            raise_all(moments_problems(aware, found))
     with pytest.raises(ConfigError, match=r"needs model\.dtype=bfloat16, not float32"):
         validate(RAW | {"optimizer": {"moments_dtype": "bfloat16"}, "model": {"path": "m", "dtype": "float32"}})
 
@@ -220,7 +223,7 @@ def test_a_gpu_without_attention_for_packed_samples_is_refused(
     dtype: str, capability: tuple[int, int], engine: str | None, flash: str | None, message: str | None
 ) -> None:
     def check() -> None:
-        raise_first(attention_problems(dtype, capability, "A100", engine, flash))
+        raise_all(attention_problems(dtype, capability, "A100", engine, flash))
 
     if message is None:
         check()
@@ -268,3 +271,18 @@ def test_context_parallelism_that_transformer_engine_lacks_is_refused(
     ]
     assert len(problems) == (message is not None) and all(re.search(str(message), problem) for problem in problems), problems
     assert not any("\n" in problem for problem in problems)
+
+
+def test_blockwise_training_and_fp8_rollouts_have_the_same_scales() -> None:
+    fp8 = {"precision": {"fp8": "hybrid", "fp8_recipe": "blockwise"}}
+    served = {"rollout": {"quantization": "fp8"}}
+    assert environment(validate(RAW | fp8 | served)) == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+    assert environment(validate(RAW | fp8)) == environment(validate(RAW | served)) == {}
+
+
+def test_lengths_are_multiples_of_whole_blocks_on_every_tp_rank() -> None:
+    def of(**precision: str) -> int:
+        return length_multiple(PrecisionConfig.model_validate(precision), tp=4)
+
+    assert of() == 64
+    assert [of(fp8="e4m3", fp8_recipe=recipe) for recipe in ("tensorwise", "blockwise", "mxfp8")] == [64, 512, 128]

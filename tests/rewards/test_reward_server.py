@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from grpo_mega.config import Config, validate
-from grpo_mega.errors import ConfigError, RewardError, raise_first
-from grpo_mega.preflight.rewards import reward_problems
+from grpo_mega.errors import ConfigError, RewardError, raise_all
+from grpo_mega.preflight.findings import reward_problems
 from grpo_mega.rewards import NoScore, RewardPool, Score, Step
 from grpo_mega.rewards.reward_model import JUDGE_TEMPLATE, reward_model
 from tests.helpers.http_servers import Answer, serving
@@ -227,7 +227,7 @@ def _config(**reward: Any) -> Config:
 )
 def test_invalid_options_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
-        raise_first(reward_problems(_config(**reward).rewards))
+        raise_all(reward_problems(_config(**reward).rewards))
     assert "\n" not in str(raised.value)
 
 
@@ -235,7 +235,7 @@ def test_a_config_without_a_url_is_refused() -> None:
     raw = _config().model_dump(mode="json")
     raw["rewards"]["functions"][0]["options"] = {}
     with pytest.raises(ConfigError, match="reward function 'reward_model' needs the option 'url'"):
-        raise_first(reward_problems(validate(raw).rewards))
+        raise_all(reward_problems(validate(raw).rewards))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config import LayoutConfig, RolloutConfig
-from grpo_mega.errors import ConfigError, WeightMappingError, raise_first
-from grpo_mega.preflight.engine import served_card_problems
+from grpo_mega.errors import ConfigError, WeightMappingError, raise_all
+from grpo_mega.preflight.layout import served_card_problems
 from grpo_mega.preflight.precision import rollout_block_problems
 from grpo_mega.weights import fp8_blocks as blockwise_fp8
 from grpo_mega.weights.families import FAMILIES, family_of
@@ -192,7 +192,7 @@ def test_refused_layouts_cannot_be_planned_either(shape: ModelShape) -> None:
 def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capability: tuple[int, int], message: str) -> None:
     rollout = RolloutConfig(engine="sglang", quantization="fp8")
     with pytest.raises(ConfigError, match=message):
-        raise_first(served_card_problems(rollout, dtype, capability, "A100"))
+        raise_all(served_card_problems(rollout, dtype, capability, "A100"))
     assert not list(served_card_problems(RolloutConfig(), dtype, capability, "A100"))
     assert not list(served_card_problems(rollout, "bfloat16", (9, 0), "H100"))
 

@@ -209,7 +209,7 @@ def started(config: Config, argv: Sequence[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> int:
     """Measure as one rank and return the exit code. Rank 0 writes the measurements of all ranks to the run's folder."""
-    from grpo_mega.preflight.fp8 import environment
+    from grpo_mega.preflight.precision import environment
 
     for name, value in environment(config).items():
         os.environ.setdefault(name, value)

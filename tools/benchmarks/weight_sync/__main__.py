@@ -32,7 +32,7 @@ from typing import get_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/weight_sync`
 
 from grpo_mega.distributed.launch import run_ranks
-from grpo_mega.errors import ConfigError, UserError, raise_first
+from grpo_mega.errors import ConfigError, UserError, raise_all
 from grpo_mega.paths import user_path
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import (
@@ -127,8 +127,8 @@ def spec_of(options: argparse.Namespace) -> Spec:
             raise ConfigError(f"--layers={options.layers} is more than the model's {shape.num_layers}; use fewer")
         shape = replace(shape, num_layers=options.layers)
     source, target = source_of(options.source), target_of(options.target)
-    raise_first(megatron_layout_problems(shape, source))
-    raise_first(engine_layout_problems(shape, target.tp, target.ep))
+    raise_all(megatron_layout_problems(shape, source))
+    raise_all(engine_layout_problems(shape, target.tp, target.ep))
     return Spec(shape, source, target, options.ranks_per_node, options.bucket_mib << 20)
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.chat_template import bound_problem, check_chat_template, find_template
+from grpo_mega.preflight.tokenizer import bound_problem, check_chat_template, find_template
 from tests.helpers.models import make_model, save_checkpoint
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
