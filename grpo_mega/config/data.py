@@ -15,7 +15,7 @@ from grpo_mega.text import find_surrogate
 
 
 class DataSource(Section):
-    """One data set; data/sources.py describes the forms of a path. In YAML a plain path may replace it."""
+    """One data set; data/rows.py describes the forms of a path. In YAML a plain path may replace it."""
 
     is_text_too: ClassVar[bool] = True
 
@@ -97,7 +97,7 @@ class DataConfig(Section):
         low, high = self.min_pass_rate, self.max_pass_rate
         has_file, needs_file = (
             self.pass_rates is not None,
-            " needs data.pass_rates, the file of pass rates; see data/pass_rates.py",
+            " needs data.pass_rates, the file of pass rates; write it with grpo-mega eval CONFIG --train-set",
         )
         yield from self._unmet(
             "data.",

@@ -20,6 +20,8 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate
 
 _MARKER = "\N{REPLACEMENT CHARACTER}content\N{REPLACEMENT CHARACTER}"
+_QUESTION = {"role": "user", "content": "question"}
+_ANSWER = {"role": "assistant", "content": _MARKER}
 _TAGS = "think|thinking|thought|reasoning"
 _OPEN_THOUGHT = re.compile(rf"<({_TAGS})>\s*\Z")
 _THOUGHT = re.compile(rf"<(?:{_TAGS})>.*?(?:</(?:{_TAGS})>|\Z)", re.DOTALL)
@@ -147,29 +149,23 @@ def find_prefill(tokenizer: Any) -> str:
     Raises ConfigError if a template cannot render a question and its answer.
     """
     try:
-        return _find_prefill(tokenizer)
+        before_turn = _apply(tokenizer, [_QUESTION])
+        generation_prompt = _apply(tokenizer, [_QUESTION], add_generation_prompt=True)
+        if not generation_prompt.startswith(before_turn):
+            return _open_thought(generation_prompt)
+        # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag. But the
+        # template omits thoughts from earlier turns. So compare with both renderings; the shorter common part is the header.
+        answered = [_apply(tokenizer, [_QUESTION, _ANSWER]), _apply(tokenizer, [_QUESTION, _ANSWER, _QUESTION])]
     except Exception as error:  # templates raise any exception
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} cannot render a question and its answer "
             f"({' '.join(str(error).split())}); correct chat_template in its tokenizer_config.json"
         ) from None
-
-
-def _find_prefill(tokenizer: Any) -> str:
-    question = {"role": "user", "content": "question"}
-    answer = {"role": "assistant", "content": _MARKER}
-    before_turn = _apply(tokenizer, [question], add_generation_prompt=False)
-    generation_prompt = _apply(tokenizer, [question], add_generation_prompt=True)
-    if not generation_prompt.startswith(before_turn):
-        return _open_thought(generation_prompt)
     opening = generation_prompt[len(before_turn) :]
-    # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag. But the
-    # template omits thoughts from earlier turns. So compare with both renderings; the shorter common part is the header.
     headers = [
-        _header(_apply(tokenizer, [question, answer], add_generation_prompt=False), before_turn),
-        _header(_apply(tokenizer, [question, answer, question], add_generation_prompt=False), before_turn),
+        text[len(before_turn) :].partition(_MARKER)[0] for text in answered if text.startswith(before_turn) and _MARKER in text
     ]
-    shared = min((_shared_length(opening, header) for header in headers if header is not None), default=len(opening))
+    shared = min((_shared_length(opening, header) for header in headers), default=len(opening))
     return opening[shared:] or _open_thought(opening)
 
 
@@ -178,19 +174,11 @@ def find_turn_end(tokenizer: Any) -> str:
 
     Return "" if there is no template, or if it cannot render a question and its answer.
     """
-    conversation = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARKER}]
     try:
         check_chat_template(tokenizer)
-        return _apply(tokenizer, conversation, add_generation_prompt=False).partition(_MARKER)[2]
+        return _apply(tokenizer, [_QUESTION, _ANSWER]).partition(_MARKER)[2]
     except Exception:  # templates can raise any exception; `find_prefill` reports it
         return ""
-
-
-def _header(conversation: str, before_turn: str) -> str | None:
-    """Return the text between the user turn and the assistant's content; None if the template rearranges the turns."""
-    if not conversation.startswith(before_turn) or _MARKER not in conversation:
-        return None
-    return conversation[len(before_turn) : conversation.index(_MARKER)]
 
 
 def _shared_length(opening: str, header: str) -> int:
@@ -210,7 +198,7 @@ def _open_thought(opening: str) -> str:
     return match.group() if match else ""
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert isinstance(text, str)
     return text

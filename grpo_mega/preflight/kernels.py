@@ -1,8 +1,8 @@
 """The machines of a job: their ranks, GPU and packages, and the kernels that a run gets from these packages.
 
-Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU all kernels are
-torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The package `apex`
-on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
+Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU they are all
+torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The package
+`apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
 
 from __future__ import annotations

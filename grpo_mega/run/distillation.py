@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples
 from grpo_mega.config import Config
-from grpo_mega.data.sources import find_value
+from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher

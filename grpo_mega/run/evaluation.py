@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config import RewardsConfig
-from grpo_mega.data.pass_rates import text_hash
+from grpo_mega.data.load import text_hash
 from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally

@@ -11,8 +11,7 @@ import pytest
 from grpo_mega.config import RolloutConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import RunData, load_data
-from grpo_mega.data.load import IDS_PER_SET, check_data
-from grpo_mega.data.pass_rates import text_hash
+from grpo_mega.data.load import IDS_PER_SET, check_data, text_hash
 from grpo_mega.errors import ConfigError
 from tests.helpers.hostile_text import LINE_ENDS
 from tests.helpers.models import make_tokenizer

@@ -14,8 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mega.config import DataConfig
-from grpo_mega.data.rows import Conversation, answer_of, messages_of, read_conversations
-from grpo_mega.data.sources import Row
+from grpo_mega.data.rows import Conversation, Row, answer_of, messages_of, read_conversations
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.math.accuracy import accuracy
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from grpo_mega.data.sources import is_same, read_rows
+from grpo_mega.data.rows import is_same, read_rows
 from grpo_mega.errors import ConfigError
 
 ROWS: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from grpo_mega.data.sources import read_rows
+from grpo_mega.data.rows import read_rows
 from grpo_mega.errors import ConfigError
 from grpo_mega.files import read_json
 from grpo_mega.paths import user_path
