@@ -20,12 +20,17 @@ from grpo_mega.paths import EXPORT_DIR
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.routes import share_live
-from grpo_mega.run.batches import assign_advantages, attach_logprobs, drop_zero_variance, is_zero_variance, pack
-from grpo_mega.run.build import open_job
+from grpo_mega.run.batches import (
+    assign_advantages,
+    attach_logprobs,
+    drop_zero_variance,
+    is_zero_variance,
+    pack,
+    staleness_metrics,
+)
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
-from grpo_mega.run.health import staleness_metrics
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_due
 from grpo_mega.run.tracing import Tracer

@@ -22,7 +22,7 @@ from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import Timers
 from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
-from grpo_mega.run.build import open_job
+from grpo_mega.run.job import open_job
 from grpo_mega.run.model_files import build_policy, export_policy, read_model
 from grpo_mega.types import Group, PackedBatch, Sample
 

@@ -18,10 +18,9 @@ from grpo_mega.formats.checkpoint_files import STATE, check_model, read_manifest
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.run.build import open_job
 from grpo_mega.run.checkpoints import verify
 from grpo_mega.run.evaluation import Evaluated, evaluate_set, write_rows
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.run.model_files import ModelFiles, build_policy
 from grpo_mega.types import Prompt
 

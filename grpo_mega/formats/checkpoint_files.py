@@ -43,7 +43,7 @@ class Manifest:
     seed: int
     checksums: dict[str, str]  # sha256 by file below STATE
     draws: int  # number of prompt batches drawn from the data so far
-    inputs: dict[str, str]  # digests of model and data, see run/input_digests.py
+    inputs: dict[str, str]  # digests of model and data, see run/model_files.py
     kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     written_at: float = 0.0  # seconds since the epoch; set by publish

@@ -5,8 +5,10 @@ Every rank computes the same advantages and weights. Each data-parallel rank pac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,15 +20,20 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
+from grpo_mega.batching.layout import from_samples
 from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.data.rows import find_value
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import MismatchError
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.megatron.teacher import Teacher
+from grpo_mega.observe.metrics import K3_STALE
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.routes import is_intact
-from grpo_mega.run.distillation import attach_teacher_logprobs
-from grpo_mega.types import Group, PackedBatch, Sample
+from grpo_mega.rollout.sglang.teacher import served_logprobs
+from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics
 
 
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
@@ -82,6 +89,38 @@ def attach_logprobs(
             random = torch.Generator().manual_seed(config.seed * 2**31 + step)
             _attach_from_whole(a, groups, batches, old_logprobs, random)
     return batches
+
+
+def attach_teacher_logprobs(
+    config: Config,
+    samples: Sequence[Sample],
+    batches: Sequence[Sequence[PackedBatch]],
+    teachers: Mapping[str, Teacher],
+    runtime: Runtime,
+) -> None:
+    """Set the batches' teacher_logprobs.
+
+    A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its samples, and
+    each rank requests a share of them.
+    """
+    names = [_teacher_of(config, sample) for sample in samples]
+    if any(settings.url for settings in config.teachers.values()):
+        rows = _ask_servers(config, samples, names, runtime)
+        for mini_batch in batches:
+            packing.attach(mini_batch, "teacher_logprobs", rows, samples)
+
+    def is_taught(name: str, batch: PackedBatch) -> Tensor:
+        is_of = [torch.full((samples[i].response_len,), float(names[i] == name)) for i in batch.sample_indices]
+        return (from_samples(is_of, batch, samples) > 0) & (batch.loss_mask > 0)
+
+    for name, teacher in teachers.items():
+        if config.algorithm.has_vocab_kl:
+            for batch, hidden in teacher.hidden(batches, partial(is_taught, name)):
+                batch.teacher_hidden = (batch.teacher_hidden or {}) | {name: hidden}
+            continue
+        for batch, values in teacher.logprobs(batches):
+            kept = values.where(is_taught(name, batch), 0.0)
+            batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 
 def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
@@ -141,6 +180,29 @@ def assign_advantages(
     advantages.assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
 
 
+def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], version: int) -> StepMetrics:
+    """Return the staleness of tokens in the loss, in policy versions, and the mismatch for each staleness.
+
+    The mismatch is the k3 of old_logprobs and rollout_logprobs, in nats per token. `old_logprobs` has a row per sample, with
+    NaN for tokens not in the loss.
+    """
+    tokens, sums = Counter[int](), dict[int, float]()
+    for sample, old in zip(samples, old_logprobs, strict=True):
+        log_ratio = (old - torch.tensor(sample.rollout_logprobs)).double()
+        k3 = log_ratio.expm1() - log_ratio
+        for span in sample.spans:
+            values, age = k3[span.start : span.end], version - span.version
+            values = values[~values.isnan()]
+            tokens[age] += len(values)
+            sums[age] = sums.get(age, 0.0) + float(values.sum())
+    counts = {age: n for age, n in sorted(tokens.items()) if n}
+    if not counts:
+        return {}
+    mean = sum(age * n for age, n in counts.items()) / sum(counts.values())
+    mismatch = {f"{K3_STALE}{age}": sums[age] / n for age, n in counts.items()}
+    return {"staleness/mean": mean, "staleness/max": float(max(counts)), **mismatch}
+
+
 def _attach_from_whole(
     a: AlgorithmConfig,
     groups: Sequence[Group],
@@ -198,3 +260,23 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
         old_logprobs=batch.old_logprobs,
         kl_clamp=a.kl_clamp,
     )
+
+
+def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str], runtime: Runtime) -> list[Tensor]:
+    """Return log-probs [response_len] for each sample, on every rank; 0 if its teacher is not on a server."""
+    lengths = [sample.response_len for sample in samples]
+    values_N = torch.zeros(sum(lengths), dtype=torch.float32)
+    rows = values_N.split(lengths)
+    with runtime.raise_on_all_ranks():
+        for name, settings in config.teachers.items():
+            mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
+            if settings.url is not None:
+                found = served_logprobs(settings.url, [samples[i] for i in mine], recorder().beat)
+                for i, values in zip(mine, found, strict=True):
+                    rows[i].copy_(torch.tensor(values))
+    return list(runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths))
+
+
+def _teacher_of(config: Config, sample: Sample) -> str:
+    column = config.data.teacher_column
+    return next(iter(config.teachers)) if column is None else str(find_value(sample.prompt.extras, column))

@@ -5,6 +5,10 @@ weights -> sync and verification -> policy's weights offloaded -> engine wakes i
 part after the update. It also runs before the first step, after a resume and after a restart of a server. If a server fails, it
 is restarted, gets the current weights, and generates the unfinished groups. Ranks with only a policy or only an engine do not
 share their memory.
+
+A weight sync sends the policy's weights to the engine: each engine rank gets its slices, in buckets, and verifies them. The
+plan is made once, because neither layout changes. Every rank takes part in every sync. While the engine loads one bucket, the
+next bucket is filled.
 """
 
 from __future__ import annotations
@@ -13,17 +17,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.errors import EngineError
-from grpo_mega.megatron.offload import PolicyMemory
-from grpo_mega.megatron.policy import Policy
+from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout.engine import Engine
-from grpo_mega.run.gpu_memory import GpuMemory
-from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.types import StepMetrics
+from grpo_mega.weights.apply import buckets
+from grpo_mega.weights.plan import Plan
+
+if TYPE_CHECKING:
+    from grpo_mega.megatron.offload import PolicyMemory
+    from grpo_mega.megatron.policy import Policy
+    from grpo_mega.rollout.engine import Engine
+
+MARGIN = 0.08  # share of the device's memory to leave free for fragmentation, NCCL's buffers and longer batches
+MAX_NAMED = 8  # maximum number of tensors in an error
+AllGather = Callable[[str, list[str]], list[list[str]]]  # (phase, value of this rank) -> values of all ranks
 
 
 @dataclass
@@ -130,3 +146,86 @@ class Colocation:
         if self._takes_turns:
             self.engine.sleep()
             self._policy_memory.onload_weights()
+
+
+class GpuMemory:
+    """Measures the GPU memory of policy and engine, and decides if both fit at once, identically on all ranks. CUDA only.
+
+    The policy needs the peak of its allocations during training. The engine needs its memory when awake.
+    """
+
+    def __init__(self, device: torch.device, engine_bytes: int, peak: PeakMemory) -> None:
+        """`engine_bytes`: memory of the engine when awake, measured at its start."""
+        self._peak = peak
+        self._engine_bytes = engine_bytes
+        self._training_bytes = 0
+        self._total_bytes = torch.cuda.get_device_properties(device).total_memory
+
+    @contextmanager
+    def peak_of_training(self) -> Iterator[None]:
+        self._peak.take()
+        self._peak.reserved = 0
+        yield
+        self._peak.take()
+        self._training_bytes = max(self._training_bytes, self._peak.reserved)
+
+    def both_fit(self) -> bool:
+        """Return True if both fit on every rank and leave MARGIN of the device free. All ranks call it together."""
+        is_enough = self._training_bytes + self._engine_bytes <= (1 - MARGIN) * self._total_bytes
+        answer = torch.tensor([int(is_enough)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+        return bool(answer)
+
+    def summary(self) -> str:
+        gib = 2**30
+        return (
+            f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f} GiB, "
+            f"of {self._total_bytes / gib:.1f} GiB"
+        )
+
+
+class WeightSync:
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        all_gather: AllGather,
+        *,
+        verify: bool = True,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare checksums.
+
+        `ranks`: the group of all ranks of the plan; None for the default group.
+        """
+        self._plan, self._dtype, self._bucket_bytes, self._verify = plan, dtype, bucket_bytes, verify
+        self._all_gather, self._ranks = all_gather, ranks
+
+    def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
+        """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other ranks.
+
+        Raise SyncError with names of tensors on all ranks, if the engine's tensors do not match the plan or a checksum differs.
+        """
+        self._check("starting a sync", engine.start_update(), "the engine's tensors do not match the plan")
+        num_bytes = 0
+        for bucket in buckets(
+            self._plan,
+            tensors,
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            allocate=engine.allocate,
+            group=self._ranks,
+            verify=self._verify,
+        ):
+            engine.load(bucket)
+            num_bytes += bucket.num_bytes_received
+        self._check("ending a sync", engine.end_update(version), f"the engine does not have policy version {version}")
+        return num_bytes
+
+    def _check(self, phase: str, problems: list[str], summary: str) -> None:
+        """Raise SyncError on all ranks with the problems of the first rank that has any."""
+        for rank, names in enumerate(self._all_gather(phase, problems)):
+            if names:
+                more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+                raise SyncError(f"{summary}, at rank {rank}: {'; '.join(names[:MAX_NAMED])}{more}; start again with --resume")

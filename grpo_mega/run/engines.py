@@ -23,9 +23,8 @@ from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.settings import EngineSettings
-from grpo_mega.run.gpu_memory import GpuMemory
+from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles
-from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 

@@ -1,37 +1,64 @@
-"""A running job: its parts, its progress, and the actions around a step: resume, save, stop, end on divergence.
+"""A running job: its parts, how they are assembled from a config, its progress, and the actions around a step.
 
-Every rank has a Job. Engine ranks have no policy: they only generate, and the other ranks save for them.
+These actions are resume, save, stop, and the end of a run that has diverged. Every rank has a Job. Engine ranks have no policy:
+they only generate, and the other ranks save for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from grpo_mega.config import Config
-from grpo_mega.data.load import RunData
+from grpo_mega.data.load import RunData, load_data
 from grpo_mega.data.sampler import Sampler
+from grpo_mega.distributed.device import PeakMemory
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
-from grpo_mega.errors import EngineError, RefreshError
-from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest
-from grpo_mega.megatron.policy import Policy
+from grpo_mega.distributed.watchdog import HangWatch
+from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
+from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.policy import Policy, policy_shards
+from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.metrics import engine_mismatch
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.run_log import RunLog
+from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.rewards.scorer import Scorer
+from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.health import Health
-from grpo_mega.run.input_digests import InputDigests
-from grpo_mega.run.model_files import ModelFiles
+from grpo_mega.run.engines import build_engine, build_sync, make_room
+from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.model_files import (
+    InputDigests,
+    ModelFiles,
+    build_policy,
+    decoder,
+    read_model,
+    read_tokenizer,
+    training_sampling,
+)
 from grpo_mega.run.rollout import Rollouts
-from grpo_mega.types import Prompt, StepMetrics, Turn
+from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
+
+BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
+_MOST_NAMED = 8  # maximum number of samples in a warning
 
 
 @dataclass
@@ -195,3 +222,128 @@ class Job:
         if self.runtime.num_engine_ranks:
             with suppress(EngineError):
                 self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
+
+
+@dataclass
+class Health:
+    """Counts consecutive steps with updates that were dropped because of infinities or NaN."""
+
+    max_nonfinite_steps: int
+    mismatch_stop: float | None
+    nonfinite_steps: int = 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Return True if there were too many such steps. The run must then end after this step, with a checkpoint."""
+        return self.nonfinite_steps >= self.max_nonfinite_steps
+
+    def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
+        """Count the update of `step`. If part of it was dropped, return a warning with the samples that caused it."""
+        if not metrics.get("nonfinite_mini_batches"):
+            self.nonfinite_steps = 0
+            return []
+        self.nonfinite_steps += 1
+        names = [f"prompt {sample.prompt.id} sample {sample.index}" for sample in blamed[:_MOST_NAMED]]
+        blame = f"from {', '.join(names)}" if names else "from the gradient alone"
+        return [f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped"]
+
+    def check(self, step: int, metrics: StepMetrics, checkpoints: Path) -> None:
+        """Raise an error if the run must end. The step has been logged.
+
+        Raise NonFiniteError after too many steps with dropped updates; the last step is saved in `checkpoints`. Raise
+        MismatchError if the token probabilities of engine and trainer differ too much.
+        """
+        if self.has_diverged:
+            raise NonFiniteError(
+                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a checkpoint is "
+                f"in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
+            )
+        k3, limit = engine_mismatch(metrics), self.mismatch_stop
+        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN from the trainer is a nonfinite step, not a mismatch
+        if limit is not None and not is_counted and not k3 <= limit:
+            raise MismatchError(
+                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
+                f"rollout.mismatch_stop={limit}; continue from an earlier checkpoint, or raise the limit"
+            )
+
+
+@contextmanager
+def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
+    """Prepare the job for its first step. The engine has no weights before the first sync_weights.
+
+    The end of the context always closes workers, servers, files and process groups. Evaluation passes another `build`, because
+    it needs no optimizer.
+    """
+    with ExitStack() as stack:
+        pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
+        model = read_model(config)
+        tokenizer = read_tokenizer(model)
+        data = load_data(config.data, tokenizer)
+        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
+        pool.wait_until_ready()
+
+        runtime = runtimes.start(config)
+        stack.callback(runtimes.stop)
+        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
+        engine = build_engine(config, model, runtime, rendezvous)
+        stack.callback(engine.close)
+        peak = PeakMemory(runtime.device)
+        memory = make_room(engine, runtime, config.rollout, peak)
+        policy = build(config, model, runtime) if runtime.trains else None
+        with runtime.raise_on_all_ranks(runtime.everyone):
+            engine.wait_until_ready()
+        timers = Timers(take_peak=peak.take)
+        stop = StopRequest(config.run_dir)
+        log = _open_log(config, runtime, data.notes)
+        stack.callback(log.close)
+        gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
+        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
+        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
+        trainer = policy_shards(model.family, model.shape, config, runtime)
+        sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
+        colocation = Colocation(
+            policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
+        )
+        generator = Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s)
+        sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
+        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
+        yield Job(
+            config=config,
+            runtime=runtime,
+            model=model,
+            data=data,
+            sampler=sampler,
+            policy=policy,
+            colocation=colocation,
+            rollouts=Rollouts(config, generator, rendezvous, Scorer(pool, decode), sampling, decode, runtime, timers, log.warn),
+            checkpoints=checkpoints,
+            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+            log=log,
+            timers=timers,
+            stop=stop,
+            health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
+        )
+
+
+def _reward_pool(config: Config) -> RewardPool:
+    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's samples."""
+    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
+    if num_engine_ranks:
+        rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
+    return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
+
+
+def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
+    """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
+
+    Log the kernels in use, notes on the data, and the settings that a resume changed.
+    """
+    changes: list[str] = []
+    if runtime.rank == 0:
+        checkpoint = latest(config.run_dir / CHECKPOINTS)
+        trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
+        changes = adopt(config)
+    log = open_run_log(config, runtime.rank)
+    for message in (in_use(runtime.device).line(), *notes, *changes):
+        log.message(message)
+    return log

@@ -23,7 +23,7 @@ from grpo_mega.formats.checkpoint_files import latest, read_manifest
 from grpo_mega.run import checkpoint_writer, checkpoints, staging
 from grpo_mega.run import input_digests as run_inputs
 from grpo_mega.run.checkpoints import Checkpoints
-from grpo_mega.run.input_digests import InputDigests
+from grpo_mega.run.model_files import InputDigests
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
 

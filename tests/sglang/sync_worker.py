@@ -36,8 +36,8 @@ from grpo_mega.rollout.sglang.settings import EngineSettings
 from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import pack
+from grpo_mega.run.colocation import WeightSync
 from grpo_mega.run.model_files import ModelFiles
-from grpo_mega.run.weight_sync import WeightSync
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards

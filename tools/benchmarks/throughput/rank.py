@@ -27,9 +27,8 @@ from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.phase import Generator
-from grpo_mega.run.build import open_job
 from grpo_mega.run.engines import ranks_per_node
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.run.model_files import read_tokenizer
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics

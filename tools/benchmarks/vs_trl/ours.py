@@ -11,8 +11,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
-from grpo_mega.run.build import open_job
-from grpo_mega.run.job import Job
+from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
 from tools.benchmarks.vs_trl.contestant import Channel, Peak

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.rollout.engine import Engine as AnyEngine
-from grpo_mega.run.weight_sync import WeightSync
+from grpo_mega.run.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, Index, RankShards
 from grpo_mega.weights.families import family_of

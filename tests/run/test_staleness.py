@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_mega.observe.metrics import engine_mismatch
-from grpo_mega.run.health import staleness_metrics
+from grpo_mega.run.batches import staleness_metrics
 from grpo_mega.types import Prompt, Sample, Span
 
 PROMPT = Prompt(0, "", (1,), "")
