@@ -51,12 +51,8 @@ class Sampler:
             for number, (size, needed) in enumerate(zip(sizes, most, strict=True))
         ]
 
-    def indices(self, step: int) -> list[int]:
-        """Return the prompts of step `step` (from 0): distinct indices into the concatenated sets."""
-        return [draw.row for draw in self.draws(step)]
-
     def draws(self, step: int) -> list[Draw]:
-        """Return the prompts of step `step` with their sets and epochs."""
+        """Return the prompts of step `step` (from 0), with their sets and epochs. No row occurs twice."""
         places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
         sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
         for number, (first, order, starts) in enumerate(sets):

@@ -100,7 +100,7 @@ def series(found: Curves) -> dict[str, Any]:
     """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged": width}."""
     longest = max((len(curve) for curve in found.values()), default=0)
     width = max(1, math.ceil(longest / MAX_POINTS))
-    lists: dict[tuple[int, ...], int] = {}
+    lists: dict[tuple[int, ...], int] = {}  # values have six digits, more than a picture shows
     thinned = {}
     for name, curve in found.items():
         steps = sorted(curve)
@@ -108,7 +108,10 @@ def series(found: Curves) -> dict[str, Any]:
         key = tuple(one[-1] for one in bins)
         summarise = max if name.endswith("max") else _mean
         values = [summarise([curve[s] for s in one]) for one in bins]
-        thinned[name] = {"s": lists.setdefault(key, len(lists)), "v": [_rounded(v) for v in values]}
+        thinned[name] = {
+            "s": lists.setdefault(key, len(lists)),
+            "v": [float(f"{v:.6g}") if math.isfinite(v) else None for v in values],
+        }
     return {"steps": [list(key) for key in lists], "series": thinned, "points_averaged": width}
 
 
@@ -200,8 +203,3 @@ def _at(steps: list[int]) -> str:
 def _mean(values: list[float]) -> float:
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def _rounded(value: float) -> float | None:
-    """Round to six digits, more than a picture shows."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None

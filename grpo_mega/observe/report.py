@@ -21,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from string import Template
@@ -190,11 +191,10 @@ def _layout(raw: dict[str, Any]) -> list[list[str]]:
 
 def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
     """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer valid."""
-    try:
+    changed = None
+    with suppress(ConfigError):
         changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
-    except ConfigError:
-        return [[key, text, None] for key, text in _leaves(raw).items()]
-    return [[key, text, key not in changed] for key, text in _leaves(raw).items()]
+    return [[key, text, changed and key not in changed] for key, text in _leaves(raw).items()]
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, str]:

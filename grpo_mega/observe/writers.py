@@ -230,13 +230,16 @@ class WandbWriter(Writer):
         import wandb
 
         mode = wandb_mode(os.environ)
-        run_id = _run_id(config.run_dir / WANDB_ID_FILE)
+        # The id is stored in the run's folder, so that a resumed run continues the same W&B run.
+        id_file = config.run_dir / WANDB_ID_FILE
+        if not id_file.exists():
+            write_atomically(id_file, uuid.uuid4().hex[:8].encode())
 
         def start(mode: Mode) -> Any:
             return wandb.init(
                 project=config.log.wandb_project,
                 name=config.run_dir.name,
-                id=run_id,
+                id=id_file.read_text().strip(),
                 resume="allow",
                 dir=str(config.run_dir),
                 config=config.model_dump(mode="json"),
@@ -311,13 +314,6 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def _run_id(path: Path) -> str:
-    """Return the run's id, stored in its folder, so that a resumed run continues the same W&B run."""
-    if not path.exists():
-        write_atomically(path, uuid.uuid4().hex[:8].encode())
-    return path.read_text().strip()
 
 
 def wandb_mode(environ: Mapping[str, str]) -> Mode:

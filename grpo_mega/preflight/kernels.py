@@ -85,7 +85,7 @@ def check_apex() -> None:
         return
     # Search the package's folder, because importing the package might fail.
     if PathFinder.find_spec("apex.multi_tensor_apply", list(spec.submodule_search_locations or ())) is None:
-        package = f"apex {_version('apex') or ''}".rstrip()
+        package = f"apex {installed_version('apex') or ''}".rstrip()
         raise ConfigError(
             f"the installed package {package} is not NVIDIA Apex but an unrelated web package, and Megatron would mistake it "
             f"for Apex; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no Transformer Engine"
@@ -94,12 +94,12 @@ def check_apex() -> None:
 
 def transformer_engine_version() -> str | None:
     """Return the version of the installed Transformer Engine; None without one."""
-    return _version("transformer-engine", "transformer_engine", "transformer-engine-torch")
+    return installed_version("transformer-engine", "transformer_engine", "transformer-engine-torch")
 
 
 def flash_attention_version() -> str | None:
     """Return the version of the installed flash-attn; None without one."""
-    return _version("flash-attn")
+    return installed_version("flash-attn")
 
 
 def cuda_version() -> str | None:
@@ -157,7 +157,8 @@ def this_machine(layout: LayoutConfig, ranks: Mapping[str, str] | None = None) -
     return Machine(int(ranks["WORLD_SIZE"]), int(ranks.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])))
 
 
-def _version(*packages: str) -> str | None:
+def installed_version(*packages: str) -> str | None:
+    """Return the version of the first of these packages that is installed; None if none is."""
     for package in packages:
         try:
             return version(package)

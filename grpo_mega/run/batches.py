@@ -103,7 +103,8 @@ def attach_teacher_logprobs(
     A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its samples, and
     each rank requests a share of them.
     """
-    names = [_teacher_of(config, sample) for sample in samples]
+    column, default = config.data.teacher_column, next(iter(config.teachers))
+    names = [default if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples]
     if any(settings.url for settings in config.teachers.values()):
         rows = _ask_servers(config, samples, names, runtime)
         for mini_batch in batches:
@@ -275,8 +276,3 @@ def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str]
                 for i, values in zip(mine, found, strict=True):
                     rows[i].copy_(torch.tensor(values))
     return list(runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths))
-
-
-def _teacher_of(config: Config, sample: Sample) -> str:
-    column = config.data.teacher_column
-    return next(iter(config.teachers)) if column is None else str(find_value(sample.prompt.extras, column))

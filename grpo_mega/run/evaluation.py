@@ -146,8 +146,8 @@ def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) 
             "response": rollouts.decode(sample.response_ids),
             "token_ids": list(sample.response_ids),
             "scores": sample.scores,
+            "correct": has_full_marks(sample),
         }
-        row |= {"correct": has_full_marks(sample)}
 
 
 def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Group]]) -> None:
@@ -161,7 +161,8 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
             continue
         result.num_unusable += len(drop_unusable(groups)[1])
         for group, row in zip(groups, rows, strict=False):
-            answers = [_answer_of(rollouts.decode(s.response_ids), s.prompt.prefill) for s in group.samples]
+            # The normalized answer is the vote; "" if there is none.
+            answers = [read(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill})) for s in group.samples]
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]
             is_usable = not drop_unusable([group])[1]
             row |= {"samples": len(answers), "solved": sum(correct) if is_usable else None, "answers": answers}
@@ -171,8 +172,3 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
     if tallies:
         result.metrics |= sampled_metrics(tallies, rollouts.config.eval.all_ks)
         result.metrics["sampled_response_length"] = sum(lengths) / len(lengths)
-
-
-def _answer_of(response: str, prefill: str) -> str:
-    """Return the normalized answer, which counts as its vote; "" if there is none."""
-    return read(whole_turn(response, {"prefill": prefill}))

@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +46,26 @@ from grpo_mega.paths import (
     heldout_files,
     write_atomically,
 )
+from grpo_mega.preflight.kernels import installed_version
 from grpo_mega.yaml_text import parse_yaml
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would make it
 # another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
-FREE_ON_RESUME = {"run_dir", "steps", "device", "layout", "sync", "eval", "checkpoint", "log", "max_nonfinite_steps"}
-FREE_ON_RESUME |= {f"rollout.{name}" for name in ("tp", "max_concurrent", "cache_tokens", "memory_fraction", "sleep")}
-FREE_ON_RESUME |= {f"rollout.{name}" for name in ("start_deadline_s", "stall_deadline_s", "phase_deadline_s", "max_restarts")}
-FREE_ON_RESUME |= {f"rollout.{name}" for name in ("mismatch_warn", "mismatch_stop", "server_args", "max_staleness")}
-FREE_ON_RESUME |= {f"rollout.{name}" for name in ("ep", "dtype", "placement", "longest_first", "routing_replay")}
-FREE_ON_RESUME |= {"model.grouped_experts", "model.fused_permutation"}
-FREE_ON_RESUME |= {"precision.guard", "hang_deadline_s", "model.recompute", "batch.tokens_per_micro_batch"}
-FREE_ON_RESUME |= {f"optimizer.{name}" for name in ("lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "clip_grad")}
-FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_beta", "kl_clamp", "entropy_bonus", "calculate_entropy", "correction")}
-FREE_ON_RESUME |= {f"algorithm.{name}" for name in ("kl_target", "kl_horizon", "positive_nll")}
-FREE_ON_RESUME |= {f"algorithm.ratio_clip_{name}" for name in ("eps", "eps_low", "eps_high", "c")}
-FREE_ON_RESUME |= {"algorithm.early_stop_imp_ratio", "rewards.refresh_command", "rewards.refresh_deadline_s"}
+FREE_ON_RESUME = {
+    *"""
+    checkpoint device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
+    algorithm.calculate_entropy algorithm.correction algorithm.early_stop_imp_ratio algorithm.entropy_bonus
+    algorithm.kl_beta algorithm.kl_clamp algorithm.kl_horizon algorithm.kl_target algorithm.positive_nll
+    algorithm.ratio_clip_c algorithm.ratio_clip_eps algorithm.ratio_clip_eps_high algorithm.ratio_clip_eps_low
+    batch.tokens_per_micro_batch model.fused_permutation model.grouped_experts model.recompute optimizer.clip_grad
+    optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps optimizer.weight_decay precision.guard
+    rewards.refresh_command rewards.refresh_deadline_s rollout.cache_tokens rollout.dtype rollout.ep
+    rollout.longest_first rollout.max_concurrent rollout.max_restarts rollout.max_staleness rollout.memory_fraction
+    rollout.mismatch_stop rollout.mismatch_warn rollout.phase_deadline_s rollout.placement rollout.routing_replay
+    rollout.server_args rollout.sleep rollout.stall_deadline_s rollout.start_deadline_s rollout.tp
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
+}
 
 
 @dataclass
@@ -81,10 +83,10 @@ class Claim:
             return
         logs = sorted((self.folder / LOGS).glob("rank_*.log"))
         for path in (*logs, *(self.folder / name for name in (CONFIG_FILE, RUN_FILE, LOCK_FILE))):
-            if _name(path, self.folder) not in self.before:
+            if str(path.relative_to(self.folder)) not in self.before:
                 path.unlink(missing_ok=True)
         for path in ((self.folder / LOGS), *([self.folder] if self.is_new else [])):
-            if path == self.folder or _name(path, self.folder) not in self.before:
+            if path == self.folder or str(path.relative_to(self.folder)) not in self.before:
                 with suppress(OSError):  # the folder has other files, such as the log of a failed server
                     path.rmdir()
 
@@ -163,11 +165,7 @@ def _names(folder: Path) -> frozenset[str]:
     """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create them."""
     paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
     is_empty_log = {path: path.match(f"{LOGS}/rank_*.log") and not path.stat().st_size for path in paths}
-    return frozenset(_name(path, folder) for path in paths if not is_empty_log[path])
-
-
-def _name(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder))
+    return frozenset(str(path.relative_to(folder)) for path in paths if not is_empty_log[path])
 
 
 def _warn_if_open(folder: Path) -> None:
@@ -257,7 +255,7 @@ def _start(argv: list[str]) -> dict[str, Any]:
         "command": ["grpo-mega", *argv],
         "host": platform.node(),
         "python": sys.version.split()[0],
-        "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
+        "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
         "git": _git_state(),
         "machine": _machine(),
     }
@@ -281,13 +279,6 @@ def _fields(path: Path, name: str) -> list[str]:
         pairs = [line.partition(":") for line in path.read_text().splitlines()]
         return [value.strip() for key, _, value in pairs if key.strip() == name]
     return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git_state() -> str | None:

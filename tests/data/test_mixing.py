@@ -30,7 +30,9 @@ MIXES = [
 
 def counts_of(sampler: Sampler, sizes: tuple[int, ...], step: int) -> list[int]:
     ends = list(itertools.accumulate(sizes))
-    found = Counter(next(n for n, end in enumerate(ends) if index < end) for index in sampler.indices(step))
+    found = Counter(
+        next(n for n, end in enumerate(ends) if index < end) for index in [draw.row for draw in sampler.draws(step)]
+    )
     return [found[n] for n in range(len(sizes))]
 
 
@@ -60,7 +62,7 @@ def test_steps_of_several_sets_have_unique_prompts_and_whole_epochs(
     sizes: tuple[int, ...], weights: tuple[float, ...], prompts_per_step: int, shuffle: bool
 ) -> None:
     sampler = Sampler(sizes, weights, prompts_per_step, 3, shuffle=shuffle)
-    steps = [sampler.indices(step) for step in range(150)]
+    steps = [[draw.row for draw in sampler.draws(step)] for step in range(150)]
     assert all(len(set(step)) == prompts_per_step for step in steps)
     firsts = [0, *itertools.accumulate(sizes)]
     for first, size in zip(firsts, sizes, strict=False):
@@ -72,26 +74,28 @@ def test_steps_of_several_sets_have_unique_prompts_and_whole_epochs(
 def test_a_step_of_several_sets_does_not_depend_on_earlier_steps() -> None:
     sizes, weights = (30, 11, 50), (1.0, 0.7, 2.0)
     sampler = Sampler(sizes, weights, 9, 1, shuffle=True)
-    before = [sampler.indices(step) for step in range(60)]
+    before = [[draw.row for draw in sampler.draws(step)] for step in range(60)]
     for step in (59, 7, 0, 23):
-        assert Sampler(sizes, weights, 9, 1, shuffle=True).indices(step) == before[step]
-    assert Sampler(sizes, weights, 9, 2, shuffle=True).indices(0) != before[0]
+        assert [draw.row for draw in Sampler(sizes, weights, 9, 1, shuffle=True).draws(step)] == before[step]
+    assert [draw.row for draw in Sampler(sizes, weights, 9, 2, shuffle=True).draws(0)] != before[0]
 
 
 def test_mini_batches_of_a_step_are_mixed_too() -> None:
     sampler = Sampler((100, 100), (3.0, 1.0), 32, 0, shuffle=True)
     for step in range(20):
-        indices = sampler.indices(step)
+        indices = [draw.row for draw in sampler.draws(step)]
         for mini_batch in (indices[:8], indices[8:16], indices[16:24], indices[24:]):
             assert sum(index >= 100 for index in mini_batch) == 2
 
 
 def test_sets_of_equal_size_have_different_orders() -> None:
     sampler = Sampler((64, 64), (1.0, 1.0), 32, 0, shuffle=True)
-    drawn = [index for step in range(4) for index in sampler.indices(step)]
+    drawn = [index for step in range(4) for index in [draw.row for draw in sampler.draws(step)]]
     first, second = [i for i in drawn if i < 64], [i - 64 for i in drawn if i >= 64]
     assert first != second
-    assert first == [i for step in range(4) for i in Sampler([64], [1.0], 16, 0, shuffle=True).indices(step)]
+    assert first == [
+        i for step in range(4) for i in [draw.row for draw in Sampler([64], [1.0], 16, 0, shuffle=True).draws(step)]
+    ]
 
 
 def test_a_set_smaller_than_its_share_of_a_step_is_an_error() -> None:

@@ -10,8 +10,12 @@ from grpo_mega.data import Sampler
 from grpo_mega.errors import ConfigError
 
 
+def rows_of(sampler: Sampler, step: int) -> list[int]:
+    return [draw.row for draw in sampler.draws(step)]
+
+
 def draw(sampler: Sampler, num_steps: int) -> list[int]:
-    return list(itertools.chain.from_iterable(sampler.indices(step) for step in range(num_steps)))
+    return list(itertools.chain.from_iterable(rows_of(sampler, step) for step in range(num_steps)))
 
 
 @pytest.mark.parametrize(("num_prompts", "prompts_per_step"), [(100, 8), (10, 7), (12, 4), (9, 9), (20, 7), (23, 12)])
@@ -27,20 +31,20 @@ def test_no_step_has_a_prompt_twice(num_prompts: int, prompts_per_step: int) -> 
     for seed in range(10):
         sampler = Sampler([num_prompts], [1.0], prompts_per_step, seed=seed, shuffle=True)
         for step in range(60):
-            assert len(set(sampler.indices(step))) == prompts_per_step
+            assert len(set(rows_of(sampler, step))) == prompts_per_step
 
 
 def test_a_step_does_not_depend_on_earlier_steps() -> None:
     sampler = Sampler([50], [1.0], 8, seed=1, shuffle=True)
-    before = [sampler.indices(step) for step in range(40)]
+    before = [rows_of(sampler, step) for step in range(40)]
     for step in (39, 7, 0, 23):
-        assert Sampler([50], [1.0], 8, seed=1, shuffle=True).indices(step) == before[step]
+        assert rows_of(Sampler([50], [1.0], 8, seed=1, shuffle=True), step) == before[step]
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:
     one, other = (Sampler([64], [1.0], 64, seed=seed, shuffle=True) for seed in (0, 1))
-    assert one.indices(0) != one.indices(1)
-    assert one.indices(0) != other.indices(0)
+    assert rows_of(one, 0) != rows_of(one, 1)
+    assert rows_of(one, 0) != rows_of(other, 0)
 
 
 def test_without_shuffling_the_file_is_read_in_order() -> None:
@@ -73,7 +77,7 @@ def test_the_order_of_prompts_never_changes() -> None:
         for seed in (0, 7, 2**31 - 1):
             for shuffle in (True, False):
                 sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=shuffle)
-                digest.update(json.dumps([sampler.indices(step) for step in range(40)]).encode())
+                digest.update(json.dumps([rows_of(sampler, step) for step in range(40)]).encode())
     assert digest.hexdigest() == "222b7a15c6efca40804a83648ee81b56af3fe5d1b06099b14dd04f0b886e450b"
-    drawn = [Sampler([10], [1.0], 7, 3, shuffle=True).indices(step) for step in range(3)]
+    drawn = [rows_of(Sampler([10], [1.0], 7, 3, shuffle=True), step) for step in range(3)]
     assert drawn == [[6, 8, 4, 1, 3, 5, 9], [7, 0, 2, 4, 5, 8, 1], [3, 9, 6, 2, 0, 7, 4]]
