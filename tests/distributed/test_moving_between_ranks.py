@@ -21,7 +21,7 @@ from grpo_mega.errors import SyncError
 from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout import exchange
-from grpo_mega.run.weight_sync import WeightSync
+from grpo_mega.run.colocation import WeightSync
 from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, buckets, execute, load_shards
 from grpo_mega.weights.boxes import RankShards, region
