@@ -20,14 +20,29 @@ REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
 WANDB_ID_FILE = "wandb_id"  # id of the run on Weights & Biases
 LOGS = "logs"  # output of ranks and servers
+HANG = "hang"  # stacks of all ranks, if the run got stuck
+ENGINES = "engines"  # files of each SGLang server
 TRACE = "trace"
 CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # in CHECKPOINTS: holds the name of the last checkpoint
+MANIFEST = "checkpoint.json"  # in a checkpoint
+STATE = "state"  # in a checkpoint: the folder of Megatron's files
 EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
 def user_path(path: str | Path) -> Path:
     """Return a path with ~ as the user's home. A path with an unknown home stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+def rank_log(rank: int | str) -> str:
+    """Return the name of a rank's file in LOGS."""
+    return f"rank_{rank}.log"
+
+
+def refresh_log(step: int) -> str:
+    """Return the name of the file in LOGS with the output of rewards.refresh_command after `step`."""
+    return f"refresh-{step:06d}.log"
 
 
 def heldout_file(step: int) -> str:

@@ -26,6 +26,7 @@ from typing import IO
 
 from grpo_mega import temporary
 from grpo_mega.errors import EXIT_USER_ERROR
+from grpo_mega.paths import rank_log
 from grpo_mega.processes import die_with_parent
 
 KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
@@ -152,7 +153,7 @@ def die_with_launcher(launcher: int) -> None:
 
 
 def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: Path) -> Rank:
-    log = None if rank == 0 else log_dir / f"rank_{rank}.log"
+    log = None if rank == 0 else log_dir / rank_log(rank)
     start = log.stat().st_size if log is not None and log.exists() else 0
     with contextlib.ExitStack() as stack:
         output: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))

@@ -31,9 +31,9 @@ from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import EngineError
 from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import HANG
 
 EXIT_HANG = 3
-FOLDER = "hang"
 LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
 SECONDS_TO_ANSWER = 10.0
 SECONDS_AFTER_FIRST = 20.0  # other ranks wait longer than rank 0, so rank 0 asks first
@@ -53,7 +53,7 @@ class HangWatch:
         self._store.set_timeout(timedelta(seconds=SECONDS_TO_ANSWER))
         self._set(f"hang/node/{rank}", os.environ.get("SLURMD_NODENAME") or platform.node())
         self._rank, self._world_size = rank, world_size
-        self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / FOLDER
+        self._timers, self._last_checkpoint, self._folder = timers, last_checkpoint, config.run_dir / HANG
         self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
         self._heard: dict[int, tuple[int, float]] = {}  # number of heartbeats and time of the last, by rank
         self._own_move = 0.0  # time of this rank's last progress that other ranks know of

@@ -22,11 +22,8 @@ from typing import Any
 
 from grpo_mega.errors import ResumeError
 from grpo_mega.files import read_json, read_name
-from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, LATEST, MANIFEST
 
-LATEST = "latest"
-MANIFEST = "checkpoint.json"
-STATE = "state"  # folder of Megatron's files within a checkpoint
 FORMAT = 1  # format number of checkpoints; increase it with every change that readers must handle
 _CLOCK_TICK_S = 1e-3
 

@@ -15,6 +15,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import raise_all
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.paths import ENGINES
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -94,7 +95,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         raise_all(padding_problems(model.shape, rollout.tp))
     engine, tp_rank = divmod(rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
-    folder = config.run_dir / "engines" / str(engine)
+    folder = config.run_dir / ENGINES / str(engine)
     folder.mkdir(parents=True, exist_ok=True)
     settings = EngineSettings(
         rollout=rollout,

@@ -44,6 +44,7 @@ from grpo_mega.paths import (
     RUN_FILE,
     SAMPLES_FILE,
     heldout_files,
+    rank_log,
     write_atomically,
 )
 from grpo_mega.preflight.kernels import installed_version
@@ -81,7 +82,7 @@ class Claim:
         names = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else {METRICS_FILE}
         if not names <= {CONFIG_FILE, RUN_FILE, LOCK_FILE, LOGS} | self.before:
             return
-        logs = sorted((self.folder / LOGS).glob("rank_*.log"))
+        logs = sorted((self.folder / LOGS).glob(rank_log("*")))
         for path in (*logs, *(self.folder / name for name in (CONFIG_FILE, RUN_FILE, LOCK_FILE))):
             if str(path.relative_to(self.folder)) not in self.before:
                 path.unlink(missing_ok=True)
@@ -164,7 +165,7 @@ def explained(run_dir: Path) -> Iterator[None]:
 def _names(folder: Path) -> frozenset[str]:
     """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create them."""
     paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
-    is_empty_log = {path: path.match(f"{LOGS}/rank_*.log") and not path.stat().st_size for path in paths}
+    is_empty_log = {path: path.match(f"{LOGS}/{rank_log('*')}") and not path.stat().st_size for path in paths}
     return frozenset(str(path.relative_to(folder)) for path in paths if not is_empty_log[path])
 
 

@@ -25,7 +25,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.stop import StopRequest
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
-from grpo_mega.formats.checkpoint_files import STATE, Manifest, check_model, latest, read_manifest, tell_latest
+from grpo_mega.formats.checkpoint_files import Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, policy_shards
@@ -35,7 +35,7 @@ from grpo_mega.observe.metrics import engine_mismatch
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.paths import CHECKPOINTS, STATE
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout import backlog_file

@@ -18,7 +18,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.launch import die_with_launcher
 from grpo_mega.errors import ConfigError, RefreshError
 from grpo_mega.json_lines import json_line, read_json_lines
-from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, write_atomically
+from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, refresh_log, write_atomically
 from grpo_mega.rewards.reward_model import check_reachable
 from grpo_mega.run.job import Job
 from grpo_mega.temporary import shared_folder
@@ -80,7 +80,7 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
     environment["TMPDIR"] = str(shared_folder())  # the run's temporary folder is removed with the run
     environment |= {f"GRPO_MEGA_{name}": str(value) for name, value in given.items()}
-    log = config.run_dir / LOGS / f"refresh-{step:06d}.log"
+    log = config.run_dir / LOGS / refresh_log(step)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         # The command gets a separate session, so Ctrl-C stops the trainer and not the command.

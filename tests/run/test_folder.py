@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from grpo_mega import config as configs
+from grpo_mega import paths
 from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.paths import CONFIG_FILE
 from grpo_mega.run.folder import adopt, claim, trim
@@ -216,3 +218,16 @@ def test_a_new_runs_folder_is_closed_to_other_users() -> None:
         assert subprocess.run(["ls", str(run.parent)], capture_output=True, **ids).returncode == 0
         looked = subprocess.run(["ls", str(run)], capture_output=True, text=True, **ids)
         assert looked.returncode != 0 and "Permission denied" in looked.stderr
+
+
+def test_only_paths_names_the_files_below_run_dir() -> None:
+    root = Path(paths.__file__).parent
+    joins = [
+        (path, node)
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and "run_dir" in ast.unparse(node.left)
+    ]
+    assert len(joins) > 20
+    wrong = [(path, node) for path, node in joins if isinstance(node.right, ast.Constant | ast.JoinedStr)]
+    assert not wrong, "; ".join(f"{path.relative_to(root)}:{node.lineno} {ast.unparse(node)}" for path, node in wrong)
