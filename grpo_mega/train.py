@@ -16,7 +16,7 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import num_logged
-from grpo_mega.paths import EXPORT_DIR
+from grpo_mega.paths import EXPORT_DIR, TRACE
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.routes import share_live
@@ -45,7 +45,15 @@ def run(config: Config) -> None:
     """
     with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
         first, runtime = job.resume(), job.runtime
-        tracer = Tracer(config, runtime.rank, runtime.device, job.timers, job.log, runtime.everyone)
+        tracer = Tracer(
+            config.log.profiled_steps,
+            config.run_dir / TRACE,
+            runtime.rank,
+            runtime.device,
+            job.timers,
+            job.log,
+            runtime.everyone,
+        )
         job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         take_step = generate_step if job.policy is None else train_step
@@ -197,7 +205,7 @@ def after_update(
     if job.config.algorithm.ends_iteration(step + 1):
         with job.timers("reference"):
             policy.refresh_reference()
-    metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config))
+    metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config.algorithm))
 
 
 def log(job: Job, step: int, groups: Sequence[Group], metrics: StepMetrics) -> None:

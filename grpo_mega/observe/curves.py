@@ -121,23 +121,25 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
     def above(name: str, limit: float = 0.0) -> list[int]:
         return [step for step, value in found.get(name, {}).items() if value > limit]
 
-    broken = {name: [s for s, v in curve.items() if not math.isfinite(v)] for name, curve in sorted(found.items())}
-    sentences = [f"{name} is not finite {_at(steps)}" for name, steps in broken.items() if steps]
-    if steps := above("nonfinite_mini_batches"):
-        sentences.append(f"mini-batches were dropped because loss or gradient was not finite {_at(steps)}")
-    elif steps := above("dropped_mini_batches"):
-        sentences.append(f"mini-batches were dropped {_at(steps)}")
-    for name in sorted(found):
-        if name.startswith("verdict/") and name.rsplit("/", 1)[1] in ("timeout", "crashed", "error") and (steps := above(name)):
-            sentences.append(f"checks ended as {name.removeprefix('verdict/')} {_at(steps)}")
-    if steps := above("reward/excluded"):
-        sentences.append(f"samples had no reward and were excluded {_at(steps)}")
-    if steps := above("reward/paid_but_wrong", _PAID_BUT_WRONG):
-        sentences.append(f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong {_at(steps)}")
+    nonfinite, warn = above("nonfinite_mini_batches"), math.inf if mismatch_warn is None else mismatch_warn
+    failed = [
+        name for name in sorted(found) if name.startswith("verdict/") and name.endswith(("/timeout", "/crashed", "/error"))
+    ]
     of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
     by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
-    if mismatch_warn is not None and (steps := [s for s, one in by_step.items() if engine_mismatch(one) > mismatch_warn]):
-        sentences.append(f"the mismatch of engine and trainer was above rollout.mismatch_warn={mismatch_warn:g} {_at(steps)}")
+    signs = [
+        *((f"{name} is not finite", [s for s, v in found[name].items() if not math.isfinite(v)]) for name in sorted(found)),
+        ("mini-batches were dropped because loss or gradient was not finite", nonfinite),
+        ("mini-batches were dropped", [] if nonfinite else above("dropped_mini_batches")),
+        *((f"checks ended as {name.removeprefix('verdict/')}", above(name)) for name in failed),
+        ("samples had no reward and were excluded", above("reward/excluded")),
+        (f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong", above("reward/paid_but_wrong", _PAID_BUT_WRONG)),
+        (
+            f"the mismatch of engine and trainer was above rollout.mismatch_warn={warn:g}",
+            [step for step, one in by_step.items() if engine_mismatch(one) > warn],
+        ),
+    ]
+    sentences = [f"{text} {_at(steps)}" for text, steps in signs if steps]
     if stale := found.get("ledger/dropped_groups/stale"):
         sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were restarted")
     for name, bound, what in (

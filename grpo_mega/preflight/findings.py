@@ -38,7 +38,6 @@ from grpo_mega.preflight.model import (
     check_model,
     check_weights,
     expert_problems,
-    latent_problems,
     position_problems,
     read_model,
 )
@@ -131,7 +130,6 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
 def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield the reasons why the model cannot be split over the trainer's ranks, into FP8 blocks, or over an engine's ranks."""
     yield from layout_problems(config.layout, shape)
-    yield from latent_problems(config, shape)
     yield from expert_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)

@@ -197,21 +197,18 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def latent_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings that a model with shared experts does not support, because its layers are never Transformer Engine's."""
-    if not shape.shared_ffn:
-        return
-    if config.precision.fp8 is not None:
+def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not support.
+
+    Layers of models with shared experts are never Transformer Engine's.
+    """
+    if shape.shared_ffn and config.precision.fp8 is not None:
         yield (
             f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are Megatron's "
             "local ones and compute in model.dtype; remove it"
         )
-    if config.rollout.quantization is not None:
+    if shape.shared_ffn and config.rollout.quantization is not None:
         yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
-
-
-def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not support."""
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):

@@ -144,14 +144,14 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
         )
 
 
-def is_zero_variance(config: Config, group: Group) -> bool:
+def is_zero_variance(a: AlgorithmConfig, group: Group) -> bool:
     """Return True if the update learns nothing from the group, because all samples in the loss have advantage 0.
 
     The advantages must be assigned, over all groups of the step. With a teacher the update learns from any group.
     """
-    if config.algorithm.distill_beta > 0:
+    if a.distill_beta > 0:
         return False
-    rows = [sample.advantages for sample in group.samples if contributes_to_loss(sample, config.algorithm)]
+    rows = [sample.advantages for sample in group.samples if contributes_to_loss(sample, a)]
     assert all(row is not None for row in rows), f"prompt {group.prompt.id} has no advantages yet"
     return not any(bool(row.any()) for row in rows if row is not None)
 
@@ -169,7 +169,7 @@ def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Gr
     assign_advantages(config, config.algorithm, judged)
     useful, equal = list[Group](), list[Group]()
     for group, copy in zip(groups, judged, strict=True):
-        (equal if is_zero_variance(config, copy) else useful).append(group)
+        (equal if is_zero_variance(config.algorithm, copy) else useful).append(group)
     return useful, equal
 
 

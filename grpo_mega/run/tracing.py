@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import TRACE
 
 MAX_ALLOCATIONS = 200_000  # maximum number of allocations in a memory snapshot
 
@@ -38,15 +36,16 @@ class Tracer:
 
     def __init__(
         self,
-        config: Config,
+        steps: range,
+        folder: Path,
         rank: int,
         device: Device,
         timers: Timers,
         log: RunLog,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`ranks`: the group of all ranks. None: the default group."""
-        self._steps, self._folder = config.log.profiled_steps, config.run_dir / TRACE
+        """Trace `steps` into files in `folder`. `ranks`: the group of all ranks. None: the default group."""
+        self._steps, self._folder = steps, folder
         self._rank, self._device, self._timers, self._log, self._ranks = rank, device, timers, log, ranks
 
     @contextmanager

@@ -56,7 +56,7 @@ def test_groups_of_equal_rewards_and_samples_without_rewards_are_taught() -> Non
         one = config(**algorithm)
         for rewards in ((1.0, 1.0, 1.0), (None, None, None)):
             given = group(*rewards)
-            assert not is_zero_variance(one, given)
+            assert not is_zero_variance(one.algorithm, given)
             assert all(contributes_to_loss(sample, one.algorithm) for sample in given.samples)
     without = SimpleNamespace(algorithm=configs.AlgorithmConfig())
     assert not contributes_to_loss(group(None).samples[0], without.algorithm)

@@ -171,7 +171,7 @@ def test_a_group_has_zero_variance_if_its_advantages_are_all_zero(adv_type: str)
         assert useful == [group for group, kept in zip(step, is_kept, strict=True) if kept], (algorithm, step)
         assert equal == [group for group, kept in zip(step, is_kept, strict=True) if not kept]
         assign_advantages(step, settings.algorithm, max_response_length=MAX_LENGTH, reward_weights=WEIGHTS)
-        assert [is_zero_variance(settings, group) for group in step] == expected, (algorithm, step)
+        assert [is_zero_variance(settings.algorithm, group) for group in step] == expected, (algorithm, step)
         for group, is_zero in zip(step, expected, strict=True):
             rewards = {sample.reward for sample in group.samples} - {None}
             differ = len(rewards) > 1 or len({r for sample in group.samples for r in sample.step_rewards}) > 1
