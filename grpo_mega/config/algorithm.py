@@ -86,11 +86,7 @@ class CorrectionConfig(Section):
                 self.importance != "none",
                 " needs an importance other than 'none', whose weights it divides; set one",
             ),
-            (
-                "reject_above",
-                self.reject != "none",
-                " needs algorithm.correction.reject; set it, for example to seq_max_k3",
-            ),
+            ("reject_above", self.reject != "none", " needs algorithm.correction.reject; set it, for example to seq_max_k3"),
         )
 
 

@@ -286,8 +286,6 @@ class Config(Section):
                 f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
                 "another; set placement=separate and engine_ranks to the number of ranks that only generate, or neither"
             )
-        if self.rewards.refresh_command is not None and self.algorithm.ref_model_sync_steps is None:
-            yield "rewards.refresh_command needs iterations to run between; set algorithm.ref_model_sync_steps"
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
             yield "algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo"
         factors = [function.name for function in self.rewards.functions if function.multiplies]
@@ -311,6 +309,7 @@ class Config(Section):
 
     def _needs(self) -> Iterator[str]:
         dtype, has_refresh = self.model.dtype, self.rewards.refresh_command is not None
+        url = next((teacher.url for teacher in self.teachers.values() if teacher.url is not None), None)
         yield from self._unmet(
             "",
             ("batch.share_prompts", self.layout.cp == 1, f": must not be with layout.cp={self.layout.cp}; remove one of them"),
@@ -320,16 +319,20 @@ class Config(Section):
                 not self.precision.fp8_parameters,
                 ": must not be set with precision.fp8_parameters; leave one out",
             ),
-            ("data.replay_fraction", has_refresh, " needs rewards.refresh_command; leave it out"),
             (
-                "algorithm.distill_beta",
-                self.teachers,
-                " needs a teacher; set for example teachers.main.path to its folder",
+                "rewards.refresh_command",
+                self.algorithm.ref_model_sync_steps,
+                " needs iterations to run between; set algorithm.ref_model_sync_steps",
             ),
+            ("data.replay_fraction", has_refresh, " needs rewards.refresh_command; leave it out"),
+            ("algorithm.distill_beta", self.teachers, " needs a teacher; set for example teachers.main.path to its folder"),
+            ("data.teacher_column", self.teachers, " needs teachers, because its values name them; set them, or leave it out"),
+            ("algorithm.distill_kl", url is None, ": must be sampled with a teacher's url; leave one out"),
             (
-                "data.teacher_column",
-                self.teachers,
-                " needs teachers, because its values name them; set them, or leave it out",
+                "rollout.temperature",
+                url is None,
+                f": must be 1 with a teacher's url={url}, because servers return log-probs of given tokens only at 1; set it, "
+                "or leave url out",
             ),
         )
 
@@ -344,11 +347,3 @@ class Config(Section):
             yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
         if len(self.teachers) > 1 and column is None:
             yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
-        urls = [teacher.url for teacher in self.teachers.values() if teacher.url is not None]
-        if urls and self.algorithm.distill_kl != "sampled":
-            yield f"algorithm.distill_kl={self.algorithm.distill_kl}: must be sampled with a teacher's url; leave one out"
-        if urls and self.rollout.temperature != 1:
-            yield (
-                f"rollout.temperature={self.rollout.temperature}: must be 1 with a teacher's url={urls[0]}, because "
-                "servers return log-probs of given tokens only at 1; set it, or leave url out"
-            )

@@ -133,9 +133,9 @@ class Machine:
     world_size: int
     ranks_per_node: int
     card: Card | None = None  # GPU of a job that is planned for other machines; None: it runs here, and ranks ask their GPU
-    transformer_engine: str | None = field(default_factory=lambda: transformer_engine_version())
-    flash_attention: str | None = field(default_factory=lambda: flash_attention_version())
-    cuda: str | None = field(default_factory=lambda: cuda_version())
+    transformer_engine: str | None = field(default_factory=transformer_engine_version)
+    flash_attention: str | None = field(default_factory=flash_attention_version)
+    cuda: str | None = field(default_factory=cuda_version)
     has_sglang: bool = field(default_factory=lambda: find_spec("sglang") is not None)
     compiler: Path | None = field(default_factory=lambda: cuda_compiler(os.environ))
 

@@ -65,11 +65,11 @@ def attach_logprobs(
 
     A KL penalty in the reward needs log-probs, so advantages with it are assigned here.
     """
+    a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
     if config.rollout.routing_replay:
-        check_routes(batches, [sample for group in groups for sample in group.samples], runtime)
+        check_routes(batches, samples, runtime)
     with timers("logprobs"):
         batches = policy.attach_logprobs(batches, timers)
-    a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
     if config.teachers:
         with timers("teacher"):
             attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
