@@ -106,9 +106,8 @@ def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
     origin = min((start for _, spans in everyone for _, start, _ in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (name, spans) in enumerate(everyone):
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}})
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}})
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}})
+        labels = {"process_name": {"name": name}, "process_sort_index": {"sort_index": rank}, "thread_name": {"name": "phases"}}
+        events += ({"ph": "M", "pid": rank, "tid": 0, "name": label, "args": args} for label, args in labels.items())
         for phase, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
             times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}  # microseconds
             events.append({"ph": "X", "pid": rank, "tid": 0, "cat": "phase", "name": phase, **times})
