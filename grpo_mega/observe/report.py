@@ -238,7 +238,7 @@ def samples(path: Path) -> dict[str, Any]:
     steps = sorted(lines)
     if not steps:
         return {"steps": [], "note": ""}
-    shown = [step for step in _even(steps, MAX_SAMPLE_STEPS) if lines[step]]
+    shown = _even(steps, MAX_SAMPLE_STEPS)
     while len(shown) > 2 and sum(size for step in shown for _, size in lines[step]) > MAX_SAMPLE_BYTES:
         shown = _even(shown, max(2, len(shown) * 3 // 4))
     found = []

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from grpo_mega.config import Config, LayoutConfig, ModelConfig, RewardsConfig
+from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.driver import unusable_gpu_problems
@@ -228,7 +228,10 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             )
         problems = list(position_problems(config, resolve(read_config(settings.path))))
         if settings.url is None:
-            problems += layout_problems(_teacher_layout(config, theirs), theirs)
+            # The layers per chunk follow from the teacher's size.
+            changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
+            layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))
+            problems += layout_problems(layout, theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 
 
@@ -245,12 +248,6 @@ def row_problems(config: Config) -> Iterator[str]:
             if str(value) not in config.teachers:
                 yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
                 break
-
-
-def _teacher_layout(config: Config, theirs: ModelShape) -> LayoutConfig:
-    """Return the policy's layout for a teacher. The layers per chunk follow from the teacher's size."""
-    changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
-    return config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))
 
 
 def _has_weights(folder: Path) -> bool:
