@@ -13,8 +13,8 @@ from pathlib import Path
 
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.checkpoint_files import STATE, find, find_finished, read_manifest, without_checkpoints
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
+from grpo_mega.formats.checkpoint_files import find, find_finished, read_manifest, without_checkpoints
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, STATE
 
 
 def export(run_dir: Path, out: Path, step: int | None) -> None:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoint_files import LATEST, STATE, Manifest, clean, partial_name, publish
+from grpo_mega.formats.checkpoint_files import Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
-from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import NO_BACKLOG, Backlog
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
