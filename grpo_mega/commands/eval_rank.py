@@ -15,7 +15,6 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import IDS_PER_SET
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import check_model, read_manifest
-from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.paths import STATE
@@ -67,9 +66,7 @@ class _Source:
             self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
-            with open_reader(folder, model.family, model.shape) as reader:
-                reader.check(model.family.hf_tensors(model.shape))
-                policy.load_weights(reader.read)
+            model.read_weights(policy.load_weights, folder)
         except FileNotFoundError as error:
             raise ResumeError(
                 f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints only: "

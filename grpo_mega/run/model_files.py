@@ -36,6 +36,7 @@ from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.teacher import check_server
 from grpo_mega.text import well_formed
+from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve
 from grpo_mega.weights.spec import Family, ModelShape, read_config
@@ -61,6 +62,12 @@ class ModelFiles:
     shape: ModelShape
     family: Family
     dtype: torch.dtype  # model.dtype of the run's config
+
+    def read_weights(self, load: Callable[[Callable[[Box], torch.Tensor]], None], folder: Path | None = None) -> None:
+        """Call `load` with a function that reads the weights in `folder` (None: the start model's). Raise WeightMappingError."""
+        with open_reader(folder or self.folder, self.family, self.shape) as reader:
+            reader.check(self.family.hf_tensors(self.shape))
+            load(reader.read)
 
 
 def read_model(config: Config, teacher: Path | None = None) -> ModelFiles:
@@ -153,28 +160,21 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
-    tensors = model.family.hf_tensors(model.shape)
     if config.model.init == "random":
+        tensors = model.family.hf_tensors(model.shape)
         policy.load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
     else:
-        with open_reader(model.folder, model.family, model.shape) as reader:
-            reader.check(tensors)
-            policy.load(reader.read)
+        model.read_weights(policy.load)
     for name, settings in config.teachers.items():
         if settings.url is None:
-            policy.teachers[name] = _build_teacher(config, read_model(config, settings.path), runtime, model.shape.vocab)
+            theirs = read_model(config, settings.path)
+            teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
+            theirs.read_weights(teacher.load)
+            policy.teachers[name] = teacher
             continue
         with runtime.raise_on_all_ranks():
             check_server(name, settings.url)
     return policy
-
-
-def _build_teacher(config: Config, model: ModelFiles, runtime: Runtime, vocab_size: int) -> Teacher:
-    teacher = Teacher(config, model.shape, model.family, model.hf_config, runtime, vocab_size)
-    with open_reader(model.folder, model.family, model.shape) as reader:
-        reader.check(model.family.hf_tensors(model.shape))
-        teacher.load(reader.read)
-    return teacher
 
 
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
