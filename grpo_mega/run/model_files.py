@@ -64,7 +64,7 @@ class ModelFiles:
     dtype: torch.dtype  # model.dtype of the run's config
 
     def read_weights(self, load: Callable[[Callable[[Box], torch.Tensor]], None], folder: Path | None = None) -> None:
-        """Call `load` with a function that reads the weights in `folder` (None: the start model's). Raise WeightMappingError."""
+        """Call `load` with a function that reads the weights in `folder` (default: the model). Raise WeightMappingError."""
         with open_reader(folder or self.folder, self.family, self.shape) as reader:
             reader.check(self.family.hf_tensors(self.shape))
             load(reader.read)
