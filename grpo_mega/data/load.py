@@ -226,11 +226,20 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     Raises ConfigError if the file is about other prompts, or if a set would be empty.
     """
     assert config.pass_rates is not None
-    rates = read_pass_rates(config.pass_rates)
-    _check_same(sets, rates, config.pass_rates)
+    rates, rate_of = read_pass_rates(config.pass_rates), dict[int, float | None]()
+    for prompt in (p for prompts in sets for p in prompts if p.id in rates):
+        if rates[prompt.id].hash != text_hash(prompt.text):
+            raise ConfigError(
+                f"data.pass_rates={config.pass_rates} is of other prompts: the text of prompt {prompt.id} is not the one that "
+                "was evaluated; evaluate this data.train, with this model's chat template and system prompt"
+            )
+        rate_of[prompt.id] = rates[prompt.id].rate
+    if not rate_of:
+        raise ConfigError(
+            f"data.pass_rates={config.pass_rates} has no row for any prompt of data.train; evaluate this data.train"
+        )
     low = 0.0 if config.min_pass_rate is None else config.min_pass_rate
     high = 1.0 if config.max_pass_rate is None else config.max_pass_rate
-    rate_of = {p.id: rates[p.id].rate for prompts in sets for p in prompts if p.id in rates}
     known = [rate for rate in rate_of.values() if rate is not None]
     kept = [[p for p in prompts if (rate := rate_of.get(p.id)) is None or low <= rate <= high] for prompts in sets]
     for number, prompts in enumerate(kept):
@@ -242,10 +251,8 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     num_before, num_kept = sum(map(len, sets)), sum(map(len, kept))
     below, above = sum(rate < low for rate in known), sum(rate > high for rate in known)
     never, always = sum(rate == 0 for rate in known), sum(rate == 1 for rate in known)
-    parts = [
-        *([f"{below} below data.min_pass_rate={low}"] if config.min_pass_rate is not None else []),
-        *([f"{above} above data.max_pass_rate={high}"] if config.max_pass_rate is not None else []),
-    ]
+    parts = [f"{below} below data.min_pass_rate={low}"] * (config.min_pass_rate is not None)
+    parts += [f"{above} above data.max_pass_rate={high}"] * (config.max_pass_rate is not None)
     unknown = f"; {num_before - len(known)} without a pass rate kept" if num_before > len(known) else ""
     return kept, (
         f"data.pass_rates={config.pass_rates}: {num_before - num_kept} of {num_before} training prompts dropped "
@@ -265,16 +272,3 @@ def _overlap(sets: list[list[Prompt]], heldout: list[Prompt]) -> str:
     texts = {prompt.text for prompt in heldout}
     num_shared = sum(prompt.text in texts for prompts in sets for prompt in prompts)
     return f"; {num_shared} prompts of data.train have the text of a held-out prompt" if num_shared else ""
-
-
-def _check_same(sets: Sequence[list[Prompt]], rates: dict[int, PassRate], path: Path) -> None:
-    num_found = 0
-    for prompt in (p for prompts in sets for p in prompts if p.id in rates):
-        num_found += 1
-        if rates[prompt.id].hash != text_hash(prompt.text):
-            raise ConfigError(
-                f"data.pass_rates={path} is of other prompts: the text of prompt {prompt.id} is not the one that was "
-                "evaluated; evaluate this data.train, with this model's chat template and system prompt"
-            )
-    if not num_found:
-        raise ConfigError(f"data.pass_rates={path} has no row for any prompt of data.train; evaluate this data.train")
