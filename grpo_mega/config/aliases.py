@@ -53,7 +53,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 if TYPE_CHECKING:
-    Recipe = str
+    Recipe = str  # a type checker cannot read the names from the table
 else:
     Recipe = Literal[tuple(RECIPES)]
 
