@@ -10,11 +10,20 @@ from typing import Any
 
 from grpo_mega.rewards import Score
 
-TAGS = re.compile(r"</?(?:think|answer)>")
+ANSWER = re.compile(r"<answer>(?P<text>(?:(?!</?answer>).)*)</answer>", re.DOTALL)
+THOUGHT = re.compile(r"</?think>")
 
 
 def arithmetic_oracle(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return 1 if only the gold answer and tags follow the last "=" of the response, otherwise 0."""
-    words = TAGS.sub(" ", response.rpartition("=")[2]).split()
-    is_right = bool(words) and set(words) == {answer}
+    """Return 1 if the last complete <answer>...</answer> is the gold answer, otherwise 0.
+
+    In a response without answer tags, the gold answer must follow the last "=", and nothing else except tags of the thought.
+    White space around the answer does not matter.
+    """
+    if "<answer>" in response or "</answer>" in response:
+        *_, text = ("", *(match["text"] for match in ANSWER.finditer(response)))
+        is_right = text.strip() == answer
+    else:
+        words = THOUGHT.sub(" ", response.rpartition("=")[2]).split()
+        is_right = bool(words) and set(words) == {answer}
     return Score(float(is_right), "oracle_right" if is_right else "oracle_wrong")
