@@ -10,20 +10,20 @@ from typing import Any
 
 from grpo_mega.rewards import Score
 
-ANSWER = re.compile(r"<answer>(?P<text>(?:(?!</?answer>).)*)</answer>", re.DOTALL)
-THOUGHT = re.compile(r"</?think>")
+ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 def arithmetic_oracle(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return 1 if the last complete <answer>...</answer> is the gold answer, otherwise 0.
+    """Return 1 if the answer that the response states is exactly the gold answer, otherwise 0.
 
-    In a response without answer tags, the gold answer must follow the last "=", and nothing else except tags of the thought.
-    White space around the answer does not matter.
+    A thought does not count, because the task asks for an answer after it. The answer is the text in the last complete
+    <answer>...</answer>. In a response without answer tags, it is all text after the last "=". Only white space may surround
+    it.
     """
-    if "<answer>" in response or "</answer>" in response:
-        *_, text = ("", *(match["text"] for match in ANSWER.finditer(response)))
-        is_right = text.strip() == answer
+    conclusion = response.rpartition("</think>")[2]
+    if "<answer>" in conclusion or "</answer>" in conclusion:
+        *_, stated = ("", *ANSWER.findall(conclusion))
     else:
-        words = THOUGHT.sub(" ", response.rpartition("=")[2]).split()
-        is_right = bool(words) and set(words) == {answer}
+        stated = conclusion.rpartition("=")[2]
+    is_right = stated.strip() == answer
     return Score(float(is_right), "oracle_right" if is_right else "oracle_wrong")

@@ -15,8 +15,8 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
 from grpo_mega.rewards.api import as_score, result_of
+from grpo_mega.rewards.registry import takes_groups
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rewards.trl_signature import takes_groups
 from grpo_mega.types import Group, Prompt, Sample
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]

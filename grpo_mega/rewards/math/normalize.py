@@ -12,8 +12,7 @@ always one number, and so is `10 000` if it is the whole answer.
 
 import re
 
-from grpo_mega.rewards.math.notation import rewrite, rewrite_phrase
-from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.notation import plain, rewrite, rewrite_phrase
 from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
 
 _CHARACTERS = str.maketrans(
