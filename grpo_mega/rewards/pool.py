@@ -6,9 +6,9 @@ raises affects only its own score. No worker outlives the pool or its process. O
 only touch queues.
 
 The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So `submit` tries
-`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `len` and `cosine` are
-computed here from the verdict and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs too,
-every sample with this gold answer gets "gold_unparsable".
+`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `collect` computes
+`len` and `cosine` from the verdicts and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs
+too, every sample with this gold answer gets "gold_unparsable".
 
 If a worker ends during a check, the check is retried once in another worker, because the system may have killed the first. The
 second time the response is to blame. If a reward-server check takes too long, the response is not to blame: it gets no score.
@@ -50,7 +50,6 @@ class _Pending:
     payload: bytes
     length: int  # characters of the response
     group: Sequence[Hashable] = ()  # keys of the complete group; empty until then
-    judged: Score | None = None  # accuracy score, needed for `len`
     outcomes: dict[str, Score] = field(default_factory=dict)  # by function
     errors: dict[str, str] = field(default_factory=dict)  # exceptions by function
 
@@ -71,6 +70,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._options: dict[str, dict[str, Any]] = {function.name: dict(function.options) for function in rewards.functions}
         self._is_judged = not JUDGED.isdisjoint(self._weights)
         self._in_workers = [name for name in self._weights if name not in JUDGED]
+        self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
 
         self._lock = threading.Lock()  # guards the attributes up to the blank line
@@ -116,7 +116,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
             self._pending[key] = _Pending(payload, len(response))
-            self._unfinished += len(self._weights)
+            self._unfinished += self._num_checks
             if texts is not None:
                 score = self._checks.known(texts)
             if score is not None:
@@ -137,7 +137,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         with self._lock:
             for key in keys:
                 self._pending[key].group = keys
-            self._score_lengths(keys)
             for name in self._maybe_of_groups:
                 self._queue(Check(name, list(keys), group=group))
 
@@ -149,9 +148,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         with self._lock:
             forgotten = {key: self._pending.pop(key) for key in keys}
             self._checks.forget(forgotten)
-            self._unfinished -= sum(len(self._weights) - len(sample.outcomes) for sample in forgotten.values())
-            for sample in forgotten.values():
-                self._score_lengths(sample.group)
+            self._unfinished -= sum(self._num_checks - len(sample.outcomes) for sample in forgotten.values())
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
@@ -168,6 +165,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             pending, self._pending = self._pending, {}
             self._checks.end_rollout()
+        if self._is_judged:
+            for sample in pending.values():
+                self._finish_judged(sample, [other for key in sample.group if (other := pending.get(key)) is not None])
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
@@ -207,19 +207,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Record the outcome of a check. `error` is the text of its exception, if any."""
         if (sample := self._pending.get(key)) is None:  # the sample was discarded
             return
-        if name != ACCURACY:
-            self._record_one(sample, name, score, error)
-            return
-        sample.judged = score
-        if error is not None and LENGTH in self._weights:
-            sample.errors[LENGTH] = error
-        if ACCURACY in self._weights:
-            self._record_one(sample, ACCURACY, score, error)
-        if COSINE in self._weights:
-            self._record_one(sample, COSINE, cosine_of(score, sample.length, **self._options[COSINE]), error)
-        self._score_lengths(sample.group)
-
-    def _record_one(self, sample: _Pending, name: str, score: Score, error: str | None) -> None:
         sample.outcomes[name] = score
         self.counters[score.verdict] += 1
         if error is not None:
@@ -229,14 +216,16 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         if not self._unfinished:
             self._changed.notify_all()
 
-    def _score_lengths(self, keys: Sequence[Hashable]) -> None:
-        """Compute `len` for a group once all its remaining samples have an accuracy verdict."""
-        group = [sample for key in keys if (sample := self._pending.get(key)) is not None]
-        judged = [sample.judged for sample in group if sample.judged is not None]
-        if LENGTH not in self._weights or not group or len(judged) < len(group) or LENGTH in group[0].outcomes:
-            return
-        for sample, score in zip(group, len_of(judged, [sample.length for sample in group]), strict=True):
-            self._record_one(sample, LENGTH, score, sample.errors.get(LENGTH))
+    def _finish_judged(self, sample: _Pending, group: Sequence[_Pending]) -> None:
+        """Compute the sample's `cosine` and `len` from the accuracy verdicts of its group."""
+        judged = sample.outcomes[ACCURACY]
+        if COSINE in self._weights:
+            sample.outcomes[COSINE] = cosine_of(judged, sample.length, **self._options[COSINE])
+        if LENGTH in self._weights:
+            scores = len_of([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
+            sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
+        if error := sample.errors.pop(ACCURACY, None):
+            sample.errors |= {name: error for name in self._weights if name in JUDGED}
 
     # The worker threads run everything below.
 
@@ -282,7 +271,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 outcomes, problem = None, f"{check.name}: the worker process ended with {ended}"
             with self._lock:
                 if outcomes is not None:
-                    self._finish(check, outcomes)
+                    is_own = check.failure is None and outcomes[0][1] is None
+                    self._give(check, outcomes if check.failure is None else [(check.failure, None)], is_own=is_own)
                     continue
                 check.num_deaths += bool(problem)
                 if problem and check.num_deaths == 1:
@@ -318,7 +308,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.texts is None:
             error = None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
-            self._give(check, [(score, error)] * len(check.keys), is_own=False)
+            self._give(check, [(score, error)], is_own=False)
         elif check.failure is not None:
             for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
                 self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)
@@ -333,13 +323,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
         self._checks.again(check)
         self._has_work.notify()
-
-    def _finish(self, check: Check, outcomes: list[Outcome]) -> None:
-        """Record the outcomes that the function returned."""
-        if check.failure is not None:
-            self._give(check, [(check.failure, None)], is_own=False)
-        else:
-            self._give(check, outcomes, is_own=outcomes[0][1] is None)
 
     def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
         """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the score."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from os.path import commonprefix
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Step
@@ -26,9 +25,9 @@ MAX_CUT = 4
 _REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 Decode = Callable[[Sequence[int]], str]
 
-VERDICTS = tuple(
-    "correct wrong unparsable gold_unparsable well_formed malformed oracle_right oracle_wrong steps_right steps_wrong no_steps "
-    "scored not_applicable timeout error".split()
+VERDICTS = (
+    *("correct", "wrong", "unparsable", "gold_unparsable", "well_formed", "malformed", "oracle_right", "oracle_wrong"),
+    *("steps_right", "steps_wrong", "no_steps", "scored", "not_applicable", "timeout", "error"),
 )
 
 
@@ -185,7 +184,12 @@ def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[
             return None
         reached = 0  # must not shrink: a character can vanish while bytes of the next one are decoded with it
         for size in range(1, len(piece) + 1):
-            reached = max(reached, len(commonprefix([decode([*before, *piece[:size]])[skipped:], text])))
+            reached = max(reached, _num_common(decode([*before, *piece[:size]])[skipped:], text))
             ends.append(start + reached)
         start += len(text)
     return ends if start == len(whole) else None
+
+
+def _num_common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Reward workers, as the pool sees them (`ForkServer`, `Worker`) and from inside (`Job`): processes that run one check at a time.
+"""Reward workers: processes that run one check at a time, as the pool sees them (`Worker`) and from inside (`Job`).
 
 The pool's `ForkServer` (from multiprocessing) forks all workers. It is a fresh process with one thread, inherits only the
 trainer's environment and sys.path, and imports `guardian` first, then math-verify if a check needs it. Neither the server nor a

@@ -23,8 +23,8 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS
-from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.colocation import Colocation

@@ -175,7 +175,7 @@ def _closed_box(text: str, start: int) -> tuple[int, int] | None:
 
 
 def _content_of(text: str, start: int) -> int:
-    """Return the index of the content of the box that opens at `start`; 0 if the text has no brace or the backslash is escaped."""
+    """Return the index of the content of the box that opens at `start`; 0 if none does."""
     box = _TOKEN.match(text, start)
     num_backslashes = start - len(text[:start].rstrip("\\"))
     return box.end() if box is not None and box[0][-1] == "{" and num_backslashes % 2 == 0 else 0
