@@ -34,9 +34,9 @@ from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.checks import Check, Checks, Texts
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
-from grpo_mega.rewards.registry import BUILT_IN, FINISH_REASON, OF_SERVERS
-from grpo_mega.rewards.shaping import cosine_of, len_of
-from grpo_mega.rewards.worker import ACCURACY, JUDGED, ForkServer, Job, Outcome, Request, Worker, WorkerEnded
+from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
+from grpo_mega.rewards.shaping import cosine, len_reward
+from grpo_mega.rewards.worker import ForkServer, Job, Outcome, Request, Worker, WorkerEnded
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still alive.
@@ -220,9 +220,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Compute the sample's `cosine` and `len` from the accuracy verdicts of its group."""
         judged = sample.outcomes[ACCURACY]
         if COSINE in self._weights:
-            sample.outcomes[COSINE] = cosine_of(judged, sample.length, **self._options[COSINE])
+            sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
         if LENGTH in self._weights:
-            scores = len_of([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
+            scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
             sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
         if error := sample.errors.pop(ACCURACY, None):
             sample.errors |= {name: error for name in self._weights if name in JUDGED}
@@ -255,7 +255,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
-                    self._maybe_of_groups = worker.of_groups - JUDGED
+                    self._maybe_of_groups = worker.of_groups
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it

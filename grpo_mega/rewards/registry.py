@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.api import RewardFunction, splitter
+from grpo_mega.rewards.api import RewardFunction, Score, splitter
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
@@ -41,7 +41,10 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "soft_format": "grpo_mega.rewards.shaping.soft_format",
     "tag_count": "grpo_mega.rewards.shaping.tag_count",
 }
-OF_GROUPS = frozenset({"len"})  # built-in functions that are called once for all samples of a prompt
+ACCURACY = "accuracy"
+# Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with verdicts and
+# lengths.
+JUDGED = frozenset({ACCURACY, "len", "cosine"})
 OF_SERVERS = frozenset({"reward_model"})  # functions that wait for a server, so a timeout is not the fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 _LISTS = frozenset({"prompts", "completions", "completion_ids"})  # a function that names one of them has TRL's signature
@@ -80,9 +83,9 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
         return
     function = bind(name, options, step_splitter)
     _check_types(name, options)
-    if ".shaping." in BUILT_IN[name] and name not in OF_GROUPS:
+    if options and ".shaping." in BUILT_IN[name]:
         try:
-            function("", "", "0", {})
+            function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
     if name == "reward_model":

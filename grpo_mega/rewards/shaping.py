@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.math.answer import whole_turn
 
 # Shaping functions do not decide whether an answer is right.
@@ -64,20 +63,8 @@ def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, A
     return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
 
 
-def len_reward(
-    completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = (), finish_reason: Sequence[str | None] = ()
-) -> list[Score]:
-    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt; see `len_of`."""
-    openings, endings = prefill or [""] * len(completions), finish_reason or [None] * len(completions)
-    judged = [
-        accuracy("", text, gold, {"prefill": opening, "finish_reason": ending})
-        for text, gold, opening, ending in zip(completions, solution, openings, endings, strict=True)
-    ]
-    return len_of(judged, [len(text) for text in completions])
-
-
-def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
-    """Return the length reward for a group's accuracy Scores and lengths.
+def len_reward(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
+    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for a group's accuracy Scores and lengths.
 
     The reward is 0.5 - (length - shortest) / (longest - shortest), at most 0 for a wrong answer, and 0 if all lengths are
     equal.
@@ -91,31 +78,6 @@ def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
 
 
 def cosine(
-    prompt: str,
-    response: str,
-    answer: str,
-    extras: dict[str, Any],
-    *,
-    min_value_wrong: float = -1.0,
-    max_value_wrong: float = -0.5,
-    min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0,
-    max_len: float = 1000,
-) -> Score:
-    """Return the cosine reward (arXiv 2502.03373, section 4); see `cosine_of`."""
-    _require("max_len", max_len, max_len > 0, "be above 0")
-    return cosine_of(
-        accuracy(prompt, response, answer, extras),
-        len(response),
-        min_value_wrong=min_value_wrong,
-        max_value_wrong=max_value_wrong,
-        min_value_correct=min_value_correct,
-        max_value_correct=max_value_correct,
-        max_len=max_len,
-    )
-
-
-def cosine_of(
     judged: Score,
     length: int,
     *,
@@ -125,11 +87,12 @@ def cosine_of(
     max_value_correct: float = 1.0,
     max_len: float = 1000,
 ) -> Score:
-    """Return the cosine reward for an accuracy Score: half a cosine period over the length, up to max_len.
+    """Return the cosine reward (arXiv 2502.03373, section 4) for an accuracy Score and a length.
 
-    The reward of a right answer falls from max_value_correct to min_value_correct. The reward of a wrong one rises from
-    min_value_wrong to max_value_wrong.
+    It is half a cosine period over the length, up to max_len. The reward of a right answer falls from max_value_correct to
+    min_value_correct. The reward of a wrong one rises from min_value_wrong to max_value_wrong.
     """
+    _require("max_len", max_len, max_len > 0, "be above 0")
     if judged.value is None:
         return judged
     short, long = (max_value_correct, min_value_correct) if judged.value else (min_value_wrong, max_value_wrong)

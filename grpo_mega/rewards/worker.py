@@ -35,8 +35,6 @@ from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
-ACCURACY = "accuracy"
-JUDGED = frozenset({ACCURACY, "len", "cosine"})  # need the accuracy verdict, which workers compute once for all of them
 GUARDIAN, MATH_VERIFY = "grpo_mega.rewards.guardian", "grpo_mega.rewards.math.mathverify"  # the fork server preloads them
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a worker
 START_LIMIT_S = 300.0  # limit for a worker's imports; generous because network file systems are slow
@@ -220,12 +218,11 @@ class Job:
         if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import
             raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
         functions: dict[str, RewardFunction] = {}
-        wanted = {function.name: function.options for function in self.rewards.functions}
-        if not JUDGED.isdisjoint(wanted):
-            wanted.setdefault(ACCURACY, {})
-        for name, options in wanted.items():
+        options_of = {function.name: function.options for function in self.rewards.functions}
+        for name in dict.fromkeys(registry.ACCURACY if name in registry.JUDGED else name for name in options_of):
+            options = options_of.get(name, {})
             functions[name] = registry.bind(name, options, self.rewards.step_splitter)
-            if name == ACCURACY:
+            if name == registry.ACCURACY:
                 importlib.import_module(MATH_VERIFY)  # reports why the fork server could not import it
             elif name == "reward_model" and not self.is_replacement:  # a restarting server must not end the run
                 from grpo_mega.rewards.reward_model import check_reachable

@@ -139,14 +139,15 @@ def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
             return UNPARSABLE
         if not unevaluated and is_unevaluated(_right_side(gold, text), gold):
             return WRONG
-    if not is_plain:
-        return None
-    if not _is_readable(gold, text):
+    return _judge_by_comparison(gold, text) if is_plain else None
+
+
+def _judge_by_comparison(gold: str, text: str) -> Score | None:
+    """Return the Score of an answer if its text or exact arithmetic decides; None if only math-verify can decide."""
+    if not text or (text != gold and (is_open(text) or (parse_number(text) is None and not is_bounded(text)))):
         return UNPARSABLE
     is_correct = _compare(gold, text)
-    if is_correct is None:
-        return None
-    return CORRECT if is_correct else WRONG
+    return None if is_correct is None else CORRECT if is_correct else WRONG
 
 
 def _judge_by_math_verify(gold: str, text: str) -> Score:
@@ -156,19 +157,12 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
         return GOLD_UNPARSABLE
     if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
         text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
-    if not _is_readable(gold, text):
+    if score := _judge_by_comparison(gold, text):
+        return score
+    parsed = mathverify.parse(_right_side(gold, text))
+    if not parsed:
         return UNPARSABLE
-    is_correct = _compare(gold, text)
-    if is_correct is None:
-        parsed = mathverify.parse(_right_side(gold, text))
-        if not parsed:
-            return UNPARSABLE
-        is_correct = mathverify.verify(_parse_gold(gold), parsed)
-    return CORRECT if is_correct else WRONG
-
-
-def _is_readable(gold: str, text: str) -> bool:
-    return bool(text) and (text == gold or not (is_open(text) or (parse_number(text) is None and not is_bounded(text))))
+    return CORRECT if mathverify.verify(_parse_gold(gold), parsed) else WRONG
 
 
 @lru_cache(maxsize=256)
