@@ -180,13 +180,11 @@ def call_group(
     """
     text, _, answer, extras = samples[0]
     prompt = given.get("prompts", text)
-    completions: list[Any] = [response for _, response, _, _ in samples]
     has_text = isinstance(prompt, str)
     is_text = has_text if form == "as_data" else form == "text"
     if is_text != has_text:
         prompt = text if is_text else [{"role": "user", "content": prompt}]
-    if not is_text:
-        completions = [[{"role": "assistant", "content": response}] for response in completions]
+    completions = [response if is_text else [{"role": "assistant", "content": response}] for _, response, _, _ in samples]
     columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
     values = {name: [value] * len(samples) for name, value in columns.items()}
     values |= {"completions": completions, "completion_ids": list(token_ids)}

@@ -99,15 +99,16 @@ class _Tokens:
 
     def __init__(self, text: str) -> None:
         self._tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._tokens += [("", "")] * 2
         self._next = 0
 
     def _peek(self, offset: int = 0) -> tuple[str, str]:
-        place = self._next + offset
-        return self._tokens[place] if place < len(self._tokens) else ("", "")
+        return self._tokens[self._next + offset]
 
     def _take(self) -> tuple[str, str]:
-        self._next += 1
-        return self._peek(-1)
+        token = self._tokens[self._next]
+        self._next += token[0] != ""
+        return token
 
     def _take_after_signs(self) -> tuple[str, str]:
         while self._peek()[0] == "sum":

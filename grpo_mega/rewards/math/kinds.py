@@ -152,12 +152,9 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
         if all(one and other for one, other in numbers):
             return all(numbers_equal(one, other) for one, other in numbers if one and other)
-    if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(text):
-        return sorted(re.findall("[A-J]", gold)) == sorted(re.findall("[A-J]", text))
-    if (date := _date(gold)) and (other_date := _date(text)):
-        return date == other_date
-    if gold in _NO_SOLUTION and text in _NO_SOLUTION:
-        return True
+    for read in (_letters, _date, _NO_SOLUTION.__contains__):
+        if (value := read(gold)) and (other_value := read(text)):
+            return value == other_value
     if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (other_names := _names(text)):
         return names == other_names
     if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
@@ -233,6 +230,11 @@ def _assigned(text: str) -> dict[str, str]:
         return dict(zip(names, values, strict=True)) if len(names) == len(values) else {}
     matches = [_ASSIGNMENT.fullmatch(part.strip()) for part in re.split(r",| and ", text)]
     return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
+
+
+def _letters(text: str) -> list[str] | None:
+    """Return the letters of several choices, such as A and C, in order."""
+    return sorted(re.findall("[A-J]", text)) if _LETTERS.fullmatch(text) else None
 
 
 def _date(text: str) -> tuple[int, int, int] | None:

@@ -70,12 +70,14 @@ def parse_number(text: str) -> PlainNumber | None:
     core = core.removesuffix("%").strip()
     while len(core) > 2 and core[0] + core[-1] in ("()", "{}"):
         core = core[1:-1].strip()
-    match = next((match for form in _FORMS if (match := form.fullmatch(core))), None)
-    groups = {name: group for name, group in match.groupdict().items() if group is not None} if match else {}
-    value, decimals = _value(groups) if match else (None, 0)
-    if value is None:
-        return None
-    return PlainNumber(-value if groups["sign"] == "-" else value, decimals, is_percent, is_cents)
+    for form in _FORMS:
+        if match := form.fullmatch(core):
+            groups = {name: group for name, group in match.groupdict().items() if group is not None}
+            value, decimals = _value(groups)
+            if value is None:
+                return None
+            return PlainNumber(-value if groups["sign"] == "-" else value, decimals, is_percent, is_cents)
+    return None
 
 
 def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
@@ -93,7 +95,7 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     percent, plain = (gold, response) if gold.is_percent else (response, gold)
     as_fraction = PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False)
     is_small = response.is_percent and abs(gold.value) < 1  # 0.35% is not 0.35
-    return _same(as_fraction, plain) or (not is_small and _same(percent, plain))
+    return (not is_small and _same(percent, plain)) or _same(as_fraction, plain)
 
 
 def numbers_contradict(a: PlainNumber, b: PlainNumber) -> bool:
