@@ -6,7 +6,7 @@ and weighted step rewards. See README.md. Nothing here imports torch, and import
 
 from grpo_mega.rewards.api import NoScore, RewardFunction, RewardResult, Score, Step, splitter
 from grpo_mega.rewards.pool import RewardPool
-from grpo_mega.rewards.registry import BUILT_IN, check_name, resolve
+from grpo_mega.rewards.registry import BUILT_IN, resolve
 
 __all__ = [
     "BUILT_IN",
@@ -16,7 +16,6 @@ __all__ = [
     "RewardResult",
     "Score",
     "Step",
-    "check_name",
     "resolve",
     "splitter",
 ]

@@ -285,7 +285,7 @@ def test_every_pattern_is_fast_on_the_longest_clause() -> None:
 
 
 def test_a_tuple_that_never_closes_is_searched_in_linear_time() -> None:
-    assert answer.extract_answer("so we have (111" + ",111" * 400 + " and that is it") is not None
+    assert answer.read_located(*answer.locate_answer("so we have (111" + ",111" * 400 + " and that is it")) is not None
 
 
 def test_the_exact_path_returns_no_verdict_on_long_answers() -> None:

@@ -1,6 +1,6 @@
 """The accuracy reward: compare the response's answer with the gold answer.
 
-`answer.extract_answer` and `normalize.normalize_answer` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
+`answer` and `normalize` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
 "unparsable" (0.0, the response has no readable answer) and "gold_unparsable" (None). "gold_unparsable" depends only on the gold
 answer, so all samples of a prompt get it and the caller can drop the prompt.
 

@@ -1,4 +1,4 @@
-"""Find the answer of a response, as text (`extract_answer`).
+"""Find the answer of a response, as text (`locate_answer`, then `read_located`).
 
 Only the text after the thought (`</think>`) counts, or the whole text if there is no thought. A response that was cut off
 inside its thought has no answer. Pass `whole_turn`: if the chat template opens the thought, the response itself has no
@@ -43,11 +43,6 @@ def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
     return str(extras.get("prefill") or "") + response
 
 
-def extract_answer(response: str, is_cut: bool = False) -> str | None:
-    """Return the answer's text, stripped but otherwise unchanged; None if there is none."""
-    return read_located(*locate_answer(response, is_cut), is_cut)
-
-
 def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]:
     """Return (the text marked as the answer, ""), or (None, the text that may state it).
 
@@ -66,7 +61,7 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
 
 
 def read_located(marked: str | None, conclusion: str, is_cut: bool = False) -> str | None:
-    """Return the answer from the result of `locate_answer`, like `extract_answer`."""
+    """Return the answer from the result of `locate_answer`, stripped but otherwise unchanged; None if there is none."""
     if marked is not None:
         return marked.strip() or None
     return read_announced(conclusion) if is_cut else read_passage(conclusion)

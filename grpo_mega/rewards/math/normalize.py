@@ -1,6 +1,6 @@
 """Bring an answer's text into canonical form (`normalize_answer`), for exact comparison or for math-verify.
 
-Input: text from `answer.extract_answer`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
+Input: text from `answer.read_located`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
 the expression, math delimiters, Markdown, LaTeX spacing, currency signs, units, degree signs, thousands separators and a final
 full stop. Kept are the percent sign as `%` (whether it matters depends on the other answer), `x = `, brackets and letters.
 

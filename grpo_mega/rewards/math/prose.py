@@ -309,14 +309,9 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
-    if (
-        not answers
-        and len(found) == 1
-        and _BOLD_WORDS.fullmatch(found[0].strip(" .!"))
-        and not _NO_ANSWER.match(found[0])
-        and (line.rstrip(" .!*").endswith(found[0].strip(" .!")) or is_single_word(found[0].strip(" .!:")))
-    ):
-        return found[0].strip(" .!")
+    word = found[0].strip(" .!") if len(found) == 1 and not answers and not _NO_ANSWER.match(found[0]) else ""
+    if _BOLD_WORDS.fullmatch(word) and (line.rstrip(" .!*").endswith(word) or is_single_word(word)):
+        return word
     return _read_clause(answers[0]) if len(answers) == 1 else None
 
 
