@@ -79,6 +79,7 @@ def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
         ("<answer>58</answer>\n<answer>5", True),
         ("50+8=58\n<answer>", False),
         ("50+8=58</answer>", False),
+        ("12</answer>\n50+8=58", False),
         ("50+8=58<answer>57</answer>", False),
         ("<answer>50+8=58</answer>", False),
         ("<answer>50+8</answer>", False),
