@@ -10,11 +10,20 @@ from typing import Any
 
 from grpo_mega.rewards import Score
 
-TAGS = re.compile(r"</?(?:think|answer)>")
+ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 def arithmetic_oracle(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return 1 if only the gold answer and tags follow the last "=" of the response, otherwise 0."""
-    words = TAGS.sub(" ", response.rpartition("=")[2]).split()
-    is_right = bool(words) and set(words) == {answer}
+    """Return 1 if the answer that the response states is exactly the gold answer, otherwise 0.
+
+    A thought does not count, because the task asks for an answer after it. The answer is the text in the last complete
+    <answer>...</answer>. In a response without answer tags, it is all text after the last "=". Only white space may surround
+    it.
+    """
+    conclusion = response.rpartition("</think>")[2]
+    if "<answer>" in conclusion or "</answer>" in conclusion:
+        *_, stated = ("", *ANSWER.findall(conclusion))
+    else:
+        stated = conclusion.rpartition("=")[2]
+    is_right = stated.strip() == answer
     return Score(float(is_right), "oracle_right" if is_right else "oracle_wrong")

@@ -17,8 +17,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from grpo_mega.rewards.api import Score, Step
-from grpo_mega.rewards.steps import splitter
+from grpo_mega.rewards import Score, Step, splitter
 
 MAX_NUMBER = 30  # characters; longer numbers are skipped
 MAX_TOKENS = 200  # longest expression

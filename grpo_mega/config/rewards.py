@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from grpo_mega.config.base import LIST, Number, PositiveInt, Seconds, Section
 
-STEP_SPLITTERS = {  # see rewards/steps.py
+STEP_SPLITTERS = {  # see rewards/api.py
     "blank-lines": r"\n[^\S\n]*\n\s*",
     "lines": r"\n",
     "step-k": r"(?im)(?=^[ \t]{0,8}(?:[#>*_-]{1,6}[ \t]{0,4}){0,3}step[ \t]{0,4}\d{1,4}\b)",

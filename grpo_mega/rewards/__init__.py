@@ -4,8 +4,18 @@ Input: a sample's prompt, response, gold answer and extras. Output: one score an
 and weighted step rewards. See README.md. Nothing here imports torch, and importing this package does not import math-verify.
 """
 
-from grpo_mega.rewards.api import NoScore, RewardFunction, RewardResult, Score, Step
-from grpo_mega.rewards.registry import BUILT_IN, check_name, resolve
-from grpo_mega.rewards.workers.pool import RewardPool
+from grpo_mega.rewards.api import NoScore, RewardFunction, RewardResult, Score, Step, splitter
+from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.registry import BUILT_IN, resolve
 
-__all__ = ["BUILT_IN", "NoScore", "RewardFunction", "RewardPool", "RewardResult", "Score", "Step", "check_name", "resolve"]
+__all__ = [
+    "BUILT_IN",
+    "NoScore",
+    "RewardFunction",
+    "RewardPool",
+    "RewardResult",
+    "Score",
+    "Step",
+    "resolve",
+    "splitter",
+]

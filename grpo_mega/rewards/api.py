@@ -3,16 +3,31 @@
 A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
 Score's value, means "does not apply here": the function adds nothing to the sample's reward. A Score may also have rewards for
 the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), with or without a value. All numbers must be finite,
-because one NaN would reach every gradient of its group. A function with TRL's signature (groups.py) returns a list with one
+because one NaN would reach every gradient of its group. A function with TRL's signature (`registry`) returns a list with one
 result per sample.
+
+`splitter` finds where the steps of a response end, by the key rewards.step_splitter:
+
+    blank-lines    a step ends with the blank lines after it
+    lines          a step is a line
+    step-k         a step starts at a line such as "Step 2: ...", "**Step 2**", "### step 2." or "- Step 2)"
+    regex:PATTERN  a step ends where a match of PATTERN ends
+
+Together the steps are the whole text. A separator belongs to the step before it. No step is only white space: such a piece is
+merged into its neighbour, and a text of only white space has no steps. Time is linear in the length of the text (for
+regex:PATTERN, if PATTERN is linear).
 """
 
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from grpo_mega.config.rewards import step_separator
+from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 
 
@@ -48,6 +63,7 @@ class NoScore(Exception):
 
 
 RewardFunction = Callable[..., "float | Score | None"]
+_INK = re.compile(r"\S")
 
 
 def as_score(returned: Any, response: str) -> Score:
@@ -117,6 +133,33 @@ def result_of(
         tuple(sorted((Step(step.end, weight * step.value) for weight, step in counted), key=lambda step: step.end)),
         errors,
     )
+
+
+@lru_cache(maxsize=32)
+def splitter(name: str) -> Callable[[str], list[int]]:
+    """Return the splitter called `name`: it maps a text to the ascending character ends of its steps.
+
+    Raises ConfigError for an unknown name or an invalid pattern.
+    """
+    try:
+        separator = step_separator(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return lambda text: _ends(text, separator)
+
+
+def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
+    ends: list[int] = []
+    ink = _INK.search(text)  # first non-space character of the current step
+    for match in separator.finditer(text):
+        if ink is not None and ink.start() < match.end():
+            ends.append(match.end())
+            ink = _INK.search(text, match.end())
+    if ink is not None:
+        ends.append(len(text))
+    elif ends:
+        ends[-1] = len(text)
+    return ends
 
 
 def _number(value: Any, name: str) -> float:

@@ -2,42 +2,56 @@
 
 `check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the function's
 module. For a dotted path that is user code, so only worker processes do it. Options are the keyword arguments that a function
-takes after (prompt, response, answer, extras), or in addition to the arguments that groups.py passes with TRL's signature. A
-function that takes `step_splitter` gets rewards.step_splitter unless its options set another.
+takes after (prompt, response, answer, extras), or in addition to the arguments that `call_group` passes. A function that takes
+`step_splitter` gets rewards.step_splitter unless its options set another.
+
+A function has TRL's signature, `(completions, solution, **kwargs) -> list`, if it names completions, prompts or completion_ids.
+It is called on all samples of a prompt (`call_group`). It gets lists with one entry per sample: these three; the gold answer as
+solution, answer, ground_truth, and under its column's name; every other data column; prefill; and finish_reason, "stop" or
+"length". Completions and prompts are texts if the data's prompts are texts, and messages if the prompts are messages. The
+function may be a coroutine function.
 """
 
+import asyncio
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.api import RewardFunction
-from grpo_mega.rewards.steps import splitter
-from grpo_mega.rewards.trl_signature import GIVEN, parameters_of, takes_groups
+from grpo_mega.rewards.api import RewardFunction, Score, splitter
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_oracle": "examples/arithmetic_oracle.py",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
     "cosine": "grpo_mega.rewards.shaping.cosine",
-    "format": "grpo_mega.rewards.format.format_reward",
+    "format": "grpo_mega.rewards.shaping.format_reward",
     "language_consistency": "grpo_mega.rewards.shaping.language_consistency",
     "len": "grpo_mega.rewards.shaping.len_reward",
     "reasoning_steps": "grpo_mega.rewards.shaping.reasoning_steps",
     "repetition_penalty": "grpo_mega.rewards.shaping.repetition_penalty",
     "reward_model": "grpo_mega.rewards.reward_model.reward_model",
-    "soft_format": "grpo_mega.rewards.format.soft_format",
-    "tag_count": "grpo_mega.rewards.format.tag_count",
+    "soft_format": "grpo_mega.rewards.shaping.soft_format",
+    "tag_count": "grpo_mega.rewards.shaping.tag_count",
 }
-OF_GROUPS = frozenset({"len"})  # built-in functions that are called once for all samples of a prompt
+ACCURACY = "accuracy"
+# Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with verdicts and
+# lengths.
+JUDGED = frozenset({ACCURACY, "len", "cosine"})
 OF_SERVERS = frozenset({"reward_model"})  # functions that wait for a server, so a timeout is not the fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
+_LISTS = frozenset({"prompts", "completions", "completion_ids"})  # a function that names one of them has TRL's signature
+GOLD = ("solution", "answer", "ground_truth")
+FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
+_GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
+Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
 _FORMS: dict[Any, tuple[Any, str]] = {  # by type of an option: the accepted types of its values, and their name in errors
     bool: (bool, "true or false, without quotes"),
     int: (int, "a whole number"),
@@ -69,9 +83,9 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
         return
     function = bind(name, options, step_splitter)
     _check_types(name, options)
-    if ".shaping." in BUILT_IN[name] and name not in OF_GROUPS:
+    if options and ".shaping." in BUILT_IN[name]:
         try:
-            function("", "", "0", {})
+            function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
     if name == "reward_model":
@@ -152,16 +166,64 @@ def _example(name: str, path: str) -> ModuleType:
     return module
 
 
+def takes_groups(function: Callable[..., Any]) -> bool:
+    return not _LISTS.isdisjoint(_parameters_of(function))
+
+
+def call_group(
+    function: Callable[..., Any], samples: Sequence[Sample], given: Mapping[str, Any], token_ids: Sequence[list[int]], form: str
+) -> list[Any]:
+    """Return the result for each sample of a function with TRL's signature.
+
+    `given` is Prompt.raw_columns, and `form` is the function's key `completions`. Raises ValueError unless there is
+    one reward per sample.
+    """
+    text, _, answer, extras = samples[0]
+    prompt = given.get("prompts", text)
+    has_text = isinstance(prompt, str)
+    is_text = has_text if form == "as_data" else form == "text"
+    if is_text != has_text:
+        prompt = text if is_text else [{"role": "user", "content": prompt}]
+    completions = [response if is_text else [{"role": "assistant", "content": response}] for _, response, _, _ in samples]
+    columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
+    values = {name: [value] * len(samples) for name, value in columns.items()}
+    values |= {"completions": completions, "completion_ids": list(token_ids)}
+    if FINISH_REASON in extras:
+        values[FINISH_REASON] = [one[FINISH_REASON] for _, _, _, one in samples]
+    parameters = _parameters_of(function)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        values = {name: value for name, value in values.items() if name in parameters}
+    options = getattr(function, "keywords", {})  # options of the config take precedence over data columns with the same name
+    try:
+        returned = function(**{name: value for name, value in values.items() if name not in options})
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+    except TypeError as error:
+        if is_text and "string indices" in str(error):
+            error.args = (f"{error}; completions are texts, as prompts are: set the function's key completions: messages",)
+        raise
+    rewards = list(returned)
+    if len(rewards) != len(samples):
+        raise ValueError(f"{len(rewards)} rewards for {len(samples)} completions; return one, or None, for each")
+    return rewards
+
+
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:
     """Return the options that a function takes, each with whether it is required; None if it takes any or if unknown."""
-    parameters = list(parameters_of(function).values())
+    parameters = list(_parameters_of(function).values())
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     if takes_groups(function):
-        return {
-            p.name: False for p in parameters if p.name not in GIVEN
-        }  # a data column may supply any of them, so none is required
+        return {p.name: False for p in parameters if p.name not in _GIVEN}  # none is required: a data column may supply it
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = positional[:_NUM_ARGUMENTS]
     named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name: p.default is p.empty for p in named}
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none if they cannot be determined."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}

@@ -23,8 +23,7 @@ from grpo_mega.config import problems_of
 from grpo_mega.config.base import PositiveInt, Section
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
-from grpo_mega.rewards.api import NoScore, Score, Step
-from grpo_mega.rewards.steps import splitter
+from grpo_mega.rewards.api import NoScore, Score, Step, splitter
 from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # doubles before every further try

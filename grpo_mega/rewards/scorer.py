@@ -8,41 +8,33 @@ the rest and sets scores, verdicts, rewards and step rewards. Training then call
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Step
-from grpo_mega.rewards.steps import tokens_at
-from grpo_mega.rewards.trl_signature import FINISH_REASON
-from grpo_mega.rewards.workers.pool import RewardPool
+from grpo_mega.rewards.pool import RewardPool
+from grpo_mega.rewards.registry import FINISH_REASON
 from grpo_mega.types import Group, Sample
 
 # A reward function counts as broken after it has raised on this many samples and prompts.
 MIN_SAMPLES, MIN_PROMPTS = 8, 4
 
+PIECE_SIZE = 16  # tokens that are decoded together, plus up to MAX_CUT if the piece would end within a character
+MAX_CUT = 4
+_REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
+Decode = Callable[[Sequence[int]], str]
+
 VERDICTS = (
-    "correct",
-    "wrong",
-    "unparsable",
-    "gold_unparsable",
-    "well_formed",
-    "malformed",
-    "oracle_right",
-    "oracle_wrong",
-    "steps_right",
-    "steps_wrong",
-    "no_steps",
-    "scored",
-    "not_applicable",
-    "timeout",
-    "error",
+    *("correct", "wrong", "unparsable", "gold_unparsable", "well_formed", "malformed", "oracle_right", "oracle_wrong"),
+    *("steps_right", "steps_wrong", "no_steps", "scored", "not_applicable", "timeout", "error"),
 )
 
 
 class Scorer:
     """Scores the samples of one rank in a pool of worker processes."""
 
-    def __init__(self, pool: RewardPool, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, pool: RewardPool, decode: Decode) -> None:
         self._pool = pool
         self._decode = decode
         self._samples: dict[int, Sample] = {}
@@ -153,3 +145,51 @@ class Failures:
                     f"reward function {name!r} raised an exception for every one of the last {len(failed)} samples, now "
                     f"{errors[0][1]}; correct the function or take it out of rewards.functions"
                 )
+
+
+def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
+    """Return for each character end the index of the token that completes it.
+
+    This is the smallest t such that the decoded token_ids[: t + 1] start with that many characters of the whole text.
+    """
+    ids = list(token_ids)
+    # Some tokenizers drop the space before the first word of a text, so decode later pieces after a token.
+    for context in ([], ids[:1]):
+        by_token = _ends_by_pieces(ids, decode, context)
+        if by_token is not None:
+            return [bisect_left(by_token, end) for end in ends]
+    whole = decode(ids)
+    return [bisect_left(range(len(ids) - 1), True, key=lambda t: decode(ids[: t + 1]).startswith(whole[:end])) for end in ends]
+
+
+def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[int] | None:
+    """Return for each token how many characters of the whole decoded text are complete after it; None if unknown.
+
+    A character that spans several tokens is complete with the last one. A token without text, such as a special token that
+    `decode` omits, adds no characters. The text is decoded in pieces, because decoding every prefix of a long text takes
+    seconds. With some tokenizers the pieces do not add up to the whole text; then the result is None.
+    """
+    whole = decode(ids)
+    ends: list[int] = []
+    start = 0  # characters of all pieces so far
+    while len(ends) < len(ids):
+        before = context if ends else []
+        skipped = len(decode(before))
+        for size in range(PIECE_SIZE, PIECE_SIZE + MAX_CUT + 1):
+            piece = ids[len(ends) : len(ends) + size]
+            text = decode([*before, *piece])[skipped:]
+            if not text.endswith(_REPLACEMENT):
+                break
+        if not whole.startswith(text, start):
+            return None
+        reached = 0  # must not shrink: a character can vanish while bytes of the next one are decoded with it
+        for size in range(1, len(piece) + 1):
+            reached = max(reached, _num_common(decode([*before, *piece[:size]])[skipped:], text))
+            ends.append(start + reached)
+        start += len(text)
+    return ends if start == len(whole) else None
+
+
+def _num_common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

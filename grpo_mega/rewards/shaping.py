@@ -1,4 +1,7 @@
-"""Rewards that shape a response, apart from whether its answer is right: signs of steps, length, repetition, language.
+"""Rewards that shape a response, apart from whether its answer is right: format, signs of steps, length, repetition, language.
+
+format, and the lenient soft_format and tag_count for a model that first has to learn the format, score prefill + response: the
+text that the chat template wrote into the assistant's turn (for example "<think>\\n") counts.
 
 reasoning_steps, len, cosine and repetition_penalty return the values of open-r1's functions with these names, with two
 differences. If the gold answer cannot be read there is no value, while open-r1 counts every answer as right. Past max_len
@@ -12,11 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.math.answer import whole_turn
 
 # Shaping functions do not decide whether an answer is right.
 SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"})
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_ON_OWN_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+_ANSWER_AFTER_THOUGHT = re.compile(r"</think>\s*<answer>")
 
 _SIGN_OF_STEP = re.compile(r"Step \d+:|\A\d+\.|\n[-*]|(?:First|Second|Next|Finally),")
 _SIGNS_WANTED = 3
@@ -29,25 +35,36 @@ _WORD = re.compile(rf"[{_HAN}{_KANA}]|(?:(?![{_HAN}{_KANA}])[^\W\d_])+")
 _NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # matches LaTeX commands, variables and tags
 
 
+def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """Return 1 if the whole turn is `<think>...</think>` and then `<answer>...</answer>`.
+
+    Each tag must occur exactly once, in this order. Thought and answer may span lines and may be empty. Only white space may
+    stand between and after them.
+    """
+    prefill = str(extras.get("prefill") or "").lstrip()  # leading white space belongs to the template, not to the model
+    return _formed(is_well_formed(prefill + response))
+
+
+def soft_format(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+    """Return 1 if a thought ends and, after white space only, a complete answer follows. Other text may surround them."""
+    turn = whole_turn(response, extras)
+    found = _ANSWER_AFTER_THOUGHT.search(turn)
+    return _formed(found is not None and "</answer>" in turn[found.end() :])
+
+
+def tag_count(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+    """Return a quarter for each of the four tags that occurs exactly once and on a separate line, like open-r1's function."""
+    turn = whole_turn(response, extras)
+    return sum(turn.count(tag) == 1 for tag in _ON_OWN_LINES) / len(_ON_OWN_LINES)
+
+
 def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
     """Return a third per sign of a step, at most 1: "Step 2:", a bullet, "First,", or "1." at the start of the text."""
     return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
 
 
-def len_reward(
-    completions: Sequence[str], solution: Sequence[str], prefill: Sequence[str] = (), finish_reason: Sequence[str | None] = ()
-) -> list[Score]:
-    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for the responses of one prompt; see `len_of`."""
-    openings, endings = prefill or [""] * len(completions), finish_reason or [None] * len(completions)
-    judged = [
-        accuracy("", text, gold, {"prefill": opening, "finish_reason": ending})
-        for text, gold, opening, ending in zip(completions, solution, openings, endings, strict=True)
-    ]
-    return len_of(judged, [len(text) for text in completions])
-
-
-def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
-    """Return the length reward for a group's accuracy Scores and lengths.
+def len_reward(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
+    """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for a group's accuracy Scores and lengths.
 
     The reward is 0.5 - (length - shortest) / (longest - shortest), at most 0 for a wrong answer, and 0 if all lengths are
     equal.
@@ -61,31 +78,6 @@ def len_of(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
 
 
 def cosine(
-    prompt: str,
-    response: str,
-    answer: str,
-    extras: dict[str, Any],
-    *,
-    min_value_wrong: float = -1.0,
-    max_value_wrong: float = -0.5,
-    min_value_correct: float = 0.5,
-    max_value_correct: float = 1.0,
-    max_len: float = 1000,
-) -> Score:
-    """Return the cosine reward (arXiv 2502.03373, section 4); see `cosine_of`."""
-    _require("max_len", max_len, max_len > 0, "be above 0")
-    return cosine_of(
-        accuracy(prompt, response, answer, extras),
-        len(response),
-        min_value_wrong=min_value_wrong,
-        max_value_wrong=max_value_wrong,
-        min_value_correct=min_value_correct,
-        max_value_correct=max_value_correct,
-        max_len=max_len,
-    )
-
-
-def cosine_of(
     judged: Score,
     length: int,
     *,
@@ -95,11 +87,12 @@ def cosine_of(
     max_value_correct: float = 1.0,
     max_len: float = 1000,
 ) -> Score:
-    """Return the cosine reward for an accuracy Score: half a cosine period over the length, up to max_len.
+    """Return the cosine reward (arXiv 2502.03373, section 4) for an accuracy Score and a length.
 
-    The reward of a right answer falls from max_value_correct to min_value_correct. The reward of a wrong one rises from
-    min_value_wrong to max_value_wrong.
+    It is half a cosine period over the length, up to max_len. The reward of a right answer falls from max_value_correct to
+    min_value_correct. The reward of a wrong one rises from min_value_wrong to max_value_wrong.
     """
+    _require("max_len", max_len, max_len > 0, "be above 0")
     if judged.value is None:
         return judged
     short, long = (max_value_correct, min_value_correct) if judged.value else (min_value_wrong, max_value_wrong)
@@ -144,6 +137,25 @@ def language_consistency(prompt: str, response: str, answer: str, extras: dict[s
     words = _WORD.findall(_NO_PROSE.sub(" ", thought))
     own = re.compile(f"[{_LETTERS[language]}]+")
     return sum(own.fullmatch(word) is not None for word in words) / len(words) if words else 0.0
+
+
+def is_well_formed(text: str) -> bool:
+    """Return whether `text` is one thought and one answer, and nothing else.
+
+    The search uses fixed strings only, because a regular expression backtracks over every tag that a response repeats.
+    """
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return False
+    think, end_think, answer, end_answer = (text.index(tag) for tag in TAGS)
+    if not think == 0 < end_think < answer < end_answer:
+        return False
+    between = text[end_think + len("</think>") : answer]
+    after = text[end_answer + len("</answer>") :]
+    return not between.strip() and not after.strip()
+
+
+def _formed(is_right: bool) -> Score:
+    return Score(float(is_right), "well_formed" if is_right else "malformed")
 
 
 def _require(name: str, value: Any, is_right: bool, what: str) -> None:

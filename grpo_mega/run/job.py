@@ -36,8 +36,8 @@ from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, STATE
+from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rewards.workers.pool import RewardPool
 from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.phase import Generator

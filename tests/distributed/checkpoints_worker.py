@@ -20,8 +20,7 @@ from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import latest, read_manifest
-from grpo_mega.run import checkpoint_writer, checkpoints, staging
-from grpo_mega.run import input_digests as run_inputs
+from grpo_mega.run import checkpoint_writer, checkpoints, model_files, staging
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.model_files import InputDigests
 from tests.helpers.ranks import run_cases
@@ -203,7 +202,7 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
 
 def notices_another_start_model(rank: int, folder: Path) -> None:
     """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece size."""
-    run_inputs.PIECE, run_inputs._CHUNK = 1000, 300
+    model_files.PIECE, model_files._CHUNK = 1000, 300
     path = folder / "model"
     contents = {"config.json": b"{}", "tokenizer.json": b"", "generation_config.json": b"x" * 1000, "README.md": b"read"}
     contents |= {f"model-{i}.safetensors": bytes([65 + i]) * (2701 + i) for i in range(3)}

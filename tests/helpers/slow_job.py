@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mega.rewards.api import RewardFunction, Score
 from grpo_mega.rewards.math.accuracy import accuracy
-from grpo_mega.rewards.workers.worker import Job
+from grpo_mega.rewards.worker import Job
 
 
 class SlowJob(Job):

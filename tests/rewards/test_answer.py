@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_mega.rewards.math.answer import extract_answer
+from grpo_mega.rewards.math.answer import locate_answer, read_located
 from grpo_mega.rewards.math.normalize import normalize_answer
 from grpo_mega.rewards.math.prose import TAIL
 
@@ -212,6 +212,10 @@ NORMALIZED = [
     ("  ", ""),
     ("$", ""),
 ]
+
+
+def extract_answer(response: str, is_cut: bool = False) -> str | None:
+    return read_located(*locate_answer(response, is_cut), is_cut)
 
 
 @pytest.mark.parametrize(("response", "answer"), EXTRACTED)

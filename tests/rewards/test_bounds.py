@@ -10,7 +10,8 @@ import pytest
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math import accuracy as module
 from grpo_mega.rewards.math.accuracy import accuracy, quick
-from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
+from grpo_mega.rewards.math.arithmetic import is_bounded
+from grpo_mega.rewards.math.mathverify import cpu_limit
 
 ROOT = str(Path(__file__).resolve().parents[2])
 HUGE = [
@@ -50,8 +51,8 @@ COMPUTED = [
 ]
 ALL_AT_ONCE = f"""
 import time
-from grpo_mega.rewards.math.accuracy import accuracy, warm_up
-warm_up()
+from grpo_mega.rewards.math import mathverify
+from grpo_mega.rewards.math.accuracy import accuracy
 for text in {HUGE!r}:
     for gold in ("5", "x+1", text):
         for answer in (text, f"${{text}}+1$"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.format import TAGS, format_reward, is_well_formed
+from grpo_mega.rewards.shaping import TAGS, format_reward, is_well_formed
 
 WELL_FORMED = [
     "<think>a</think><answer>b</answer>",

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_mega.rewards.math.accuracy import accuracy, quick
-from grpo_mega.rewards.math.units import unit_after
+from grpo_mega.rewards.math.kinds import unit_after
 
 RIGHT = [
     ("42", "\\framebox{42}"),

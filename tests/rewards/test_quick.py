@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.rewards.math import accuracy as accuracy_module
-from grpo_mega.rewards.math import answer, evaluated, kinds, mathverify, normalize, notation, numbers, prose, units
-from grpo_mega.rewards.math import plain as plain_module
+from grpo_mega.rewards.math import answer, arithmetic, kinds, mathverify, normalize, notation, numbers, prose
 from grpo_mega.rewards.math.accuracy import MAX_CHARS, accuracy, quick
-from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.notation import plain
 
 ROOT = str(Path(__file__).resolve().parents[2])
 FORMULAS = [
@@ -113,7 +112,9 @@ def test_the_rules_do_not_change_a_canonical_answer(text: str) -> None:
 @given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\boxed", "{", "}", "\\", "\\{", "\\}", "7", "x "]), max_size=14))
 def test_searching_the_last_box_from_the_end_finds_the_same_box(parts: list[str]) -> None:
     text = "".join(parts)
-    assert answer._last_boxed(text) == answer._last_boxed_of_all(text)
+    start = answer._last_command(text, len(text))
+    box = (answer._closed_box(text, start) or answer._last_boxed_of_all(text)) if start >= 0 else None
+    assert box == answer._last_boxed_of_all(text)
 
 
 PIECES = [
@@ -270,7 +271,7 @@ def _patterns(value: object) -> list[re.Pattern[str]]:
 
 
 def test_every_pattern_is_fast_on_the_longest_clause() -> None:
-    modules = (accuracy_module, answer, evaluated, kinds, normalize, notation, numbers, plain_module, prose, units)
+    modules = (accuracy_module, answer, arithmetic, kinds, normalize, notation, numbers, prose)
     patterns = [pattern for module in modules for value in vars(module).values() for pattern in _patterns(value)]
     assert len(patterns) >= 150
     for pump in BUSY:
@@ -284,7 +285,7 @@ def test_every_pattern_is_fast_on_the_longest_clause() -> None:
 
 
 def test_a_tuple_that_never_closes_is_searched_in_linear_time() -> None:
-    assert answer.extract_answer("so we have (111" + ",111" * 400 + " and that is it") is not None
+    assert answer.read_located(*answer.locate_answer("so we have (111" + ",111" * 400 + " and that is it")) is not None
 
 
 def test_the_exact_path_returns_no_verdict_on_long_answers() -> None:

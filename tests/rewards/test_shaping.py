@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from grpo_mega.config.rewards import ALIASES, RewardsConfig
 from grpo_mega.observe.metrics import has_full_marks
 from grpo_mega.rewards import Score, registry
+from grpo_mega.rewards.math.accuracy import accuracy
 from grpo_mega.rewards.shaping import SHAPING, len_reward
 from grpo_mega.types import Prompt, Sample
 
@@ -25,6 +26,10 @@ from grpo_mega.types import Prompt, Sample
 def value_of(name: str, response: str, answer: str = "18", prefill: str = "", **options: Any) -> float | None:
     found = registry.bind(name, options, "lines")("p", response, answer, {"prefill": prefill})
     return found.value if isinstance(found, Score) else found
+
+
+def cosine_of(response: str, answer: str = "18", **options: Any) -> float | None:
+    return registry.bind("cosine", options, "lines")(accuracy("p", response, answer, {}), len(response)).value  # type: ignore[union-attr]
 
 
 def padded(text: str, length: int) -> str:
@@ -126,9 +131,9 @@ def test_scripts_without_spaces_repeat_characters() -> None:
 def test_the_cosine_over_the_length_equals_open_r1(case: tuple[str, str, int]) -> None:
     start, gold, length = case
     found = [
-        value_of("cosine", padded(start, length), gold),
-        value_of(
-            *("cosine", padded(start, length), gold),
+        cosine_of(padded(start, length), gold),
+        cosine_of(
+            *(padded(start, length), gold),
             min_value_wrong=-10,
             max_value_wrong=0,
             min_value_correct=1,
@@ -145,8 +150,8 @@ def test_the_cosine_over_the_length_equals_open_r1(case: tuple[str, str, int]) -
 
 def test_beyond_max_len_the_cosine_is_constant_unlike_open_r1() -> None:
     """open-r1 returns 1.0 for a correct answer of 200 characters if max_len is 100, as for a length of 0."""
-    right = [value_of("cosine", padded(r"\boxed{18}", n), max_len=100) for n in (100, 137, 200, 5000)]
-    wrong = [value_of("cosine", padded(r"\boxed{17}", n), max_len=100) for n in (100, 137, 200, 5000)]
+    right = [cosine_of(padded(r"\boxed{18}", n), max_len=100) for n in (100, 137, 200, 5000)]
+    wrong = [cosine_of(padded(r"\boxed{17}", n), max_len=100) for n in (100, 137, 200, 5000)]
     assert right == pytest.approx([0.5] * 4) and wrong == pytest.approx([-0.5] * 4)
 
 
@@ -155,14 +160,15 @@ def test_lengths_are_normalized_over_the_group_as_in_open_r1(
     responses: list[tuple[str, int]], gold: str, expected: list[float]
 ) -> None:
     texts = [padded(start, length) for start, length in responses]
-    scores = len_reward(texts, [gold] * len(texts), [""] * len(texts))
+    scores = len_reward([accuracy("p", text, gold, {}) for text in texts], [len(text) for text in texts])
     assert [score.value for score in scores] == pytest.approx(expected, rel=1e-9)
 
 
 def test_an_unreadable_gold_answer_has_no_value() -> None:
     """open-r1 treats every answer as correct in this case."""
-    assert len_reward(["a", "bb"], ["???"] * 2) == [Score(None, "gold_unparsable")] * 2
-    assert value_of("cosine", "a", "???") is None
+    unreadable = Score(None, "gold_unparsable")
+    assert len_reward([unreadable] * 2, [1, 2]) == [unreadable] * 2
+    assert cosine_of("a", "???") is None
 
 
 def of_script(word: str, names: tuple[str, ...]) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.rewards import STEP_SPLITTERS
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.steps import splitter
+from grpo_mega.rewards.api import splitter
 
 NAMES = [*STEP_SPLITTERS, "regex:;", "regex:(?=<)", r"regex:\s*", "regex:x?"]
 

@@ -1,15 +1,15 @@
 """The accuracy reward: compare the response's answer with the gold answer.
 
-`answer.extract_answer` and `normalize.normalize_answer` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
+`answer` and `normalize` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
 "unparsable" (0.0, the response has no readable answer) and "gold_unparsable" (None). "gold_unparsable" depends only on the gold
 answer, so all samples of a prompt get it and the caller can drop the prompt.
 
 Two plain numbers are compared exactly, and so are pairs, intervals and sets of plain numbers (`numbers`). Two times of day and
 two phrases are compared by their text. math-verify compares everything else: equations by their right-hand side, sets in any
 order, tuples and intervals in order, expressions up to algebra. If the gold answer has plain numbers, arithmetic on numerals
-does not count as an answer (`evaluated`). If the response ended at the length limit (extras["finish_reason"] is "length"), only
-an explicit and complete answer counts (`answer`). There is no timeout here, because no timeout inside the process can stop
-every input: run the function in the pool.
+does not count as an answer (`arithmetic`). If the response ended at the length limit (extras["finish_reason"] is "length"),
+only an explicit and complete answer counts (`answer`). There is no timeout here, because no timeout inside the process can
+stop every input: run the function in the pool.
 
 The training process calls `quick`. It returns the same verdict if exact arithmetic and text decide. It only looks at short
 answers, so that no regex or number takes long, and does not import math-verify.
@@ -21,11 +21,9 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.math import mathverify
 from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
-from grpo_mega.rewards.math.bounds import cpu_limit, is_bounded
-from grpo_mega.rewards.math.evaluated import has_plain_numbers, is_open, is_unevaluated
-from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of
+from grpo_mega.rewards.math.arithmetic import has_plain_numbers, is_bounded, is_open, is_unevaluated
+from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of, unit_after, values_agree
 from grpo_mega.rewards.math.normalize import canonical_number, normalize_answer
 from grpo_mega.rewards.math.numbers import (
     in_words,
@@ -36,7 +34,6 @@ from grpo_mega.rewards.math.numbers import (
     parse_number,
 )
 from grpo_mega.rewards.math.prose import TAIL
-from grpo_mega.rewards.math.units import unit_after, values_agree
 
 GOLD_SECONDS = 2.0  # limit of processor time for parsing a gold answer
 CUT = "length"  # finish reason of a response that ended at the length limit
@@ -58,30 +55,6 @@ _BASE = re.compile(r"[\dA-F]+_\{?(\d+)\}?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 # math-verify reads words as products of their letters, so "stop" would equal "pots".
 _PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
-
-# Common forms of answers. warm_up parses them to build the parser's tables.
-_FORMS = (
-    ("x + 1", "1 + x"),
-    (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{\sqrt{2}}"),
-    ("2x^2-3xy+4", "4-3xy+2x^{2}"),
-    ("(3,-5)", r"(3,\frac{1}{2})"),
-    (r"[0,\infty)", r"(-\infty,0]\cup[2,5)"),
-    (r"\{1,2\}", "2,1"),
-    (r"\frac{\pi}{4}", r"2\pi"),
-    ("x<5", r"1\leq x\leq 2"),
-    (r"3\pm 2\sqrt{5}", r"1+2i"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
-    ("2^{10}", r"5!\cdot 3"),
-    (r"\sqrt[3]{4}", r"\left|-2\right|"),
-    (r"(x+1)(x-2)", r"\frac{x+1}{x-2}"),
-    ("x^3-2x^2+x-1", "-x^2+3x"),
-    (r"\frac{1+\sqrt{5}}{2}", r"2\sqrt{3}-1"),
-    (r"-\frac{2\pi}{3}", r"24-4\pi"),
-    (r"\frac{3}{4}\pi", r"\sqrt{15}"),
-    (r"\left(-\frac{1}{2},\sqrt{3}\right)", r"(1,2,x)"),
-    (r"[-1,\sqrt{2}]", r"(-2,\pi]"),
-    (r"\{-1,\frac{1}{2},\sqrt{2}\}", r"\{x,3\}"),
-)
 
 
 def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *, unevaluated: bool = False) -> Score:
@@ -116,12 +89,6 @@ def read(text: str, is_cut: bool = False) -> str:
     """Return the normalized answer of a response or of a gold answer; "" if it has none."""
     marked, conclusion = locate_answer(text, is_cut)
     return (_normalize_short if len(marked or conclusion) <= MAX_CHARS else _normalize)(marked, conclusion, is_cut)
-
-
-def warm_up() -> None:
-    """Import math-verify and build its parser's tables, which takes one to two seconds, before the first check."""
-    for gold, text in _FORMS:
-        accuracy("", rf"\boxed{{{text}}}", rf"\boxed{{{gold}}}", {})
 
 
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
@@ -172,40 +139,38 @@ def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
             return UNPARSABLE
         if not unevaluated and is_unevaluated(_right_side(gold, text), gold):
             return WRONG
-    if not is_plain:
-        return None
-    if not _is_readable(gold, text):
+    return _judge_by_comparison(gold, text) if is_plain else None
+
+
+def _judge_by_comparison(gold: str, text: str) -> Score | None:
+    """Return the Score of an answer if its text or exact arithmetic decides; None if only math-verify can decide."""
+    if not text or (text != gold and (is_open(text) or (parse_number(text) is None and not is_bounded(text)))):
         return UNPARSABLE
     is_correct = _compare(gold, text)
-    if is_correct is None:
-        return None
-    return CORRECT if is_correct else WRONG
+    return None if is_correct is None else CORRECT if is_correct else WRONG
 
 
 def _judge_by_math_verify(gold: str, text: str) -> Score:
+    from grpo_mega.rewards.math import mathverify  # imported late, because it takes one to two seconds
+
     if not _is_plain(gold) and not _parse_gold(gold):
         return GOLD_UNPARSABLE
     if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
         text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
-    if not _is_readable(gold, text):
+    if score := _judge_by_comparison(gold, text):
+        return score
+    parsed = mathverify.parse(_right_side(gold, text))
+    if not parsed:
         return UNPARSABLE
-    is_correct = _compare(gold, text)
-    if is_correct is None:
-        parsed = mathverify.parse(_right_side(gold, text))
-        if not parsed:
-            return UNPARSABLE
-        is_correct = mathverify.verify(_parse_gold(gold), parsed)
-    return CORRECT if is_correct else WRONG
-
-
-def _is_readable(gold: str, text: str) -> bool:
-    return bool(text) and (text == gold or not (is_open(text) or (parse_number(text) is None and not is_bounded(text))))
+    return CORRECT if mathverify.verify(_parse_gold(gold), parsed) else WRONG
 
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
     """Parse a gold answer; () if it takes more than GOLD_SECONDS of processor time. Cached, because a group shares it."""
-    with cpu_limit(GOLD_SECONDS):
+    from grpo_mega.rewards.math import mathverify
+
+    with mathverify.cpu_limit(GOLD_SECONDS):
         return mathverify.parse(gold)
     return ()
 

@@ -1,4 +1,4 @@
-"""Find the answer of a response, as text (`extract_answer`).
+"""Find the answer of a response, as text (`locate_answer`, then `read_located`).
 
 Only the text after the thought (`</think>`) counts, or the whole text if there is no thought. A response that was cut off
 inside its thought has no answer. Pass `whole_turn`: if the chat template opens the thought, the response itself has no
@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.notation import plain
 from grpo_mega.rewards.math.prose import is_prose, other_answer, read_announced, read_passage, read_start
 
 _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
@@ -43,11 +43,6 @@ def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
     return str(extras.get("prefill") or "") + response
 
 
-def extract_answer(response: str, is_cut: bool = False) -> str | None:
-    """Return the answer's text, stripped but otherwise unchanged; None if there is none."""
-    return read_located(*locate_answer(response, is_cut), is_cut)
-
-
 def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]:
     """Return (the text marked as the answer, ""), or (None, the text that may state it).
 
@@ -66,7 +61,7 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
 
 
 def read_located(marked: str | None, conclusion: str, is_cut: bool = False) -> str | None:
-    """Return the answer from the result of `locate_answer`, like `extract_answer`."""
+    """Return the answer from the result of `locate_answer`, stripped but otherwise unchanged; None if there is none."""
     if marked is not None:
         return marked.strip() or None
     return read_announced(conclusion) if is_cut else read_passage(conclusion)
@@ -120,7 +115,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
             found = read_start(rest)
             if found is not None:
                 return "" if is_cut and len(rest) == len(found) else found
-        if _is_opened(text, start):
+        if _content_of(text, start):
             return ""
         last = _last_boxed_of_all(text)
     if last is None:
@@ -132,8 +127,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
         last = _joined_box(text, last[0])
         if last is None:
             break
-        content = text[slice(*last)].strip()
-        if content not in contents:
+        if (content := text[slice(*last)].strip()) not in contents:
             contents.insert(0, content)
     other = other_answer(contents[-1], text[end + 1 :])
     return ", ".join(contents) if other is None or other in contents else f"{contents[-1]} or {other}"
@@ -153,46 +147,33 @@ def _last_command(text: str, end: int) -> int:
 def _joined_box(text: str, start: int) -> tuple[int, int] | None:
     """Return the span of the content of the box that is joined to the box whose content starts at `start`."""
     first = max(0, start - _JOIN_CHARS)
-    join = _JOIN.search(text[first:start]) if "}" in text[first:start] else None
-    before = _last_command(text, first + join.start()) if join else -1
-    found = _closed_box(text, before) if before >= 0 else None
-    return found if found and join and found[1] == first + join.start() else None
-
-
-def _is_opened(text: str, start: int) -> bool:
-    """Return whether a box opens at `start`."""
-    box = _TOKEN.match(text, start)
-    return box is not None and box[0][-1] == "{" and _is_token(text, start)
-
-
-def _last_boxed(text: str) -> tuple[int, int] | None:
-    """Return the span of the content of the last balanced `\\boxed{...}` or `\\fbox{...}`."""
-    start = _last_command(text, len(text))
-    return (_closed_box(text, start) or _last_boxed_of_all(text)) if start >= 0 else None
+    join = _JOIN.search(text, first, start) if "}" in text[first:start] else None
+    before = _last_command(text, join.start()) if join else -1
+    span = _closed_box(text, before) if before >= 0 else None
+    return span if span and join and span[1] == join.start() else None
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
     """Return the span of the content of the box at `start`; None if it is not closed."""
-    box = _TOKEN.match(text, start)
-    if box is None or box[0][-1] != "{" or not _is_token(text, start):
+    first = _content_of(text, start)
+    if not first:
         return None
-    end = text.find("}", box.end())
-    if text.find("{", box.end(), end) < 0 and text.find("\\", box.end(), end) < 0:  # the usual case
-        return (box.end(), end) if end >= 0 else None
+    end = text.find("}", first)
+    if text.find("{", first, end) < 0 and text.find("\\", first, end) < 0:  # the usual case
+        return (first, end) if end >= 0 else None
     depth = 1
-    for token in _TOKEN.finditer(text, box.end()):
+    for token in _TOKEN.finditer(text, first):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
         if not depth:
-            return box.end(), token.start()
+            return first, token.start()
     return None
 
 
-def _is_token(text: str, start: int) -> bool:
-    """Return whether the backslash at `start` opens a command, and is not the second half of an escaped backslash."""
-    first = start
-    while first > 0 and text[first - 1] == "\\":
-        first -= 1
-    return (start - first) % 2 == 0
+def _content_of(text: str, start: int) -> int:
+    """Return the index of the content of the box that opens at `start`; 0 if none does."""
+    box = _TOKEN.match(text, start)
+    num_backslashes = start - len(text[:start].rstrip("\\"))
+    return box.end() if box is not None and box[0][-1] == "{" and num_backslashes % 2 == 0 else 0
 
 
 def _last_boxed_of_all(text: str) -> tuple[int, int] | None:

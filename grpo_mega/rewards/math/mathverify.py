@@ -1,26 +1,59 @@
-"""math-verify for the accuracy reward: `parse` and `verify`, without timeouts.
+r"""math-verify for the accuracy reward: `parse` and `verify`, without timeouts. The import takes one to two seconds.
 
 Most of math-verify's time goes into its parser, ANTLR in Python. The parser's decisions depend only on the token types, so the
 decisions for 5x^2+3 are reused for 7y^2+4. A new form is first parsed without the rule stack ("SLL"), which returns the same
 tree or a syntax error. Only after an error is it parsed with the stack ("LL"), which is much slower. Comparing wrong answers is
 mostly sympy's `simplify`, so it is not called if values at one point differ.
+
+The import builds the parser's tables from common forms of answers. Raises ImportError if math-verify cannot be used.
 """
 
 import contextlib
 import logging
 import math
+import signal
+import threading
+from collections.abc import Iterator
 from functools import lru_cache, partial
+from types import FrameType
 from typing import Any
 
-_FORMS = 4096  # number of token sequences whose decisions are remembered
+import math_verify
+from sympy import Derivative, Expr, I, Limit, Rational, Symbol  # type: ignore[import-untyped]
+from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
+
+_NUM_DECISIONS = 4096  # number of token sequences whose decisions are remembered
 _DIGITS, _CLEARLY = 15, 1e-6  # digits to compute of a value, and the relative difference that counts as different
+
+# Pairs of answers in common forms.
+_FORMS = (
+    ("x + 1", "1 + x"),
+    (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{\sqrt{2}}"),
+    ("2x^2-3xy+4", "4-3xy+2x^{2}"),
+    ("(3,-5)", r"(3,\frac{1}{2})"),
+    (r"[0,\infty)", r"(-\infty,0]\cup[2,5)"),
+    (r"\{1,2\}", "2,1"),
+    (r"\frac{\pi}{4}", r"2\pi"),
+    ("x<5", r"1\leq x\leq 2"),
+    (r"3\pm 2\sqrt{5}", r"1+2i"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
+    ("2^{10}", r"5!\cdot 3"),
+    (r"\sqrt[3]{4}", r"\left|-2\right|"),
+    (r"(x+1)(x-2)", r"\frac{x+1}{x-2}"),
+    ("x^3-2x^2+x-1", "-x^2+3x"),
+    (r"\frac{1+\sqrt{5}}{2}", r"2\sqrt{3}-1"),
+    (r"-\frac{2\pi}{3}", r"24-4\pi"),
+    (r"\frac{3}{4}\pi", r"\sqrt{15}"),
+    (r"\left(-\frac{1}{2},\sqrt{3}\right)", r"(1,2,x)"),
+    (r"[-1,\sqrt{2}]", r"(-2,\pi]"),
+    (r"\{-1,\frac{1}{2},\sqrt{2}\}", r"\{x,3\}"),
+)
 
 
 def parse(text: str) -> tuple[Any, ...]:
     """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; () if it cannot read the answer."""
     if not text:
         return ()
-    math_verify = _math_verify()
     # With units=True math-verify would read "3t" as "3". Its search for boxes and its fallback to a string would extract a
     # second time.
     config = math_verify.LatexExtractionConfig(
@@ -35,23 +68,34 @@ def parse(text: str) -> tuple[Any, ...]:
 
 def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
     """Return whether any reading of the response equals any reading of the gold answer."""
-    if _math_verify().verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None):
+    if math_verify.verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None):
         return True
     return any(_equal_as_complex(a, b) for a in gold for b in response)
 
 
-@lru_cache(maxsize=1)
-def _math_verify() -> Any:
-    """Import math_verify at its first use, which takes a second. Silence its log, and make it faster."""
-    import math_verify
+class _TimeUp(BaseException):
+    """The processor time is used up. Not an Exception, because libraries catch every Exception."""
 
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    for speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers):
-        # A version of math-verify without these hooks is equally right, only slower.
-        with contextlib.suppress(ImportError, AttributeError):
-            speed_up()
-    return math_verify
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Leave the block once it has used this much processor time. No effect outside the main thread of a process."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TimeUp
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    # The signal repeats, in case a finally block swallowed the first one.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds / 10)
+    try:
+        with contextlib.suppress(_TimeUp):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _parse_each_form_once() -> None:
@@ -61,7 +105,7 @@ def _parse_each_form_once() -> None:
     converter = latex2sympy2._Latex2Sympy
     create_parser = converter.create_parser
 
-    @lru_cache(maxsize=_FORMS)
+    @lru_cache(maxsize=_NUM_DECISIONS)
     def decisions_of(form: tuple[int, ...]) -> list[int]:
         """Return the list of decisions for these token types. The first parse fills it."""
         return []
@@ -115,22 +159,17 @@ def _refute_by_numbers() -> None:
     from math_verify import grader
 
     symbolic_eq = grader.sympy_symbolic_eq
-
-    def symbolic_eq_after_a_look(a: Any, b: Any) -> bool:
-        return not _differ_at_a_point(a, b) and bool(symbolic_eq(a, b))
-
-    grader.sympy_symbolic_eq = symbolic_eq_after_a_look
+    grader.sympy_symbolic_eq = lambda a, b: not _differ_at_a_point(a, b) and bool(symbolic_eq(a, b))
 
 
 def _equal_as_complex(a: Any, b: Any) -> bool:
     """Return whether two constants in i have the same value. math-verify takes i for a variable."""
-    from sympy import Expr, I, Symbol  # type: ignore[import-untyped]
-
     if not (isinstance(a, Expr) and isinstance(b, Expr)):
         return False
-    if {symbol.name for side in (a, b) for symbol in side.free_symbols} != {"i"}:
+    symbols = a.free_symbols | b.free_symbols
+    if {symbol.name for symbol in symbols} != {"i"}:
         return False
-    unit = {symbol: I for side in (a, b) for symbol in side.free_symbols if isinstance(symbol, Symbol)}
+    unit = {symbol: I for symbol in symbols if isinstance(symbol, Symbol)}
     try:
         difference = complex((a.subs(unit) - b.subs(unit)).evalf(_DIGITS * 2, maxn=200))
         return abs(difference) < 1e-12 * max(1.0, abs(complex(a.subs(unit).evalf(_DIGITS))))
@@ -140,9 +179,6 @@ def _equal_as_complex(a: Any, b: Any) -> bool:
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
     """Return whether two expressions clearly have different real values at one point, so they cannot be equal."""
-    from sympy import Derivative, Expr, Limit, Rational, Symbol
-    from sympy.concrete.expr_with_limits import ExprWithLimits  # type: ignore[import-untyped]
-
     try:
         if not (isinstance(a, Expr) and isinstance(b, Expr)):
             return False
@@ -158,3 +194,16 @@ def _differ_at_a_point(a: Any, b: Any) -> bool:
         return abs(left.real - right.real) > _CLEARLY * max(1.0, abs(left.real), abs(right.real))
     except Exception:
         return False
+
+
+for _name in ("math_verify", "latex2sympy2_extended"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
+for _speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers):
+    # A version of math-verify without these hooks is equally right, only slower.
+    with contextlib.suppress(ImportError, AttributeError):
+        _speed_up()
+try:
+    for _gold, _text in _FORMS:
+        verify(parse(_gold), parse(_text))
+except Exception as error:
+    raise ImportError(f"math-verify cannot be used: {type(error).__name__}: {error}") from error

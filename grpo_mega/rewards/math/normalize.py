@@ -1,6 +1,6 @@
 """Bring an answer's text into canonical form (`normalize_answer`), for exact comparison or for math-verify.
 
-Input: text from `answer.extract_answer`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
+Input: text from `answer.read_located`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
 the expression, math delimiters, Markdown, LaTeX spacing, currency signs, units, degree signs, thousands separators and a final
 full stop. Kept are the percent sign as `%` (whether it matters depends on the other answer), `x = `, brackets and letters.
 
@@ -12,8 +12,7 @@ always one number, and so is `10 000` if it is the whole answer.
 
 import re
 
-from grpo_mega.rewards.math.notation import rewrite, rewrite_phrase
-from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.notation import plain, rewrite, rewrite_phrase
 from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
 
 _CHARACTERS = str.maketrans(

@@ -31,12 +31,12 @@ _FORMS = tuple(
         r"(?P<lead>\d*\.\d*)\\overline ?\{(?P<repeat>\d+)\}",
     )
 )
-_UNITS = (
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
-    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
+    "nineteen"
 )
-_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-_WORDS = {word: value for value, word in enumerate(_UNITS)} | {word: 10 * value for value, word in enumerate(_TENS, start=2)}
+_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety"
+_WORDS = {word: value for value, word in enumerate(_ONES.split())} | {w: 10 * n for n, w in enumerate(_TENS.split()) if n > 1}
 _WORDS |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1_000_000}
 _DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 _DENOMINATORS |= {f"{word}s": value for word, value in _DENOMINATORS.items()} | {"halves": 2}
@@ -55,12 +55,7 @@ class PlainNumber:
     is_cents: bool = False
 
 
-@dataclass(frozen=True)
-class NumberList:
-    """The values in order (of a set, ascending) and the two brackets."""
-
-    brackets: str
-    values: tuple[Fraction, ...]
+NumberList = tuple[str, tuple[Fraction, ...]]  # the two brackets, and the values in order (of a set, ascending)
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +68,7 @@ def parse_number(text: str) -> PlainNumber | None:
     core = core.removesuffix("¢").strip()
     is_percent = core.endswith("%")
     core = core.removesuffix("%").strip()
-    while len(core) > 2 and (core[0], core[-1]) in (("(", ")"), ("{", "}")):
+    while len(core) > 2 and core[0] + core[-1] in ("()", "{}"):
         core = core[1:-1].strip()
     for form in _FORMS:
         if match := form.fullmatch(core):
@@ -98,11 +93,9 @@ def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     if gold.is_percent == response.is_percent:
         return _same(gold, response)
     percent, plain = (gold, response) if gold.is_percent else (response, gold)
-    if response.is_percent and abs(gold.value) < 1:  # 0.35% is not 0.35
-        plain, percent = gold, response
-        return _same(PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False), plain)
     as_fraction = PlainNumber(percent.value / 100, percent.decimals + 2 if percent.decimals else 0, False)
-    return _same(percent, plain) or _same(as_fraction, plain)
+    is_small = response.is_percent and abs(gold.value) < 1  # 0.35% is not 0.35
+    return (not is_small and _same(percent, plain)) or _same(as_fraction, plain)
 
 
 def numbers_contradict(a: PlainNumber, b: PlainNumber) -> bool:
@@ -151,27 +144,21 @@ def parse_list(text: str) -> NumberList | None:
         return None
     brackets = match["open"] + match["close"]
     if brackets == r"\{\}":
-        return NumberList(brackets, tuple(sorted(values)))
+        return brackets, tuple(sorted(values))
     is_in_order = len(values) == 2 and values[0] < values[1]
-    if brackets == "()" or (brackets in ("[]", "[)", "(]") and is_in_order):
-        return NumberList(brackets, values)
-    return None
+    return (brackets, values) if brackets == "()" or (brackets in ("[]", "[)", "(]") and is_in_order) else None
 
 
 def lists_equal(gold: NumberList, response: NumberList) -> bool | None:
     """Return whether two lists are the same; None if it is in doubt."""
-    if gold.brackets != response.brackets or len(gold.values) != len(response.values):
+    if gold[0] != response[0] or len(gold[1]) != len(response[1]):
         return None
-    differences = [abs(a - b) for a, b in zip(gold.values, response.values, strict=True)]
-    if not any(differences):
-        return True
-    return False if max(differences) > _CLEARLY else None
+    difference = max(abs(a - b) for a, b in zip(gold[1], response[1], strict=True))
+    return True if not difference else False if difference > _CLEARLY else None
 
 
 def _same(a: PlainNumber, b: PlainNumber) -> bool:
-    if a.value == b.value:
-        return True
-    return _rounds_to(a, b) or _rounds_to(b, a)
+    return a.value == b.value or _rounds_to(a, b) or _rounds_to(b, a)
 
 
 def _rounds_to(exact: PlainNumber, rounded: PlainNumber) -> bool:
@@ -183,23 +170,18 @@ def _rounds_to(exact: PlainNumber, rounded: PlainNumber) -> bool:
 
 def _value(groups: dict[str, str]) -> tuple[Fraction | None, int]:
     """Return the unsigned value and the number of decimal places, from the groups of a match in _FORMS."""
-    if "decimal" in groups:
-        exponent = int(groups.get("e") or groups.get("t") or 0)
-        whole, _, part = groups["decimal"].partition(".")
-        places = len(part)
-        value = Fraction(int(whole + part), 10**places)
-        if exponent:
-            value *= Fraction(10) ** exponent
-        return value, max(0, places - exponent) if places else 0
     if "power" in groups:
         return Fraction(10) ** int(groups["power"]), 0
+    if "decimal" in groups:
+        exponent = int(groups.get("e") or groups.get("t") or 0)
+        places = len(groups["decimal"].partition(".")[2])
+        value = Fraction(int(groups["decimal"].replace(".", "")), 10**places)
+        return value * Fraction(10) ** exponent if exponent else value, max(0, places - exponent) if places else 0
     if "repeat" in groups:
         lead, repeat = groups["lead"], groups["repeat"]
-        places = len(lead.partition(".")[2])
-        period = Fraction(int(repeat), (10 ** len(repeat) - 1) * 10**places)
-        return Fraction(("0" + lead).rstrip(".")) + period, 0
-    numerator = int(groups.get("n") or groups["n1"])
-    denominator = int(groups.get("d") or groups["d1"])
+        period = Fraction(int(repeat), (10 ** len(repeat) - 1) * 10 ** len(lead.partition(".")[2]))
+        return Fraction(f"0{lead}0") + period, 0
+    numerator, denominator = int(groups.get("n") or groups["n1"]), int(groups.get("d") or groups["d1"])
     if denominator == 0 or ("whole" in groups and numerator < 0):
         return None, 0
     return int(groups.get("whole", 0)) + Fraction(numerator, denominator), 0

@@ -9,8 +9,7 @@ last TAIL characters are read, so time is bounded.
 
 import re
 
-from grpo_mega.rewards.math.notation import is_single_word
-from grpo_mega.rewards.math.plain import plain
+from grpo_mega.rewards.math.notation import is_single_word, plain
 
 # Number of characters to search from the end. A longer answer does not count.
 TAIL = 2000
@@ -170,7 +169,8 @@ def read_passage(text: str) -> str | None:
     if is_whole and not is_prose(tail):
         return tail or None
     bold = _emphasized(written)
-    found = _announced(tail, bold) or bold or _chosen(tail) or _last_expression(tail)
+    *_, chosen = ("", *_CHOSEN.findall(tail))
+    found = _announced(tail, bold) or bold or chosen or _last_expression(tail)
     hedge = _HEDGE.search(tail.rpartition("\n")[2]) if found else None
     if found and hedge and hedge[1] not in found:
         return f"{found} or {hedge[1]}"
@@ -255,13 +255,13 @@ def _announced(text: str, bold: str | None = None) -> str | None:
         formula = _FORMULA.match(rest)
         end = _SENTENCE_END.search(rest, formula.end() if formula else 0)
         clause = rest[: end.start()] if end else rest
-        if found := _read_start(clause) or (clause.strip() and bold) or _last_expression(clause) or _phrase(clause):
+        if found := _read_clause(clause, bold):
             return found
     return None
 
 
-def _read_clause(clause: str) -> str | None:
-    return _read_start(clause) or _last_expression(clause) or _phrase(clause)
+def _read_clause(clause: str, bold: str | None = None) -> str | None:
+    return _read_start(clause) or (clause.strip() and bold) or _last_expression(clause) or _phrase(clause)
 
 
 def _read_start(clause: str) -> str | None:
@@ -309,20 +309,10 @@ def _emphasized(text: str) -> str | None:
     answers = [
         bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
-    if (
-        not answers
-        and len(found) == 1
-        and _BOLD_WORDS.fullmatch(found[0].strip(" .!"))
-        and not _NO_ANSWER.match(found[0])
-        and (line.rstrip(" .!*").endswith(found[0].strip(" .!")) or is_single_word(found[0].strip(" .!:")))
-    ):
-        return found[0].strip(" .!")
+    word = found[0].strip(" .!") if len(found) == 1 and not answers and not _NO_ANSWER.match(found[0]) else ""
+    if _BOLD_WORDS.fullmatch(word) and (line.rstrip(" .!*").endswith(word) or is_single_word(word)):
+        return word
     return _read_clause(answers[0]) if len(answers) == 1 else None
-
-
-def _chosen(text: str) -> str | None:
-    *_, letter = ("", *_CHOSEN.findall(text))
-    return letter or None
 
 
 def _last_expression(text: str) -> str | None:

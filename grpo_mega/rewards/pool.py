@@ -6,9 +6,9 @@ raises affects only its own score. No worker outlives the pool or its process. O
 only touch queues.
 
 The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So `submit` tries
-`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `len` and `cosine` are
-computed here from the verdict and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs too,
-every sample with this gold answer gets "gold_unparsable".
+`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `collect` computes
+`len` and `cosine` from the verdicts and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs
+too, every sample with this gold answer gets "gold_unparsable".
 
 If a worker ends during a check, the check is retried once in another worker, because the system may have killed the first. The
 second time the response is to blame. If a reward-server check takes too long, the response is not to blame: it gets no score.
@@ -26,20 +26,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
-from grpo_mega.rewards.math.accuracy import GOLD_UNPARSABLE, quick
+from grpo_mega.rewards.checks import Check, Checks, Texts
+from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
-from grpo_mega.rewards.registry import BUILT_IN, OF_SERVERS
-from grpo_mega.rewards.shaping import cosine_of, len_of
-from grpo_mega.rewards.trl_signature import FINISH_REASON
-from grpo_mega.rewards.workers.checks import Check, Checks, Texts
-from grpo_mega.rewards.workers.process import ForkServer, Worker, WorkerEnded
-from grpo_mega.rewards.workers.worker import ACCURACY, JUDGED, Job, Outcome, Request
+from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
+from grpo_mega.rewards.shaping import cosine, len_reward
+from grpo_mega.rewards.worker import ForkServer, Job, Outcome, Request, Worker, WorkerEnded
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still alive.
@@ -53,12 +50,11 @@ class _Pending:
     payload: bytes
     length: int  # characters of the response
     group: Sequence[Hashable] = ()  # keys of the complete group; empty until then
-    judged: Score | None = None  # accuracy score, needed for `len`
     outcomes: dict[str, Score] = field(default_factory=dict)  # by function
     errors: dict[str, str] = field(default_factory=dict)  # exceptions by function
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Run reward functions in worker processes; a context manager.
 
     `rewards` must have passed registry.check. Its `deadline_s` starts when a worker receives the check, so queueing and startup
@@ -74,16 +70,17 @@ class RewardPool:
         self._options: dict[str, dict[str, Any]] = {function.name: dict(function.options) for function in rewards.functions}
         self._is_judged = not JUDGED.isdisjoint(self._weights)
         self._in_workers = [name for name in self._weights if name not in JUDGED]
+        self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
         self._maybe_of_groups = frozenset(name for name in self._in_workers if name not in BUILT_IN)
 
         self._lock = threading.Lock()  # guards the attributes up to the blank line
         self._changed = threading.Condition(self._lock)  # notified about results and started workers
         self._has_work = threading.Condition(self._lock)  # wakes the threads of idle workers
+        self.counters: Counter[str] = Counter(killed_workers=0)  # checks by verdict, "killed_workers" and "retried"
+        self.first_error: str | None = None  # the first exception or crash since the start, with the function's name
         self._checks = Checks()
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
-        self._counters: Counter[str] = Counter(killed_workers=0)
-        self._first_error: str | None = None
         self._failure: str | None = None
         self._is_ready = not has_workers  # True once a worker has imported all functions
         self._pids: list[int] = []
@@ -94,35 +91,18 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """Number of checks by verdict since the pool started, and "killed_workers"."""
-        with self._lock:
-            return dict(self._counters)
-
-    @property
-    def first_error(self) -> str | None:
-        """The first exception or crash since the pool started, with the function's name."""
-        with self._lock:
-            return self._first_error
 
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the current workers."""
-        with self._lock:
-            return list(self._pids)
+        return list(self._pids)
 
     def wait_until_ready(self) -> None:
         """Wait until a worker has imported all functions. Raises RewardError if the workers cannot start."""
         with self._lock:
-            while not self._is_ready and self._failure is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._is_ready or self._failure is not None)
             self._raise_failure()
 
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
@@ -136,22 +116,20 @@ class RewardPool:
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
             self._pending[key] = _Pending(payload, len(response))
-            self._unfinished += len(self._weights)
+            self._unfinished += self._num_checks
             if texts is not None:
                 score = self._checks.known(texts)
             if score is not None:
                 self._record(key, ACCURACY, score)
             elif self._is_judged:
-                self._checks.add(Check(ACCURACY, [key], texts))
-                self._has_work.notify()
+                self._queue(Check(ACCURACY, [key], texts))
             for name in self._in_workers:
-                self._checks.add(Check(name, [key]))
-                self._has_work.notify()
+                self._queue(Check(name, [key]))
 
     def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
         """Queue the functions that take a whole group. All samples of the group must have been submitted.
 
-        `given` is the argument of groups.call. A sample without a group when results are collected is its own group.
+        `given` is the argument of registry.call_group. A sample without a group when results are collected is its own group.
         """
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
@@ -159,10 +137,8 @@ class RewardPool:
         with self._lock:
             for key in keys:
                 self._pending[key].group = keys
-            self._score_lengths(keys)
             for name in self._maybe_of_groups:
-                self._checks.add(Check(name, list(keys), group=group))
-                self._has_work.notify()
+                self._queue(Check(name, list(keys), group=group))
 
     def discard(self, keys: Collection[Hashable]) -> None:
         """Forget samples submitted since the last collect.
@@ -172,17 +148,12 @@ class RewardPool:
         with self._lock:
             forgotten = {key: self._pending.pop(key) for key in keys}
             self._checks.forget(forgotten)
-            self._unfinished -= sum(len(self._weights) - len(sample.outcomes) for sample in forgotten.values())
-            for sample in forgotten.values():
-                self._score_lengths(sample.group)
+            self._unfinished -= sum(self._num_checks - len(sample.outcomes) for sample in forgotten.values())
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
 
-        The caller's thread calls `on_progress()` whenever checks have finished.
-
-        Raises:
-            RewardError: the workers cannot start.
+        The caller's thread calls `on_progress()` whenever checks have finished. Raises RewardError if the workers cannot start.
         """
         for key in [key for key, sample in self._pending.items() if not sample.group]:
             self.submit_group([key], {}, [[]])
@@ -194,6 +165,9 @@ class RewardPool:
             self._raise_failure()
             pending, self._pending = self._pending, {}
             self._checks.end_rollout()
+        if self._is_judged:
+            for sample in pending.values():
+                self._finish_judged(sample, [other for key in sample.group if (other := pending.get(key)) is not None])
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
@@ -220,45 +194,38 @@ class RewardPool:
         if score is not None or texts is not None:
             return score, texts
         marked = None
-        if reason != "length":
+        if reason != CUT:
             with contextlib.suppress(Exception):  # the check in the worker meets the same error and fails
                 marked = locate_answer(turn)[0]
         return None, (_digest(answer), _digest(turn if marked is None else marked, reason))
+
+    def _queue(self, check: Check) -> None:
+        self._checks.add(check)
+        self._has_work.notify()
 
     def _record(self, key: Hashable, name: str, score: Score, error: str | None = None) -> None:
         """Record the outcome of a check. `error` is the text of its exception, if any."""
         if (sample := self._pending.get(key)) is None:  # the sample was discarded
             return
-        if name != ACCURACY:
-            self._record_one(sample, name, score, error)
-            return
-        sample.judged = score
-        if error is not None and LENGTH in self._weights:
-            sample.errors[LENGTH] = error
-        if ACCURACY in self._weights:
-            self._record_one(sample, ACCURACY, score, error)
-        if COSINE in self._weights:
-            self._record_one(sample, COSINE, cosine_of(score, sample.length, **self._options[COSINE]), error)
-        self._score_lengths(sample.group)
-
-    def _record_one(self, sample: _Pending, name: str, score: Score, error: str | None) -> None:
         sample.outcomes[name] = score
-        self._counters[score.verdict] += 1
+        self.counters[score.verdict] += 1
         if error is not None:
             sample.errors[name] = error
-            self._first_error = self._first_error or f"{name}: {error}"
+            self.first_error = self.first_error or f"{name}: {error}"
         self._unfinished -= 1
         if not self._unfinished:
             self._changed.notify_all()
 
-    def _score_lengths(self, keys: Sequence[Hashable]) -> None:
-        """Compute `len` for a group once all its remaining samples have an accuracy verdict."""
-        group = [sample for key in keys if (sample := self._pending.get(key)) is not None]
-        judged = [sample.judged for sample in group if sample.judged is not None]
-        if LENGTH not in self._weights or not group or len(judged) < len(group) or LENGTH in group[0].outcomes:
-            return
-        for sample, score in zip(group, len_of(judged, [sample.length for sample in group]), strict=True):
-            self._record_one(sample, LENGTH, score, sample.errors.get(LENGTH))
+    def _finish_judged(self, sample: _Pending, group: Sequence[_Pending]) -> None:
+        """Compute the sample's `cosine` and `len` from the accuracy verdicts of its group."""
+        judged = sample.outcomes[ACCURACY]
+        if COSINE in self._weights:
+            sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
+        if LENGTH in self._weights:
+            scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
+            sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
+        if error := sample.errors.pop(ACCURACY, None):
+            sample.errors |= {name: error for name in self._weights if name in JUDGED}
 
     # The worker threads run everything below.
 
@@ -288,7 +255,7 @@ class RewardPool:
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
-                    self._maybe_of_groups = worker.of_groups - JUDGED
+                    self._maybe_of_groups = worker.of_groups
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
@@ -299,17 +266,25 @@ class RewardPool:
         while (next_check := self._next_check(worker)) is not None:
             check, request = next_check
             try:
-                outcomes = worker.run(request, self._rewards.deadline_s)
+                outcomes, problem = worker.run(request, self._rewards.deadline_s), ""
             except WorkerEnded as ended:
-                self._retry_or_fail(check, f"the worker process ended with {ended}")
-                return
-            if outcomes is None:
-                with self._lock:
-                    self._counters["killed_workers"] += 1
-                    self._fail_check(check, Score(None if check.name in OF_SERVERS else 0.0, "timeout"))
-                return
+                outcomes, problem = None, f"{check.name}: the worker process ended with {ended}"
             with self._lock:
-                self._finish(check, outcomes)
+                if outcomes is not None:
+                    is_own = check.failure is None and outcomes[0][1] is None
+                    self._give(check, outcomes if check.failure is None else [(check.failure, None)], is_own=is_own)
+                    continue
+                check.num_deaths += bool(problem)
+                if problem and check.num_deaths == 1:
+                    self.counters["retried"] += 1
+                    self._again(check)
+                elif problem:
+                    self.first_error = self.first_error or problem
+                    self._blame(check, Score(0.0, "error"))
+                else:
+                    self.counters["killed_workers"] += 1
+                    self._blame(check, Score(None if check.name in OF_SERVERS else 0.0, "timeout"))
+            return
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
         """Wait for a check, and return it with its samples; None if the worker has ended or the pool is closed."""
@@ -318,62 +293,36 @@ class RewardPool:
                 if (check := self._checks.next()) is None:
                     self._has_work.wait(SECONDS_BETWEEN_LOOKS)
                 elif (check.group is not None) == (check.name in worker.of_groups):
-                    return check, self._request_of(check)
+                    payloads = [self._pending[key].payload for key in (check.keys if check.group else check.keys[:1])]
+                    if check.failure is not None:
+                        _, _, answer, _ = pickle.loads(payloads[0])
+                        payloads = [pickle.dumps(("", answer, answer, {}))]
+                    return check, (check.name, payloads, check.group)
                 if worker.has_ended:
                     break
         return None
 
-    def _request_of(self, check: Check) -> Request:
-        keys = check.keys if check.group is not None else check.keys[:1]
-        payloads = [self._pending[key].payload for key in keys]
-        if check.failure is not None:
-            _, _, answer, _ = pickle.loads(payloads[0])
-            payloads = [pickle.dumps(("", answer, answer, {}))]
-        return check.name, payloads, check.group
+    # The methods below run with the lock held.
 
-    # The methods below run with the lock held, except _retry_or_fail, which takes it.
-
-    def _retry_or_fail(self, check: Check, problem: str) -> None:
-        """Retry a check whose worker has ended. Fail it if this was the second time."""
-        with self._lock:
-            check.num_deaths += 1
-            if check.num_deaths == 1:
-                self._counters["retried"] += 1
-                self._again(check)
-                return
-            self._first_error = self._first_error or f"{check.name}: {problem}"
-            self._fail_check(check, Score(0.0, "error"))
-
-    def _fail_check(self, check: Check, score: Score) -> None:
+    def _blame(self, check: Check, score: Score) -> None:
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
-        if check.failure is not None:
-            self._refuse_gold(check)
-        elif check.texts is not None and self._checks.known(check.texts) is None:
+        if check.texts is None:
+            error = None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            self._give(check, [(score, error)], is_own=False)
+        elif check.failure is not None:
+            for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
+                self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)
+        elif known := self._checks.known(check.texts):
+            self._give(check, [(known, None)], is_own=False)
+        else:
             check.failure, check.num_deaths = score, 0
             self._again(check)
-        elif check.texts is not None:
-            self._give(check, [(self._checks.known(check.texts) or score, None)], is_own=False)
-        else:
-            error = None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
-            self._give(check, [(score, error)] * len(check.keys), is_own=False)
 
     def _again(self, check: Check) -> None:
         left = [key for key in check.keys if key in self._pending]  # without samples discarded in the meantime
         check.keys[:] = left if check.group is None or len(left) == len(check.keys) else []
         self._checks.again(check)
         self._has_work.notify()
-
-    def _refuse_gold(self, check: Check) -> None:
-        assert check.texts is not None
-        for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
-            self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)
-
-    def _finish(self, check: Check, outcomes: list[Outcome]) -> None:
-        """Record the outcomes that the function returned."""
-        if check.failure is not None:
-            self._give(check, [(check.failure, None)], is_own=False)
-        else:
-            self._give(check, outcomes, is_own=outcomes[0][1] is None)
 
     def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
         """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the score."""

@@ -1,10 +1,6 @@
-"""The pool's queue of checks, the samples that wait for each check, and the accuracy verdicts so far.
+"""The pool's queue of checks, the samples that wait for each check, and the accuracy verdicts so far."""
 
-At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has no lock:
-callers hold the pool's lock.
-"""
-
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
@@ -33,31 +29,33 @@ class Check:
 
 
 class Checks:
-    """A first-in, first-out queue of checks."""
+    """A first-in, first-out queue of checks.
+
+    At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has no lock:
+    callers hold the pool's lock.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # checks that are queued or running
-        self._verdicts: OrderedDict[Texts, Score] = OrderedDict()  # most recently used last
-        self._failures: dict[Texts, Score] = {}  # checks that hung or crashed in this rollout
-        self._refused: dict[str, Score] = {}  # gold answers that hung or crashed in this rollout
+        self._verdicts: dict[Texts, Score] = {}  # most recently used last
+        self._failures: dict[Texts | str, Score] = {}  # texts or gold answers whose checks hung or crashed in this rollout
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
         """Return the remembered Score of these texts; None if there is none."""
         if texts in self._verdicts:
-            self._verdicts.move_to_end(texts)
+            self._verdicts[texts] = self._verdicts.pop(texts)
             return self._verdicts[texts]
-        return self._refused.get(texts[0]) or self._failures.get(texts)
+        return self._failures.get(texts[0]) or self._failures.get(texts)
 
     def add(self, check: Check) -> None:
         """Queue a check. If a check with the same texts exists, add the samples to it instead."""
-        if check.texts is not None:
-            like_it = self._shared.setdefault(check.texts, check)
-            if like_it is not check:
-                like_it.keys += check.keys
-                return
-        self._queue.append(check)
+        like_it = check if check.texts is None else self._shared.setdefault(check.texts, check)
+        if like_it is check:
+            self._queue.append(check)
+        else:
+            like_it.keys += check.keys
 
     def next(self) -> Check | None:
         """Return the check to start now; None if the queue is empty."""
@@ -77,18 +75,17 @@ class Checks:
         may have been the cause.
         """
         self._end(check)
-        if check.texts is not None:
-            if not is_own:
-                self._failures[check.texts] = score
-            else:
-                self._verdicts[check.texts] = score
-                if len(self._verdicts) > self._capacity:
-                    self._verdicts.popitem(last=False)
+        if check.texts is not None and is_own:
+            self._verdicts[check.texts] = score
+            if len(self._verdicts) > self._capacity:
+                del self._verdicts[next(iter(self._verdicts))]
+        elif check.texts is not None:
+            self._failures[check.texts] = score
         return check.keys
 
     def refuse_gold(self, gold: str, score: Score) -> list[Check]:
         """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were queued."""
-        self._refused[gold] = score
+        self._failures[gold] = score
         refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
         self._queue = deque(check for check in self._queue if check not in refused)
         for check in refused:
@@ -97,7 +94,7 @@ class Checks:
 
     def end_rollout(self) -> None:
         """Forget hangs and crashes."""
-        self._failures, self._refused = {}, {}
+        self._failures = {}
 
     def forget(self, keys: Collection[Hashable]) -> None:
         """Drop these samples, and the checks that have no other samples."""

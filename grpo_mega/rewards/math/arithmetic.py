@@ -1,27 +1,34 @@
-r"""Distinguish evaluated answers from arithmetic that is left to the reader (`is_unevaluated`).
+r"""Read the arithmetic in a normalized answer without computing it: is it left to the reader, and is it too large?
 
 A policy that is rewarded for 40+11 in place of 51 stops calculating within a few steps. So if the gold answer consists of
-plain numbers, a sum, difference, product or quotient of numerals does not count. A power, factorial, binomial or radical
-counts, and so do 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for 1/2, but 84/2 is not
-accepted for 42.
+plain numbers, a sum, difference, product or quotient of numerals does not count (`is_unevaluated`). A power, factorial,
+binomial or radical counts, and so do 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for
+1/2, but 84/2 is not accepted for 42. An answer that ends in an operator (`is_open`) is unfinished, whatever the gold answer is.
 
-An answer that ends in an operator (`is_open`) is unfinished, whatever the gold answer is. Input: normalized answers.
+sympy computes 9^{9^{9}}, 1000000! and \binom{10^9}{5\cdot 10^8} as soon as it reads them, and math-verify's parser needs time
+exponential in the depth of brackets. `is_bounded` refuses such answers. One pass over the text computes an upper bound on the
+digits of the value.
 """
 
 import re
 from enum import IntEnum
 from fractions import Fraction
 from functools import lru_cache
+from math import log10
 
 from grpo_mega.rewards.math.numbers import MAX_DIGITS, in_words, parse_number
 
 MAX_DEPTH = 30  # maximum depth of nested brackets; a deeper answer counts as unevaluated
+MAX_BOUNDED_DEPTH = 10  # maximum depth of nested brackets; a deeper answer is too large to parse
+MAX_SIZE = 20_000.0  # maximum decimal digits of a value: 2^{50000} has 15,052 and is computed in milliseconds
+MAX_EXPONENT_SIZE = 6.0  # maximum decimal digits of an exponent, for any base
 
 _OPEN = re.compile(
     r"(?:[-+*/=<>^]|\\(?:times|cdot|div|pm|mp|leq?|geq?|neq?|approx|equiv|sim))[ ?_.]*\Z"
     r"|\A[ ?_]*(?:[*/=]|\\(?:times|cdot|div)(?![A-Za-z]))"
 )
 _SIGNS = re.compile(r"[-+] ?[({\[ ]*[-+]")
+_OF_SUMS = 0.31  # upper bound on the digits that each further operand adds to a sum
 _POWERS_OF_TEN = frozenset(10**power for power in range(1, 19))
 _RELATION = r"[&=<>]|\\(?:cup|cap|in|leq?|geq?|neq?|approx|equiv|sim|pm|mp|quad|pmod|setminus)(?![A-Za-z])"
 _SEPARATOR = re.compile(
@@ -69,18 +76,44 @@ def is_unevaluated(text: str, gold: str) -> bool:
         return True
     last_sides = [part.rpartition("=")[2] for part in re.split(r"([,;])", text)]  # keeps 2 for a = 1 + 1 = 2
     is_fraction, number = "/" in gold or "frac" in gold, parse_number(gold)
+    is_integer = is_fraction and number is not None and number.value.denominator == 1
     try:
-        _Reader(
-            "".join(last_sides), is_fraction, is_fraction and number is not None and number.value.denominator == 1
-        ).read_group(0)
+        _Reader("".join(last_sides), is_fraction, is_integer).read_group(0)
     except _Unevaluated:
         return True
     return False
 
 
-def tokenize(text: str) -> list[tuple[str, str]]:
-    """Return (kind, text) of each token of a normalized answer, without spaces. The kinds are the keys of _TOKENS."""
-    return [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+@lru_cache(maxsize=4096)
+def is_bounded(text: str) -> bool:
+    """Return whether the numbers and brackets of a normalized answer are small enough to parse and compute quickly."""
+    try:
+        _Sizes(text).read_group(0)
+    except OverflowError:
+        return False
+    return True
+
+
+class _Tokens:
+    """The tokens of a normalized answer without spaces. The kinds are the keys of _TOKENS, and "" after the end."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._tokens += [("", "")] * 2
+        self._next = 0
+
+    def _peek(self, offset: int = 0) -> tuple[str, str]:
+        return self._tokens[self._next + offset]
+
+    def _take(self) -> tuple[str, str]:
+        token = self._tokens[self._next]
+        self._next += token[0] != ""
+        return token
+
+    def _take_after_signs(self) -> tuple[str, str]:
+        while self._peek()[0] == "sum":
+            self._next += 1
+        return self._take()
 
 
 class _Unevaluated(Exception):
@@ -109,6 +142,11 @@ class _Term:
             self.operands.append(operand)
             self.is_after_operand = True
 
+    def change_last(self, kind: _Kind | None) -> None:
+        """Forget the value of the last operand. Change its kind if one is given."""
+        if self.operands:
+            self.operands[-1] = (self.operands[-1][0] if kind is None else kind, None)
+
     def add_operator(self) -> None:
         self.has_operator, self.is_after_operand = True, False
 
@@ -120,12 +158,11 @@ class _Term:
         return self.operands[0] if len(kinds) == 1 else (max(kinds), None) if kinds else None
 
 
-class _Reader:
+class _Reader(_Tokens):
     """Reads an answer once, from left to right. Raises _Unevaluated at the first arithmetic on numerals."""
 
     def __init__(self, text: str, is_gold_fraction: bool, is_gold_integer: bool) -> None:
-        self._tokens = tokenize(text)
-        self._next = 0
+        super().__init__(text)
         self._is_gold_fraction = is_gold_fraction
         self._is_gold_integer = is_gold_integer  # \frac{2}{1} is such a gold answer
         self._is_argument = False  # True inside the argument of a function, where \frac{\pi}{3} is allowed
@@ -135,7 +172,7 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise _Unevaluated
         term = _Term()
-        while (token := self._take()) is not None and token[0] != "close":
+        while (token := self._take())[0] not in ("", "close"):
             kind, text = token
             if kind == "end":
                 term.finish()
@@ -147,22 +184,12 @@ class _Reader:
                 self._add_product(term, text, depth)
             elif kind == "power":
                 self._read_atom(depth, is_argument=False)
-                if term.operands:
-                    term.operands[-1] = (term.operands[-1][0], None)
+                term.change_last(None)
             elif kind == "factorial":
-                if term.operands:
-                    term.operands[-1] = (_Kind.CLOSED_FORM, None)
+                term.change_last(_Kind.CLOSED_FORM)
             else:
                 self._add_operand(term, kind, text, depth)
         return term.finish()
-
-    def _take(self) -> tuple[str, str] | None:
-        self._next += 1
-        return self._tokens[self._next - 1] if self._next <= len(self._tokens) else None
-
-    def _peek(self, offset: int = 0) -> tuple[str, str]:
-        place = self._next + offset
-        return self._tokens[place] if place < len(self._tokens) else ("", "")
 
     def _add_operand(self, term: _Term, kind: str, text: str, depth: int) -> None:
         if kind == "number":
@@ -207,19 +234,14 @@ class _Reader:
 
     def _read_atom(self, depth: int, is_argument: bool = True) -> _Operand | None:
         """Read a group or a single token. If a number is an argument, as in \\frac12, read only one digit."""
-        while self._peek()[0] == "sum":
-            self._next += 1
-        token = self._take()
-        if token is None:
-            return None
-        kind, text = token
+        kind, text = self._take_after_signs()
         if kind == "open":
             return self.read_group(depth + 1)
         if kind == "number" and is_argument and len(text) > 1:
             self._next -= 1
             self._tokens[self._next] = (kind, text[1:])
             text = text[0]
-        return (_Kind.NUMERAL, _value(text)) if kind == "number" else (_Kind.LETTER, None)
+        return (_Kind.NUMERAL, _value(text)) if kind == "number" else (_Kind.LETTER, None) if kind else None
 
     def _fraction(self, above: _Operand | None, below: _Operand | None) -> _Operand:
         """Return the operand that a quotient is. Raises _Unevaluated unless it is the normal way to write the value."""
@@ -237,3 +259,54 @@ class _Reader:
 
 def _value(text: str) -> Fraction | None:
     return Fraction(text) if text.isdigit() and len(text) <= MAX_DIGITS else None
+
+
+class _Sizes(_Tokens):
+    """Reads logarithms of absolute values, each at least 0. Raises OverflowError at the first that is too large."""
+
+    def read_group(self, depth: int) -> float:
+        """Read up to a closing bracket or the end. Return an upper bound on the size of the sums and products in it."""
+        if depth > MAX_BOUNDED_DEPTH:
+            raise OverflowError
+        sizes: list[float] = []
+        while (token := self._take())[0] not in ("", "close"):
+            kind, text = token
+            if kind == "number":
+                sizes.append(_size_of_literal(text))
+            elif kind == "open":
+                sizes.append(self.read_group(depth + 1))
+            elif kind == "binomial":
+                n, k = self._read_atom(depth), self._read_atom(depth)
+                sizes.append(_checked(min(10 ** min(n, 9.0) * log10(2), 10 ** min(k, 9.0) * n)))
+            elif kind == "factorial" and sizes:
+                sizes.append(_checked(10 ** min(sizes[-1], 9.0) * sizes.pop()))
+            elif kind == "power":
+                base = sizes.pop() if sizes else 0.0
+                sizes.append(_checked(max(base, _OF_SUMS) * 10 ** self._read_exponent(depth)))
+        return _checked(sum(sizes) + _OF_SUMS * max(0, len(sizes) - 1))
+
+    def _read_exponent(self, depth: int) -> float:
+        """Return the size of an exponent; for 9^9^9 the size of the whole tower."""
+        size = self._read_atom(depth + 1)
+        if self._peek()[0] == "power":
+            self._next += 1
+            size = max(size, _OF_SUMS) * 10 ** self._read_exponent(depth + 1)
+        return _checked(size, MAX_EXPONENT_SIZE)
+
+    def _read_atom(self, depth: int) -> float:
+        """Return the size of an argument: a group or one token."""
+        if depth > MAX_BOUNDED_DEPTH:
+            raise OverflowError
+        kind, text = self._take_after_signs()
+        return self.read_group(depth + 1) if kind == "open" else _size_of_literal(text) if kind == "number" else 0.0
+
+
+def _size_of_literal(text: str) -> float:
+    value = float(text[:300])  # a longer literal overflows a float
+    return max(0.0, log10(value) if value else 0.0) + max(0, len(text.partition(".")[0]) - 300)
+
+
+def _checked(size: float, limit: float = MAX_SIZE) -> float:
+    if size > limit:
+        raise OverflowError
+    return size
