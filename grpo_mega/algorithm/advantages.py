@@ -52,30 +52,36 @@ def assign_advantages(
     """
     samples: list[Sample] = []
     rewards: list[Tensor] = []
+    counted: list[Sample] = []
+    # Advantages of `counted`, in float64, because whitening nearly equal advantages would amplify the rounding of float32.
+    rows: list[Tensor] = []
     beta = a.kl_beta if a.has_kl_reward else 0.0
     for group in groups:
         kls = kl_penalties[len(samples) :] if kl_penalties is not None else [torch.zeros(s.response_len) for s in group.samples]
         pairs = [(s, beta * kl.double()) for s, kl in zip(group.samples, kls, strict=False) if _is_scored(s, a)]
-        for sample in group.samples:
-            sample.advantages = torch.zeros(sample.response_len, dtype=torch.float64)
         members = [s for s, _ in pairs]
-        scored = Scored(members, _outcomes(members, a, max_response_length), [kl for _, kl in pairs], reward_weights)
-        for sample, values_R in zip(members, ADVANTAGES[a.adv_type](scored, a), strict=True):
-            sample.advantages = values_R.contiguous()
-        samples.extend(group.samples)
+        # In float64, because float32 rounding would look like variance of equal rewards.
+        outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in members]
+        scored = Scored(members, torch.tensor(outcomes, dtype=torch.float64), [kl for _, kl in pairs], reward_weights)
+        rows += ADVANTAGES[a.adv_type](scored, a)
         rewards.append(scored.rewards_G)
-    counted = [sample for sample in samples if _is_scored(sample, a)]
+        counted += members
+        samples += group.samples
     if a.std_over == "batch":
-        _scale(counted, torch.cat(rewards), a, shift=0.0)
+        rows = _scaled(rows, torch.cat(rewards), a)
     elif a.adv_type == "gdpo":
-        sums = [float(s.advantages[0]) for s in counted if s.advantages is not None and s.response_len]
-        _scale(counted, torch.tensor(sums, dtype=torch.float64), a, shift=sum(sums) / max(len(sums), 1))
+        sums = [float(values_R[0]) for values_R in rows if len(values_R)]
+        shift = sum(sums) / max(len(sums), 1)
+        rows = _scaled([values_R - shift for values_R in rows], torch.tensor(sums, dtype=torch.float64), a)
     if a.normalize_advantages or a.adv_type in _WHITENED:
-        whiten(counted)
-    _drop_rounding(counted)
-    for sample in samples:  # cast last, because whitening nearly equal advantages would amplify the rounding of float32
-        assert sample.advantages is not None
-        sample.advantages = sample.advantages.float()
+        rows = _whitened(rows)
+    # The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once that is subtracted, a zero-variance
+    # group would seem to teach. So advantages that differ from 0 only by rounding become 0.
+    rounding = 1e-12 * max((float(values_R.abs().max()) for values_R in rows if len(values_R)), default=0.0)
+    for sample in samples:
+        sample.advantages = torch.zeros(sample.response_len)
+    for sample, values_R in zip(counted, rows, strict=True):
+        sample.advantages = values_R.masked_fill(values_R.abs() < rounding, 0.0).float()
     return samples
 
 
@@ -221,23 +227,6 @@ def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
     return centered / (_deviation(rewards_G, a) + a.std_eps)
 
 
-def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:
-    """Shift and scale the advantages to mean 0 and standard deviation 1 over all response tokens, in place.
-
-    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
-    equal.
-    """
-    advantages = [sample.advantages for sample in samples if sample.advantages is not None]
-    values = torch.cat(advantages).double() if advantages else torch.zeros(0, dtype=torch.float64)
-    if values.numel() == 0:
-        return
-    mean = values.mean()
-    has_variance = bool((values != values[0]).any())
-    scale = torch.rsqrt(values.var() + eps) if has_variance else 0.0
-    for values_R in advantages:
-        values_R.copy_((values_R.double() - mean) * scale)
-
-
 def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
@@ -250,36 +239,27 @@ def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) 
     return -a.overlong_penalty * min(max(excess / buffer, 0.0), 1.0)
 
 
-def _outcomes(samples: Sequence[Sample], a: AlgorithmConfig, max_response_length: int) -> Tensor:
-    """Return reward + overlong penalty [G], in float64, because float32 rounding would look like variance of equal rewards."""
-    outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in samples]
-    return torch.tensor(outcomes, dtype=torch.float64)
-
-
 def _deviation(values: Tensor, a: AlgorithmConfig) -> Tensor:
     """Return the standard deviation, with the number of values minus std_ddof as divisor; 0 if all are equal."""
     return (_centered(values).square().sum() / max(len(values) - a.std_ddof, 1)).sqrt()
 
 
-def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shift: float) -> None:
-    """Subtract `shift` from the advantages and divide by the deviation of `values`, in place; set 0 if these are all equal."""
+def _scaled(rows: Sequence[Tensor], values: Tensor, a: AlgorithmConfig) -> list[Tensor]:
+    """Return the rows divided by the deviation of `values`; 0 if these are all equal."""
     deviation = _deviation(values, a)
-    for sample in samples:
-        assert sample.advantages is not None
-        scaled_R = (sample.advantages - shift) / (deviation + a.std_eps)
-        sample.advantages = scaled_R if deviation > 0 else torch.zeros_like(sample.advantages)
+    return [values_R / (deviation + a.std_eps) if deviation > 0 else torch.zeros_like(values_R) for values_R in rows]
 
 
-def _drop_rounding(samples: Sequence[Sample]) -> None:
-    """Set advantages to 0, in place, if they differ from 0 only by rounding.
+def _whitened(rows: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
+    """Return the rows shifted and scaled to mean 0 and standard deviation 1 over all response tokens.
 
-    The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once it is subtracted, a zero-variance group
-    would seem to teach.
+    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
+    equal.
     """
-    values = [sample.advantages for sample in samples if sample.advantages is not None and sample.response_len]
-    largest = max((float(values_R.abs().max()) for values_R in values), default=0.0)
-    for values_R in values:
-        values_R[values_R.abs() < 1e-12 * largest] = 0.0
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *rows])
+    has_variance = bool((values != values[:1]).any())
+    mean, scale = values.mean(), torch.rsqrt(values.var() + eps) if has_variance else 0.0
+    return [(values_R - mean) * scale for values_R in rows]
 
 
 def _centered(rewards: Tensor) -> Tensor:
@@ -297,16 +277,14 @@ def _of_steps(g: Scored, a: AlgorithmConfig, of_samples: Sequence[Tensor]) -> li
     """Return the sums of the steps' values that end at or after each token, plus the z-scores of whole responses."""
     has_outcome = any(s.reward is not None for s in g.samples)
     whole = [i for i, s in enumerate(g.samples) if s.reward is not None or not has_outcome]
-    result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(g.samples, of_samples, strict=True)]
+    result: list[Tensor] = []
+    for s, values in zip(g.samples, of_samples, strict=True):
+        ends = torch.tensor(s.step_ends, dtype=torch.int64)
+        at_ends_R = torch.zeros(s.response_len, dtype=torch.float64).index_add(0, ends, values)
+        result.append(at_ends_R.flip(0).cumsum(0).flip(0))
     for i, zscore in zip(whole, group_zscore(g.rewards_G[whole], a), strict=True):
         result[i] = result[i] + zscore
     return result
-
-
-def _sum_of_later(ends: Sequence[int], values: Tensor, length: int) -> Tensor:
-    """Return [length] float64: for each token the sum of the `values` of the steps that end at or after it."""
-    at_ends = torch.zeros(length, dtype=torch.float64).index_add(0, torch.tensor(ends, dtype=torch.int64), values)
-    return at_ends.flip(0).cumsum(0).flip(0)
 
 
 def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:

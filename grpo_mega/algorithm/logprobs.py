@@ -9,9 +9,9 @@ over the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,22 +149,19 @@ class _Logprobs(torch.autograd.Function):
         )
         hidden_NH = hidden_TH if len(index_N) == len(hidden_TH) else hidden_TH[index_N]
         grad_hidden_NH, grad_weight_VH = gradients(
-            hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
+            hidden_NH,
+            weight_VH,
+            upstream.to_logits,
+            ctx.shard,
+            ctx.weight_grad_VH,
+            ctx.needs_input_grad[:2],
+            with_spare=slope_N is not None,
         )
         if grad_hidden_NH is not None:  # cast here, because the tiles' memory is free again
             grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
-
-
-class Upstream(Protocol):
-    """Turns the logits of a tile into their gradient."""
-
-    @property
-    def has_spare(self) -> bool: ...
-
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -181,10 +178,6 @@ class _Upstream:
     grad_N: Tensor  # gradient of the log-prob, over temperature and sum_exp
     slope_N: Tensor | None  # minus the gradient of the entropy, over temperature and sum_exp
     offset_N: Tensor | None  # slope times (entropy - log sum_exp)
-
-    @property
-    def has_spare(self) -> bool:
-        return self.slope_N is not None
 
     def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
         """Replace a tile's logits with their gradient; `spare` is scratch."""
@@ -246,29 +239,31 @@ def statistics(
 def gradients(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    upstream: Upstream,
+    to_logits: Callable[[Tensor, Tensor, slice, slice, Shard], Tensor],
     shard: Shard,
     weight_grad_VH: Tensor | None,
-    *,
     needs: tuple[bool, bool],
+    *,
+    with_spare: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (in the dtype of the computation) and of the weight; None if not needed.
 
-    The weight's gradient is added to `weight_grad_VH` if that is given.
+    `to_logits(logits [n, v], spare, tokens, columns, shard)` returns the gradient of a tile's logits; `spare` is scratch memory
+    of the tile's size with `with_spare`. The weight's gradient is added to `weight_grad_VH` if that is given.
     """
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
     grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
     sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
-    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if upstream.has_spare else torch.empty(0)
+    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if with_spare else torch.empty(0)
     for columns in shard.column_tiles() if len(hidden_NH) else ():
         weight_vH = operand(weight_VH[columns])
         sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
-            grad_nv = upstream.to_logits(x_nv, spare, tokens, columns, shard).to(weight_vH.dtype)
+            grad_nv = to_logits(x_nv, spare, tokens, columns, shard).to(weight_vH.dtype)
             if grad_hidden_NH is not None:
                 _add_product(grad_hidden_NH[tokens], grad_nv, weight_vH)
             if sum_vH is not None:

@@ -93,7 +93,7 @@ class TeacherConfig(Section):
 
 
 class GuardConfig(Section):
-    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
+    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/precision.py."""
 
     grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = Field(
         default=10.0,

@@ -75,8 +75,9 @@ class Runtime:
         return self.layout.cp_rank(self.rank)
 
     @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Return the tensor-parallel group; None if this rank has whole tensors."""
+        return parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:

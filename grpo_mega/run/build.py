@@ -17,7 +17,8 @@ from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
-from grpo_mega.megatron.policy import Policy, policy_shards
+from grpo_mega.megatron.model import shards_of
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.run_log import RunLog, open_run_log
@@ -70,7 +71,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
         stack.enter_context(_hang_watch(config, runtime, timers))
-        trainer = policy_shards(model.family, model.shape, config, runtime)
+        trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples
 from grpo_mega.config import Config
 from grpo_mega.data.sources import find_value
 from grpo_mega.distributed.recorder import recorder
+from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.rollout.sglang.teacher import served_logprobs
 from grpo_mega.types import PackedBatch, Sample
 
@@ -34,20 +34,20 @@ def attach_teacher_logprobs(
     names = [_teacher_of(config, sample) for sample in samples]
     if any(settings.url for settings in config.teachers.values()):
         rows = _ask_servers(config, samples, names, runtime)
-        for mini_batch in batches:
-            packing.attach(mini_batch, "teacher_logprobs", rows, samples)
+        for batch in chain.from_iterable(batches):
+            batch.teacher_logprobs = from_samples(rows, batch, samples)
 
-    def is_taught(name: str, batch: PackedBatch) -> Tensor:
-        is_of = [torch.full((samples[i].response_len,), float(names[i] == name)) for i in batch.sample_indices]
+    def is_taught(is_of: Sequence[Tensor], batch: PackedBatch) -> Tensor:
         return (from_samples(is_of, batch, samples) > 0) & (batch.loss_mask > 0)
 
     for name, teacher in teachers.items():
+        is_of = [torch.full((s.response_len,), float(other == name)) for s, other in zip(samples, names, strict=True)]
         if config.algorithm.has_vocab_kl:
-            for batch, hidden in teacher.hidden(batches, partial(is_taught, name)):
+            for batch, hidden in teacher.hidden(batches, partial(is_taught, is_of)):
                 batch.teacher_hidden = (batch.teacher_hidden or {}) | {name: hidden}
             continue
         for batch, values in teacher.logprobs(batches):
-            kept = values.where(is_taught(name, batch), 0.0)
+            kept = values.where(is_taught(is_of, batch), 0.0)
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 

@@ -15,10 +15,10 @@ from grpo_mega.data.chat import find_turn_end
 from grpo_mega.errors import ConfigError, raise_first
 from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_reader, random_reader
+from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.preflight.model import architecture_problems
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
@@ -161,7 +161,7 @@ def _build_teacher(config: Config, model: ModelFiles, runtime: Runtime, vocab_si
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
     """Write the policy as a Hugging Face checkpoint."""
     export(
-        policy.rank_shards(),
+        [policy.shards.rank_shards(rank) for rank in range(policy.shards.world_size)],
         policy.tensors(),
         family=model.family,
         shape=model.shape,

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 from grpo_mega import console
 from grpo_mega.batching import flops
-from grpo_mega.batching.balance import balance
+from grpo_mega.batching.pack import balance
 from grpo_mega.weights.spec import ModelShape
 
 GROUP_SIZE = 16

@@ -225,9 +225,7 @@ def pack(groups: list[Group], ranks: int) -> None:
     assign_advantages(groups, config, max_response_length=MAX_RESPONSE)
     mini_batches = packing.split(groups, 2)
     weights = mini_batch_weights(mini_batches, config, max_response_length=MAX_RESPONSE)
-    packing.pack(
-        mini_batches, weights, dp_size=ranks // (TP * PP), dp_rank=0, token_budget=TOKEN_BUDGET, length_multiple=16 * TP
-    )
+    packing.pack(mini_batches, weights, packing.PackingSpec(ranks // (TP * PP), 0, TOKEN_BUDGET, length_multiple=16 * TP))
 
 
 def log(groups: list[Group]) -> None:

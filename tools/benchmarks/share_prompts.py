@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,7 +106,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace, response: 
     packed: list[list[list[PackedBatch]]] = []
     for share_prompts in (False, True):
         tokens = options.samples * (options.prompt + response)  # one group per micro-batch
-        rows = pack([samples], weights, token_budget=tokens, **(policy.packing | {"share_prompts": share_prompts}))
+        rows = pack([samples], weights, replace(policy.packing, token_budget=tokens, share_prompts=share_prompts))
         packed.append(policy.attach_logprobs(rows))
     seconds: list[list[float]] = [[], []]
     gradients, losses = [], []
