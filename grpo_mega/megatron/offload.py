@@ -154,7 +154,8 @@ class PolicyMemory:
     @property
     def device_bytes(self) -> int:
         """Return the device memory of weights, gradients, fp32 master weights and Adam's moments."""
-        tensors = [*self._weights(), *self._optimizer_state(), *(b.grad_data for c in self._chunks for b in _buffers(c))]
+        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        tensors = [*self._weights(), *self._optimizer_state(), *(buffer.grad_data for buffer in buffers)]
         return sum(s.nbytes() for s in storages_of(tensors))
 
     def offload_optimizer(self) -> None:
@@ -218,10 +219,6 @@ class PolicyMemory:
         """Return freed memory from the process to the device, so the engine can use it."""
         if self.device_bytes < before:
             torch.cuda.empty_cache()
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _drop_fp8_weights(chunk: Any) -> None:

@@ -274,9 +274,7 @@ class Policy:
             own = (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.advantages)
             values = [v for v in own if v is not None]
             is_bad = ~torch.isfinite(torch.stack(values)).all(dim=0) & (batch.loss_mask > 0)
-            cuts = batch.cu_seqlens.tolist()
-            segments = zip(batch.sample_indices, cuts, cuts[1:], strict=False)  # padding is the last segment and has no sample
-            mine |= {index for index, start, end in segments if bool(is_bad[start:end].any())}
+            mine |= {batch.sample_indices[segment] for segment in segments(batch)[is_bad].tolist()}
         by_rank: list[set[int]] = [set()] * dist.get_world_size()
         dist.all_gather_object(by_rank, mine)
         return set().union(*by_rank)

@@ -62,7 +62,11 @@ class Guard:
         `passes` has the gradient norm of each group for each optimizer step.
         """
         worst = self._spikes(passes)
-        why = [f"the gradient norm of {names(worst, self._num_layers)} is {_times(max(worst.values()))}"] if worst else []
+        why = []
+        if worst:
+            largest = max(worst.values())
+            times = f"up to {largest:.0f} times its median" if math.isfinite(largest) else "not finite"
+            why.append(f"the gradient norm of {names(worst, self._num_layers)} is {times}")
         if not mismatch <= self._mismatch_limit:
             why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats per token")
         messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
@@ -240,7 +244,3 @@ def _ratio(norm: float, past: deque[float]) -> float:
         return math.inf
     assert past.maxlen is not None
     return norm / median(past) if len(past) >= max(4, past.maxlen // 4) else 0.0
-
-
-def _times(ratio: float) -> str:
-    return f"up to {ratio:.0f} times its median" if math.isfinite(ratio) else "not finite"

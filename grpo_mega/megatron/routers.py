@@ -106,7 +106,7 @@ class Routers:
     def updating(self, batches: Sequence[PackedBatch]) -> Iterator[None]:
         """Count loads and add the losses' gradients inside. `batches` are this rank's micro-batches of a mini-batch."""
         self._sums_LC.zero_()
-        if self._has_losses:
+        if self._config.aux_loss_coeff or self._config.z_loss_coeff:
             lengths, layout = [n for batch in batches for n in batch.lengths], self._runtime.layout
             mine = self._totals.new_tensor([len(lengths), sum(lengths)])
             self._totals = self._runtime.sum(mine) / (layout.tp * layout.cp * layout.pp)  # so many ranks share samples
@@ -172,10 +172,6 @@ class Routers:
         for dispatcher in self._dispatchers:
             kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn is not None]
             vars(dispatcher).update(dict.fromkeys(kept))
-
-    @property
-    def _has_losses(self) -> bool:
-        return bool(self._config.aux_loss_coeff or self._config.z_loss_coeff)
 
     def _tokens_of(self, batch: PackedBatch) -> _Tokens:
         (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
@@ -125,8 +125,7 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
             num_places += len(layers) * len(experts)
             needs = match(source_shards, target_shards, ranks_per_node)
             firsts = (extent.first_layer, extent.experts.start), (wanted.first_layer, wanted.experts.start)
-            made = _templates(needs, layers, experts, firsts, sent)
-            templates += (_quantised(template, targets.quantised) for template in made) if targets.quantised else made
+            templates += _templates(needs, layers, experts, firsts, sent, targets.quantised)
         if num_places != len(wanted.layers) * len(wanted.experts):
             raise WeightMappingError(f"the targets need {wanted}, and the sources lack some; plan for one and the same model")
     return Plan(tuple(templates), world_size, ranks_per_node)
@@ -161,31 +160,19 @@ def _common(a: range, b: range) -> range:
 
 
 def _templates(
-    needs: list[Need], layers: range, experts: range, firsts: tuple[Place, Place], sent: list[int]
+    needs: list[Need],
+    layers: range,
+    experts: range,
+    firsts: tuple[Place, Place],
+    sent: list[int],
+    quantised: frozenset[str],
 ) -> Iterator[Template]:
     """Yield one template. If it would leave some sources without work, yield several with different sources."""
     num_places = len(layers) * len(experts)
     step = min(num_places, _num_choices(needs))
     for start in range(step):
         places = range(start, num_places, step)
-        yield Template(tuple(choose(needs, sent, len(places))), layers, experts, places, *firsts)
-
-
-def _quantised(template: Template, tensors: frozenset[str]) -> Template:
-    """Mark the transfers of these tensors as quantised."""
-    transfers = []
-    for transfer in template.transfers:
-        box = transfer.box
-        if box.tensor in tensors:
-            # The boxes of a tensor cover it. If all of them start at a block's start, they also end at a block's end.
-            if any(start % BLOCK for start in box.start):
-                raise WeightMappingError(
-                    f"a rank has {box.tensor} from {box.start}, inside a block of {BLOCK} that is quantised as a whole; "
-                    "use other tensor-parallel sizes, or do not quantise"
-                )
-            transfer = transfer._replace(is_quantised=True)
-        transfers.append(transfer)
-    return replace(template, transfers=tuple(transfers))
+        yield Template(tuple(choose(needs, sent, len(places), quantised)), layers, experts, places, *firsts)
 
 
 def _num_choices(needs: list[Need]) -> int:
