@@ -63,7 +63,8 @@ def assign_advantages(
         # In float64, because float32 rounding would look like variance of equal rewards.
         outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in members]
         scored = Scored(members, torch.tensor(outcomes, dtype=torch.float64), [kl for _, kl in pairs], reward_weights)
-        rows += ADVANTAGES[a.adv_type](scored, a)
+        values = ADVANTAGES[a.adv_type](scored, a)
+        rows += [value.expand(s.response_len) for s, value in zip(members, values, strict=True)]
         rewards.append(scored.rewards_G)
         counted += members
         samples += group.samples
@@ -85,15 +86,15 @@ def assign_advantages(
     return samples
 
 
-# Estimators: (scored samples of a group, config) -> float64 advantages of their tokens.
+# Estimators: (scored samples of a group, config) -> float64 advantage of each sample [G], or of each token of each sample.
 
 
-def grpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def grpo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: every token gets its response's z-score in the group.
 
     With std_over=batch the deviation is taken later, over all rewards of the step (Lite PPO, arXiv 2508.08221).
     """
-    return _on_all_tokens(g, group_zscore(g.rewards_G, a))
+    return group_zscore(g.rewards_G, a)
 
 
 def grpo_process(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
@@ -120,7 +121,7 @@ def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     return _of_steps(g, a, of_samples)
 
 
-def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return (r_i - mean) / (std + std_eps), with mean and std of the group's other rewards.
 
     This is RLOO's baseline (arXiv 2402.14740) with GRPO's scale, NeMo-RL's default. If the other rewards are all equal, return
@@ -129,19 +130,19 @@ def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     rewards_G = g.rewards_G
     num = len(rewards_G)
     if num < 2 or not bool(_centered(rewards_G).any()):
-        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+        return torch.zeros_like(rewards_G)
     others_GO = rewards_G.expand(num, num)[~torch.eye(num, dtype=torch.bool)].view(num, num - 1)
     centered_G = rewards_G - others_GO.mean(dim=1)
     if not a.normalize_by_std:
-        return _on_all_tokens(g, centered_G)
+        return centered_G
     std_G = torch.stack([_deviation(others, a) for others in others_GO])
-    return _on_all_tokens(g, centered_G / torch.where(std_G > 0, std_G + a.std_eps, 1.0))
+    return centered_G / torch.where(std_G > 0, std_G + a.std_eps, 1.0)
 
 
-def rloo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def rloo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return r_i minus the mean of the group's other rewards (Kool et al. 2019; RLOO, arXiv 2402.14740, eq. 8)."""
     rewards_G = g.rewards_G
-    return _on_all_tokens(g, _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1)))
+    return _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1))
 
 
 def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
@@ -152,24 +153,24 @@ def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     return [r - kl.flip(0).cumsum(0).flip(0) for r, kl in zip(g.outcomes_G, g.kls, strict=True)]
 
 
-def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> Tensor:
     """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r minus the group's mean; tokens are whitened later."""
-    return _on_all_tokens(g, _centered(g.rewards_G))
+    return _centered(g.rewards_G)
 
 
-def opo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def opo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, where l are the lengths of the responses.
 
     This baseline has the least variance if a response's squared gradient grows with its length.
     """
     lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
     if not lengths_G.any():
-        return _on_all_tokens(g, lengths_G)
+        return lengths_G
     rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # shifted, so equal rewards return exactly 0
-    return _on_all_tokens(g, rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum())
+    return rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum()
 
 
-def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def pass_at_k(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1 others.
 
     This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201). It is scaled so that for k = G the best sample gets its
@@ -179,17 +180,17 @@ def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     num = len(rewards_G)
     k = min(a.pass_k or num, num)
     if k < 2:
-        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+        return torch.zeros_like(rewards_G)
     sorted_G, order_G = rewards_G.sort()
     # The share of all sets in which the j-th of the others, in ascending order, is the best.
     share_G = torch.tensor([math.comb(j, k - 2) / math.comb(num - 1, k - 1) for j in range(num)], dtype=torch.float64)
     values_G = torch.zeros_like(rewards_G)
     values_G[order_G] = (sorted_G[:, None] - sorted_G).tril(-1) @ share_G
     is_divided = a.normalize_by_std and bool(values_G.any())
-    return _on_all_tokens(g, values_G / (_deviation(rewards_G, a) + a.std_eps) if is_divided else values_G)
+    return values_G / (_deviation(rewards_G, a) + a.std_eps) if is_divided else values_G
 
 
-def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def gdpo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """GDPO (arXiv 2601.05242): return sum_k w_k times the group's z-score of the k-th reward function's scores.
 
     w_k is the function's weight. The sums are normalised over all samples of the step afterwards.
@@ -199,16 +200,16 @@ def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
         found = [i for i, sample in enumerate(g.samples) if sample.scores.get(name) is not None]
         scores = torch.tensor([g.samples[i].scores[name] for i in found], dtype=torch.float64)
         total_G[found] += weight * group_zscore(scores, a)
-    return _on_all_tokens(g, total_G)
+    return total_G
 
 
-def none(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def none(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return 0: rewards are only logged, and the loss adds the teacher's part."""
-    return _on_all_tokens(g, torch.zeros_like(g.outcomes_G))
+    return torch.zeros_like(g.outcomes_G)
 
 
 # Keyed by the names in a config (algorithm.adv_type).
-ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
+ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], Tensor | list[Tensor]]] = {
     f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
 } | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
 WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # groups of equal rewards teach, too
@@ -267,10 +268,6 @@ def _centered(rewards: Tensor) -> Tensor:
     if rewards.numel() == 0 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
-
-
-def _on_all_tokens(g: Scored, values_G: Tensor) -> list[Tensor]:
-    return [value.expand(s.response_len) for s, value in zip(g.samples, values_G, strict=True)]
 
 
 def _of_steps(g: Scored, a: AlgorithmConfig, of_samples: Sequence[Tensor]) -> list[Tensor]:

@@ -138,20 +138,34 @@ class _Logprobs(torch.autograd.Function):
         if grad_entropy_T is not None:
             is_moved_T |= grad_entropy_T != 0
         index_N = is_moved_T.nonzero().squeeze(1)
-        # Multiplied by e^y, this turns gradients of log-probs into gradients of logits.
+        # With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, and d entropy / dx_j = -p_j (log p_j +
+        # entropy). Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
         scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]
         slope_N = offset_N = None
         if grad_entropy_T is not None:
             slope_N = -grad_entropy_T[index_N] * scale_N
             offset_N = slope_N * (entropy_T - sum_exp_T.log())[index_N]
-        upstream = _Upstream(
-            targets_T[index_N], max_T[index_N], sum_exp_T[index_N], grad_logprobs_T[index_N] * scale_N, slope_N, offset_N
-        )
+        targets_N, max_N, sum_exp_N = targets_T[index_N], max_T[index_N], sum_exp_T[index_N]
+        grad_N = grad_logprobs_T[index_N] * scale_N
+
+        def to_logits(x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
+            """Replace a tile's logits with their gradient."""
+            target_n1, is_here_n1 = ctx.shard.targets(targets_N[tokens], columns)
+            y_nv = x_nv.sub_(max_N[tokens, None])
+            grad_n1 = grad_N[tokens, None]
+            if slope_N is None or offset_N is None:
+                grad_nv = y_nv.exp_().mul_(-grad_n1)
+            else:
+                exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+                grad_nv = torch.addcmul(offset_N[tokens, None] - grad_n1, y_nv, slope_N[tokens, None], out=y_nv)
+                grad_nv.mul_(exp_nv)
+            return grad_nv.scatter_add_(1, target_n1, grad_n1 * sum_exp_N[tokens, None] * is_here_n1)
+
         hidden_NH = hidden_TH if len(index_N) == len(hidden_TH) else hidden_TH[index_N]
         grad_hidden_NH, grad_weight_VH = gradients(
             hidden_NH,
             weight_VH,
-            upstream.to_logits,
+            to_logits,
             ctx.shard,
             ctx.weight_grad_VH,
             ctx.needs_input_grad[:2],
@@ -162,35 +176,6 @@ class _Logprobs(torch.autograd.Function):
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
-
-
-@dataclass(frozen=True)
-class _Upstream:
-    """The values that determine the gradient of the logits, for the tokens that have one.
-
-    With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, d entropy / dx_j = -p_j (log p_j + entropy).
-    Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
-    """
-
-    targets_N: Tensor
-    max_N: Tensor
-    sum_exp_N: Tensor
-    grad_N: Tensor  # gradient of the log-prob, over temperature and sum_exp
-    slope_N: Tensor | None  # minus the gradient of the entropy, over temperature and sum_exp
-    offset_N: Tensor | None  # slope times (entropy - log sum_exp)
-
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
-        """Replace a tile's logits with their gradient; `spare` is scratch."""
-        target_n1, is_here_n1 = shard.targets(self.targets_N[tokens], columns)
-        y_nv = x_nv.sub_(self.max_N[tokens, None])
-        grad_n1 = self.grad_N[tokens, None]
-        if self.slope_N is None or self.offset_N is None:
-            grad_nv = y_nv.exp_().mul_(-grad_n1)
-        else:
-            exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
-            grad_nv = torch.addcmul(self.offset_N[tokens, None] - grad_n1, y_nv, self.slope_N[tokens, None], out=y_nv)
-            grad_nv.mul_(exp_nv)
-        return grad_nv.scatter_add_(1, target_n1, grad_n1 * self.sum_exp_N[tokens, None] * is_here_n1)
 
 
 def statistics(
@@ -239,7 +224,7 @@ def statistics(
 def gradients(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    to_logits: Callable[[Tensor, Tensor, slice, slice, Shard], Tensor],
+    to_logits: Callable[[Tensor, Tensor, slice, slice], Tensor],
     shard: Shard,
     weight_grad_VH: Tensor | None,
     needs: tuple[bool, bool],
@@ -248,7 +233,7 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (in the dtype of the computation) and of the weight; None if not needed.
 
-    `to_logits(logits [n, v], spare, tokens, columns, shard)` returns the gradient of a tile's logits; `spare` is scratch memory
+    `to_logits(logits [n, v], spare, tokens, columns)` returns the gradient of a tile's logits; `spare` is scratch memory
     of the tile's size with `with_spare`. The weight's gradient is added to `weight_grad_VH` if that is given.
     """
     needs_hidden, needs_weight = needs
@@ -263,7 +248,7 @@ def gradients(
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
-            grad_nv = to_logits(x_nv, spare, tokens, columns, shard).to(weight_vH.dtype)
+            grad_nv = to_logits(x_nv, spare, tokens, columns).to(weight_vH.dtype)
             if grad_hidden_NH is not None:
                 _add_product(grad_hidden_NH[tokens], grad_nv, weight_vH)
             if sum_vH is not None:

@@ -120,7 +120,7 @@ class Teacher:
                 self.head_VG[: self._head.shape[0]] = read(self._head)
         self._host.take(storages_of(self._parameters.values()))
         torch.cuda.current_stream().synchronize()
-        self._drop()
+        self._host.drop()
 
     def logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
         """Return each batch with the log-probs [T] of its tokens in the loss; an empty list except on the last stage.
@@ -155,15 +155,8 @@ class Teacher:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        for storage, nbytes in self._host.taken:
-            storage.resize_(nbytes)
         torch.cuda.current_stream().wait_event(self._host.put())
         try:
             yield
         finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        """Free the device memory. The host keeps the weights, and they never change."""
-        for storage, _ in self._host.taken:
-            storage.resize_(0)
+            self._host.drop()  # the host keeps the weights, and they never change
