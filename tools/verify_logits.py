@@ -101,7 +101,7 @@ def _keep(outputs: dict[str, list[Tensor]], name: str) -> Any:
 
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
-    from grpo_mega.batching.pack import pack
+    from grpo_mega.batching.pack import PackingSpec, pack
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
@@ -130,11 +130,11 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             model = model_files.read_model(config)
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
-                load_shards(policy.rank_shards()[0], policy.tensors(), reader.read)
+                load_shards(policy.shards.rank_shards(0), policy.tensors(), reader.read)
             for number, layer in enumerate(policy.models[0].decoder.layers):
                 layer.register_forward_hook(_keep(outputs, f"layer {number}"))
             batches = [
-                pack([[s]], [[1.0]], dp_size=1, dp_rank=0, token_budget=64, length_multiple=16, micro_batch_multiple=1)[0][0]
+                pack([[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16))[0][0]
                 for s in samples
             ]
 

@@ -52,42 +52,49 @@ def assign_advantages(
     """
     samples: list[Sample] = []
     rewards: list[Tensor] = []
+    counted: list[Sample] = []
+    # Advantages of `counted`, in float64, because whitening nearly equal advantages would amplify the rounding of float32.
+    rows: list[Tensor] = []
     beta = a.kl_beta if a.has_kl_reward else 0.0
     for group in groups:
         kls = kl_penalties[len(samples) :] if kl_penalties is not None else [torch.zeros(s.response_len) for s in group.samples]
         pairs = [(s, beta * kl.double()) for s, kl in zip(group.samples, kls, strict=False) if _is_scored(s, a)]
-        for sample in group.samples:
-            sample.advantages = torch.zeros(sample.response_len, dtype=torch.float64)
         members = [s for s, _ in pairs]
-        scored = Scored(members, _outcomes(members, a, max_response_length), [kl for _, kl in pairs], reward_weights)
-        for sample, values_R in zip(members, ADVANTAGES[a.adv_type](scored, a), strict=True):
-            sample.advantages = values_R.contiguous()
-        samples.extend(group.samples)
+        # In float64, because float32 rounding would look like variance of equal rewards.
+        outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in members]
+        scored = Scored(members, torch.tensor(outcomes, dtype=torch.float64), [kl for _, kl in pairs], reward_weights)
+        values = ADVANTAGES[a.adv_type](scored, a)
+        rows += [value.expand(s.response_len) for s, value in zip(members, values, strict=True)]
         rewards.append(scored.rewards_G)
-    counted = [sample for sample in samples if _is_scored(sample, a)]
+        counted += members
+        samples += group.samples
     if a.std_over == "batch":
-        _scale(counted, torch.cat(rewards), a, shift=0.0)
+        rows = _scaled(rows, torch.cat(rewards), a)
     elif a.adv_type == "gdpo":
-        sums = [float(s.advantages[0]) for s in counted if s.advantages is not None and s.response_len]
-        _scale(counted, torch.tensor(sums, dtype=torch.float64), a, shift=sum(sums) / max(len(sums), 1))
+        sums = [float(values_R[0]) for values_R in rows if len(values_R)]
+        shift = sum(sums) / max(len(sums), 1)
+        rows = _scaled([values_R - shift for values_R in rows], torch.tensor(sums, dtype=torch.float64), a)
     if a.normalize_advantages or a.adv_type in _WHITENED:
-        whiten(counted)
-    _drop_rounding(counted)
-    for sample in samples:  # cast last, because whitening nearly equal advantages would amplify the rounding of float32
-        assert sample.advantages is not None
-        sample.advantages = sample.advantages.float()
+        rows = _whitened(rows)
+    # The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once that is subtracted, a zero-variance
+    # group would seem to teach. So advantages that differ from 0 only by rounding become 0.
+    rounding = 1e-12 * max((float(values_R.abs().max()) for values_R in rows if len(values_R)), default=0.0)
+    for sample in samples:
+        sample.advantages = torch.zeros(sample.response_len)
+    for sample, values_R in zip(counted, rows, strict=True):
+        sample.advantages = values_R.masked_fill(values_R.abs() < rounding, 0.0).float()
     return samples
 
 
-# Estimators: (scored samples of a group, config) -> float64 advantages of their tokens.
+# Estimators: (scored samples of a group, config) -> float64 advantage of each sample [G], or of each token of each sample.
 
 
-def grpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def grpo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Outcome supervision, DeepSeekMath (arXiv 2402.03300) 4.1.2: every token gets its response's z-score in the group.
 
     With std_over=batch the deviation is taken later, over all rewards of the step (Lite PPO, arXiv 2508.08221).
     """
-    return _on_all_tokens(g, group_zscore(g.rewards_G, a))
+    return group_zscore(g.rewards_G, a)
 
 
 def grpo_process(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
@@ -114,7 +121,7 @@ def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     return _of_steps(g, a, of_samples)
 
 
-def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return (r_i - mean) / (std + std_eps), with mean and std of the group's other rewards.
 
     This is RLOO's baseline (arXiv 2402.14740) with GRPO's scale, NeMo-RL's default. If the other rewards are all equal, return
@@ -123,19 +130,19 @@ def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     rewards_G = g.rewards_G
     num = len(rewards_G)
     if num < 2 or not bool(_centered(rewards_G).any()):
-        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+        return torch.zeros_like(rewards_G)
     others_GO = rewards_G.expand(num, num)[~torch.eye(num, dtype=torch.bool)].view(num, num - 1)
     centered_G = rewards_G - others_GO.mean(dim=1)
     if not a.normalize_by_std:
-        return _on_all_tokens(g, centered_G)
+        return centered_G
     std_G = torch.stack([_deviation(others, a) for others in others_GO])
-    return _on_all_tokens(g, centered_G / torch.where(std_G > 0, std_G + a.std_eps, 1.0))
+    return centered_G / torch.where(std_G > 0, std_G + a.std_eps, 1.0)
 
 
-def rloo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def rloo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return r_i minus the mean of the group's other rewards (Kool et al. 2019; RLOO, arXiv 2402.14740, eq. 8)."""
     rewards_G = g.rewards_G
-    return _on_all_tokens(g, _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1)))
+    return _centered(rewards_G) * (len(rewards_G) / max(len(rewards_G) - 1, 1))
 
 
 def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
@@ -146,24 +153,24 @@ def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     return [r - kl.flip(0).cumsum(0).flip(0) for r, kl in zip(g.outcomes_G, g.kls, strict=True)]
 
 
-def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> Tensor:
     """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r minus the group's mean; tokens are whitened later."""
-    return _on_all_tokens(g, _centered(g.rewards_G))
+    return _centered(g.rewards_G)
 
 
-def opo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def opo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, where l are the lengths of the responses.
 
     This baseline has the least variance if a response's squared gradient grows with its length.
     """
     lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
     if not lengths_G.any():
-        return _on_all_tokens(g, lengths_G)
+        return lengths_G
     rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # shifted, so equal rewards return exactly 0
-    return _on_all_tokens(g, rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum())
+    return rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum()
 
 
-def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def pass_at_k(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1 others.
 
     This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201). It is scaled so that for k = G the best sample gets its
@@ -173,17 +180,17 @@ def pass_at_k(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     num = len(rewards_G)
     k = min(a.pass_k or num, num)
     if k < 2:
-        return _on_all_tokens(g, torch.zeros_like(rewards_G))
+        return torch.zeros_like(rewards_G)
     sorted_G, order_G = rewards_G.sort()
     # The share of all sets in which the j-th of the others, in ascending order, is the best.
     share_G = torch.tensor([math.comb(j, k - 2) / math.comb(num - 1, k - 1) for j in range(num)], dtype=torch.float64)
     values_G = torch.zeros_like(rewards_G)
     values_G[order_G] = (sorted_G[:, None] - sorted_G).tril(-1) @ share_G
     is_divided = a.normalize_by_std and bool(values_G.any())
-    return _on_all_tokens(g, values_G / (_deviation(rewards_G, a) + a.std_eps) if is_divided else values_G)
+    return values_G / (_deviation(rewards_G, a) + a.std_eps) if is_divided else values_G
 
 
-def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def gdpo(g: Scored, a: AlgorithmConfig) -> Tensor:
     """GDPO (arXiv 2601.05242): return sum_k w_k times the group's z-score of the k-th reward function's scores.
 
     w_k is the function's weight. The sums are normalised over all samples of the step afterwards.
@@ -193,16 +200,16 @@ def gdpo(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
         found = [i for i, sample in enumerate(g.samples) if sample.scores.get(name) is not None]
         scores = torch.tensor([g.samples[i].scores[name] for i in found], dtype=torch.float64)
         total_G[found] += weight * group_zscore(scores, a)
-    return _on_all_tokens(g, total_G)
+    return total_G
 
 
-def none(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
+def none(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return 0: rewards are only logged, and the loss adds the teacher's part."""
-    return _on_all_tokens(g, torch.zeros_like(g.outcomes_G))
+    return torch.zeros_like(g.outcomes_G)
 
 
 # Keyed by the names in a config (algorithm.adv_type).
-ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], list[Tensor]]] = {
+ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], Tensor | list[Tensor]]] = {
     f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
 } | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
 WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # groups of equal rewards teach, too
@@ -221,23 +228,6 @@ def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
     return centered / (_deviation(rewards_G, a) + a.std_eps)
 
 
-def whiten(samples: Sequence[Sample], eps: float = 1e-8) -> None:
-    """Shift and scale the advantages to mean 0 and standard deviation 1 over all response tokens, in place.
-
-    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
-    equal.
-    """
-    advantages = [sample.advantages for sample in samples if sample.advantages is not None]
-    values = torch.cat(advantages).double() if advantages else torch.zeros(0, dtype=torch.float64)
-    if values.numel() == 0:
-        return
-    mean = values.mean()
-    has_variance = bool((values != values[0]).any())
-    scale = torch.rsqrt(values.var() + eps) if has_variance else 0.0
-    for values_R in advantages:
-        values_R.copy_((values_R.double() - mean) * scale)
-
-
 def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
@@ -250,36 +240,27 @@ def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) 
     return -a.overlong_penalty * min(max(excess / buffer, 0.0), 1.0)
 
 
-def _outcomes(samples: Sequence[Sample], a: AlgorithmConfig, max_response_length: int) -> Tensor:
-    """Return reward + overlong penalty [G], in float64, because float32 rounding would look like variance of equal rewards."""
-    outcomes = [(s.reward or 0.0) + overlong_penalty(s.response_len, a, max_response_length) for s in samples]
-    return torch.tensor(outcomes, dtype=torch.float64)
-
-
 def _deviation(values: Tensor, a: AlgorithmConfig) -> Tensor:
     """Return the standard deviation, with the number of values minus std_ddof as divisor; 0 if all are equal."""
     return (_centered(values).square().sum() / max(len(values) - a.std_ddof, 1)).sqrt()
 
 
-def _scale(samples: Sequence[Sample], values: Tensor, a: AlgorithmConfig, *, shift: float) -> None:
-    """Subtract `shift` from the advantages and divide by the deviation of `values`, in place; set 0 if these are all equal."""
+def _scaled(rows: Sequence[Tensor], values: Tensor, a: AlgorithmConfig) -> list[Tensor]:
+    """Return the rows divided by the deviation of `values`; 0 if these are all equal."""
     deviation = _deviation(values, a)
-    for sample in samples:
-        assert sample.advantages is not None
-        scaled_R = (sample.advantages - shift) / (deviation + a.std_eps)
-        sample.advantages = scaled_R if deviation > 0 else torch.zeros_like(sample.advantages)
+    return [values_R / (deviation + a.std_eps) if deviation > 0 else torch.zeros_like(values_R) for values_R in rows]
 
 
-def _drop_rounding(samples: Sequence[Sample]) -> None:
-    """Set advantages to 0, in place, if they differ from 0 only by rounding.
+def _whitened(rows: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
+    """Return the rows shifted and scaled to mean 0 and standard deviation 1 over all response tokens.
 
-    The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once it is subtracted, a zero-variance group
-    would seem to teach.
+    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
+    equal.
     """
-    values = [sample.advantages for sample in samples if sample.advantages is not None and sample.response_len]
-    largest = max((float(values_R.abs().max()) for values_R in values), default=0.0)
-    for values_R in values:
-        values_R[values_R.abs() < 1e-12 * largest] = 0.0
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *rows])
+    has_variance = bool((values != values[:1]).any())
+    mean, scale = values.mean(), torch.rsqrt(values.var() + eps) if has_variance else 0.0
+    return [(values_R - mean) * scale for values_R in rows]
 
 
 def _centered(rewards: Tensor) -> Tensor:
@@ -289,24 +270,18 @@ def _centered(rewards: Tensor) -> Tensor:
     return rewards - rewards.mean()
 
 
-def _on_all_tokens(g: Scored, values_G: Tensor) -> list[Tensor]:
-    return [value.expand(s.response_len) for s, value in zip(g.samples, values_G, strict=True)]
-
-
 def _of_steps(g: Scored, a: AlgorithmConfig, of_samples: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of the steps' values that end at or after each token, plus the z-scores of whole responses."""
     has_outcome = any(s.reward is not None for s in g.samples)
     whole = [i for i, s in enumerate(g.samples) if s.reward is not None or not has_outcome]
-    result = [_sum_of_later(s.step_ends, values, s.response_len) for s, values in zip(g.samples, of_samples, strict=True)]
+    result: list[Tensor] = []
+    for s, values in zip(g.samples, of_samples, strict=True):
+        ends = torch.tensor(s.step_ends, dtype=torch.int64)
+        at_ends_R = torch.zeros(s.response_len, dtype=torch.float64).index_add(0, ends, values)
+        result.append(at_ends_R.flip(0).cumsum(0).flip(0))
     for i, zscore in zip(whole, group_zscore(g.rewards_G[whole], a), strict=True):
         result[i] = result[i] + zscore
     return result
-
-
-def _sum_of_later(ends: Sequence[int], values: Tensor, length: int) -> Tensor:
-    """Return [length] float64: for each token the sum of the `values` of the steps that end at or after it."""
-    at_ends = torch.zeros(length, dtype=torch.float64).index_add(0, torch.tensor(ends, dtype=torch.int64), values)
-    return at_ends.flip(0).cumsum(0).flip(0)
 
 
 def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mega.config import AlgorithmConfig
+
 # Bound of every log-ratio. exp(20) = 5e8 is far outside any clip range, and still finite when multiplied by an advantage of 0.
 MAX_LOG_RATIO = 20.0
 
@@ -36,45 +38,37 @@ class LossInputs:
     entropy: Tensor | None = None  # with gradient if there is an entropy bonus
     # Computed from all tokens of the mini-batch before the update; None or 1 if no method uses them.
     nll_weights: Tensor | None = None  # weights of the negative log-likelihood, from token_weights.py
-    covariance_mask: Tensor | None = None  # 1 on the tokens that covariance.py chooses
+    covariance_mask: Tensor | None = None  # 1 on the tokens of losses.choose_by_covariance
     importance_mean: float = 1.0  # divisor of the correction's weights
     cp_group: dist.ProcessGroup | None = None  # ranks that hold the other parts of the same responses
 
     @classmethod
-    def of_masked_token(cls, *, has_reference: bool, has_entropy: bool, distill_kl: str | None = None) -> LossInputs:
+    def of_masked_token(cls, a: AlgorithmConfig, *, has_reference: bool) -> LossInputs:
         """Return one masked token. Its loss and metrics are 0, with the same names as in all micro-batches of a run."""
         zero = torch.zeros(1)
-        has = (has_reference, has_entropy, distill_kl == "sampled", distill_kl not in (None, "sampled"))
-        ref, entropy, teacher, teacher_kl = (zero if has_it else None for has_it in has)
-        segment = torch.zeros(1, dtype=torch.int64)
-        masked = cls(zero, zero, ref, zero, zero, zero, zero, segment, 1, nll_weights=zero, covariance_mask=zero)
-        return replace(masked, teacher_logprobs=teacher, teacher_kl=teacher_kl, entropy=entropy)
+        return cls(
+            logprobs=zero,
+            old_logprobs=zero,
+            ref_logprobs=zero if has_reference else None,
+            rollout_logprobs=zero,
+            advantages=zero,
+            loss_mask=zero,
+            loss_weights=zero,
+            segments=torch.zeros(1, dtype=torch.int64),
+            num_segments=1,
+            teacher_logprobs=zero if a.distill_beta > 0 and not a.has_vocab_kl else None,
+            teacher_kl=zero if a.has_vocab_kl else None,
+            entropy=zero if a.calculate_entropy else None,
+            nll_weights=zero,
+            covariance_mask=zero,
+        )
 
     def without_masked(self) -> LossInputs:
         """Return the inputs with 0 on masked tokens, before any arithmetic, so no NaN of a masked token reaches a gradient."""
         is_unmasked_T = self.loss_mask > 0
-
-        def clean(values_T: Tensor) -> Tensor:
-            return torch.where(is_unmasked_T, values_T, 0.0)
-
-        def clean_any(values_T: Tensor | None) -> Tensor | None:
-            return None if values_T is None else clean(values_T)
-
-        return replace(
-            self,
-            logprobs=clean(self.logprobs),
-            old_logprobs=clean(self.old_logprobs),
-            ref_logprobs=clean_any(self.ref_logprobs),
-            rollout_logprobs=clean(self.rollout_logprobs),
-            advantages=clean(self.advantages),
-            loss_mask=is_unmasked_T.to(self.loss_mask.dtype),
-            loss_weights=clean(self.loss_weights),
-            teacher_logprobs=clean_any(self.teacher_logprobs),
-            teacher_kl=clean_any(self.teacher_kl),
-            entropy=clean_any(self.entropy),
-            nll_weights=clean_any(self.nll_weights),
-            covariance_mask=clean_any(self.covariance_mask),
-        )
+        values = {n: v for n, v in vars(self).items() if isinstance(v, Tensor) and n not in ("loss_mask", "segments")}
+        clean: dict[str, Any] = {name: torch.where(is_unmasked_T, values_T, 0.0) for name, values_T in values.items()}
+        return replace(self, **clean, loss_mask=is_unmasked_T.to(self.loss_mask.dtype))
 
     def log_ratio(self) -> Tensor:
         """Return the logarithm [T] of the importance ratio, logprobs - old_logprobs, clamped to +-20."""

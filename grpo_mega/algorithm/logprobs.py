@@ -9,9 +9,9 @@ over the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,66 +138,44 @@ class _Logprobs(torch.autograd.Function):
         if grad_entropy_T is not None:
             is_moved_T |= grad_entropy_T != 0
         index_N = is_moved_T.nonzero().squeeze(1)
-        # Multiplied by e^y, this turns gradients of log-probs into gradients of logits.
+        # With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, and d entropy / dx_j = -p_j (log p_j +
+        # entropy). Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
         scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]
         slope_N = offset_N = None
         if grad_entropy_T is not None:
             slope_N = -grad_entropy_T[index_N] * scale_N
             offset_N = slope_N * (entropy_T - sum_exp_T.log())[index_N]
-        upstream = _Upstream(
-            targets_T[index_N], max_T[index_N], sum_exp_T[index_N], grad_logprobs_T[index_N] * scale_N, slope_N, offset_N
-        )
+        targets_N, max_N, sum_exp_N = targets_T[index_N], max_T[index_N], sum_exp_T[index_N]
+        grad_N = grad_logprobs_T[index_N] * scale_N
+
+        def to_logits(x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
+            """Replace a tile's logits with their gradient."""
+            target_n1, is_here_n1 = ctx.shard.targets(targets_N[tokens], columns)
+            y_nv = x_nv.sub_(max_N[tokens, None])
+            grad_n1 = grad_N[tokens, None]
+            if slope_N is None or offset_N is None:
+                grad_nv = y_nv.exp_().mul_(-grad_n1)
+            else:
+                exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
+                grad_nv = torch.addcmul(offset_N[tokens, None] - grad_n1, y_nv, slope_N[tokens, None], out=y_nv)
+                grad_nv.mul_(exp_nv)
+            return grad_nv.scatter_add_(1, target_n1, grad_n1 * sum_exp_N[tokens, None] * is_here_n1)
+
         hidden_NH = hidden_TH if len(index_N) == len(hidden_TH) else hidden_TH[index_N]
         grad_hidden_NH, grad_weight_VH = gradients(
-            hidden_NH, weight_VH, upstream, ctx.shard, ctx.weight_grad_VH, needs=ctx.needs_input_grad[:2]
+            hidden_NH,
+            weight_VH,
+            to_logits,
+            ctx.shard,
+            ctx.weight_grad_VH,
+            ctx.needs_input_grad[:2],
+            with_spare=slope_N is not None,
         )
         if grad_hidden_NH is not None:  # cast here, because the tiles' memory is free again
             grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
         if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
             grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
-
-
-class Upstream(Protocol):
-    """Turns the logits of a tile into their gradient."""
-
-    @property
-    def has_spare(self) -> bool: ...
-
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _Upstream:
-    """The values that determine the gradient of the logits, for the tokens that have one.
-
-    With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, d entropy / dx_j = -p_j (log p_j + entropy).
-    Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
-    """
-
-    targets_N: Tensor
-    max_N: Tensor
-    sum_exp_N: Tensor
-    grad_N: Tensor  # gradient of the log-prob, over temperature and sum_exp
-    slope_N: Tensor | None  # minus the gradient of the entropy, over temperature and sum_exp
-    offset_N: Tensor | None  # slope times (entropy - log sum_exp)
-
-    @property
-    def has_spare(self) -> bool:
-        return self.slope_N is not None
-
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice, shard: Shard) -> Tensor:
-        """Replace a tile's logits with their gradient; `spare` is scratch."""
-        target_n1, is_here_n1 = shard.targets(self.targets_N[tokens], columns)
-        y_nv = x_nv.sub_(self.max_N[tokens, None])
-        grad_n1 = self.grad_N[tokens, None]
-        if self.slope_N is None or self.offset_N is None:
-            grad_nv = y_nv.exp_().mul_(-grad_n1)
-        else:
-            exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
-            grad_nv = torch.addcmul(self.offset_N[tokens, None] - grad_n1, y_nv, self.slope_N[tokens, None], out=y_nv)
-            grad_nv.mul_(exp_nv)
-        return grad_nv.scatter_add_(1, target_n1, grad_n1 * self.sum_exp_N[tokens, None] * is_here_n1)
 
 
 def statistics(
@@ -246,29 +224,31 @@ def statistics(
 def gradients(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    upstream: Upstream,
+    to_logits: Callable[[Tensor, Tensor, slice, slice], Tensor],
     shard: Shard,
     weight_grad_VH: Tensor | None,
-    *,
     needs: tuple[bool, bool],
+    *,
+    with_spare: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (in the dtype of the computation) and of the weight; None if not needed.
 
-    The weight's gradient is added to `weight_grad_VH` if that is given.
+    `to_logits(logits [n, v], spare, tokens, columns)` returns the gradient of a tile's logits; `spare` is scratch memory
+    of the tile's size with `with_spare`. The weight's gradient is added to `weight_grad_VH` if that is given.
     """
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
     grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
     sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
-    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if upstream.has_spare else torch.empty(0)
+    scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if with_spare else torch.empty(0)
     for columns in shard.column_tiles() if len(hidden_NH) else ():
         weight_vH = operand(weight_VH[columns])
         sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
-            grad_nv = upstream.to_logits(x_nv, spare, tokens, columns, shard).to(weight_vH.dtype)
+            grad_nv = to_logits(x_nv, spare, tokens, columns).to(weight_vH.dtype)
             if grad_hidden_NH is not None:
                 _add_product(grad_hidden_NH[tokens], grad_nv, weight_vH)
             if sum_vH is not None:

@@ -6,7 +6,7 @@ from global counts, so no layout can change the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.config.algorithm import Aggregation
@@ -74,13 +74,10 @@ def token_weights(
         seq-mean-token-sum       1 / num_samples
         seq-mean-token-sum-norm  1 / (num_samples * max_response_length)  Dr. GRPO (arXiv 2503.20783)
     """
-    if kind == "token-mean":
-        divisors = [num_tokens for _ in response_lens]
-    elif kind == "seq-mean-token-mean":
-        divisors = [num_samples * length for length in response_lens]
-    elif kind == "seq-mean-token-sum":
-        divisors = [num_samples for _ in response_lens]
-    else:
-        assert kind == "seq-mean-token-sum-norm", kind
-        divisors = [num_samples * max_response_length for _ in response_lens]
-    return [1.0 / divisor if length else 0.0 for length, divisor in zip(response_lens, divisors, strict=True)]
+    divisor_of: Mapping[Aggregation, Callable[[int], float]] = {
+        "token-mean": lambda length: num_tokens,
+        "seq-mean-token-mean": lambda length: num_samples * length,
+        "seq-mean-token-sum": lambda length: num_samples,
+        "seq-mean-token-sum-norm": lambda length: num_samples * max_response_length,
+    }
+    return [1.0 / divisor_of[kind](length) if length else 0.0 for length in response_lens]

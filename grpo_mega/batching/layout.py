@@ -9,8 +9,8 @@ and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -43,10 +43,9 @@ def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
 def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
     """Return a context-parallel rank's part of a whole row. Targets stay the targets of the whole row."""
     cuts = batch.cu_seqlens.tolist()
-    chunks = [chunk for start, end in pairwise(cuts) for chunk in _moved(chunks_of(end - start, cp_size, cp_rank), start)]
-    rows = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
-    values = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
-    kept: dict[str, Any] = {name: v[rows] for name, v in values.items() if isinstance(v, Tensor) and name != "routes"}
+    parts = ((start, chunks_of(end - start, cp_size, cp_rank)) for start, end in pairwise(cuts))
+    rows = torch.cat([start + torch.arange(c.start, c.stop) for start, chunks in parts for c in chunks])
+    kept: dict[str, Any] = {name: v[rows] for name, v in _tensors(batch).items() if name not in ("cu_seqlens", "routes")}
     if batch.routes is not None:
         kept["routes"] = torch.from_numpy(batch.routes.numpy()[rows.numpy()])  # torch cannot index uint16
     return replace(batch, **kept, cu_seqlens=batch.cu_seqlens // cp_size, cp_size=cp_size, cp_rank=cp_rank)
@@ -70,12 +69,14 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
 
 
 def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence[Sample]) -> Tensor:
-    """Return a row [T] with the `values` of each of `batch.sample_indices` on its response, 0 elsewhere. Keeps gradients."""
-    dtype = values[0].dtype if values else batch.loss_mask.dtype
-    values_T = torch.zeros(batch.num_tokens, dtype=dtype, device=batch.tokens.device)
-    for places, values_R in zip(response_places(batch, samples), values, strict=True):
+    """Return a row [T] with each sample's `values` [response_len] on its response, 0 elsewhere. Keeps gradients.
+
+    `values` and `samples` are of all samples of the step.
+    """
+    values_T = torch.zeros(batch.num_tokens, dtype=values[0].dtype, device=batch.tokens.device)
+    for index, places in zip(batch.sample_indices, response_places(batch, samples), strict=True):
         for in_row, in_response in places:
-            values_T[in_row] = values_R[in_response]
+            values_T[in_row] = values[index][in_response]
     return values_T
 
 
@@ -87,10 +88,9 @@ def segments(batch: PackedBatch) -> Tensor:
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with its tensors on `device`."""
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+    moved: dict[str, Any] = {name: v.to(device) for name, v in _tensors(batch).items()}
     return replace(batch, **moved)
 
 
-def _moved(ranges: Iterable[range], start: int) -> list[range]:
-    return [range(r.start + start, r.stop + start) for r in ranges]
+def _tensors(batch: PackedBatch) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}

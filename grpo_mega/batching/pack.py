@@ -1,26 +1,55 @@
-"""Pack samples end to end into the micro-batches of one DP rank, without padding sample by sample.
+"""Pack samples end to end into the micro-batches of one DP rank, balanced over all ranks, without padding sample by sample.
 
 Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with NaN for
 advantages that are not assigned yet. Each row has only the part of its context-parallel rank; lengths and budgets count the
 tokens of one such rank. Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there
 are too few samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
 loss, gradient or metrics.
+
+All micro-batches are padded to the longest one, so `balance` minimises its length: samples are placed longest first, then
+exchanged between long and short micro-batches ("bins"). Equal tokens mean equal work, except in attention, because its work
+grows with the square of a sample's length. So bins are dealt to give every rank the same work. The result depends only on the
+arguments, so all ranks compute the same plan without communication.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_mega.batching.balance import balance
-from grpo_mega.batching.layout import from_samples, part_of, response_slice
+from grpo_mega.batching.layout import part_of, response_slice
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, PackedBatch, Sample, unknown_expert
+
+CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # the longest bin may exceed the mean by these shares, tried in this order
+MAX_ROUNDS = 40  # rounds of exchanges per share
+NUM_MOVABLE = 11  # the shortest samples of a bin take part in exchanges, because they make the finest differences
+NUM_PARTNERS = 24  # short bins that are candidates for each long bin in a round
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackingSpec:
+    """The rank that packs, and what its layout and precision require of micro-batches."""
+
+    dp_size: int
+    dp_rank: int
+    token_budget: int  # largest number of tokens of a micro-batch, before rounding
+    length_multiple: int = 1
+    micro_batch_multiple: int = 1  # a mini-batch has a multiple of this many micro-batches
+    tokens_per_pair: float = 0.0  # work of attention for a query and a key, relative to all other work for a token
+    share_prompts: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
 
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
@@ -38,60 +67,176 @@ def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
 def pack(
     mini_batches: Sequence[Sequence[Sample]],
     token_weights: Sequence[Sequence[float]],
-    *,
-    dp_size: int,
-    dp_rank: int,
-    token_budget: int,
-    length_multiple: int = 1,
-    micro_batch_multiple: int = 1,
-    tokens_per_pair: float = 0.0,
-    share_prompts: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
+    spec: PackingSpec,
 ) -> list[list[PackedBatch]]:
-    """Return [mini_batch][micro_batch] of DP rank `dp_rank` and context-parallel rank `cp_rank`.
+    """Return [mini_batch][micro_batch] of the spec's DP rank and context-parallel rank.
 
     token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
     (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's samples,
     through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to `length_multiple`, so it
-    may exceed `token_budget` by less than that. The number of micro-batches is a multiple of `micro_batch_multiple`. Raise
-    PlanError if a sample is longer than the budget.
+    may exceed `token_budget` by less than that. Raise PlanError if a sample is longer than the budget.
     """
     result: list[list[PackedBatch]] = []
-    length_multiple = math.lcm(length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is split too
+    cp_size = spec.cp_size
+    length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is split too
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
-        units = _units(samples, token_budget) if share_prompts else [[i] for i in range(len(samples))]
-        lengths = [tokens_on_rank(num_tokens_of([samples[i] for i in unit]), cp_size) for unit in units]
+        units = _units(samples, spec.token_budget) if spec.share_prompts else [[i] for i in range(len(samples))]
+        lengths = [tokens_on_rank(_num_tokens([samples[i] for i in unit]), cp_size) for unit in units]
         ranks = balance(
             lengths,
-            dp_size=dp_size,
-            token_budget=token_budget,
-            micro_batch_multiple=micro_batch_multiple,
+            dp_size=spec.dp_size,
+            token_budget=spec.token_budget,
+            micro_batch_multiple=spec.micro_batch_multiple,
             length_multiple=length_multiple,
-            tokens_per_pair=tokens_per_pair * cp_size,  # a length stands for cp_size times as many tokens
+            tokens_per_pair=spec.tokens_per_pair * cp_size,  # a length stands for cp_size times as many tokens
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
-        chosen = [[i for unit in members for i in units[unit]] for members in ranks[dp_rank]]
-        rows = [_pack_one(samples, weights, each, offset, num_tokens * cp_size, cp_size, share_prompts) for each in chosen]
-        result.append([part_of(row, cp_size, cp_rank) for row in rows] if cp_size > 1 else rows)
+        chosen = [[i for unit in members for i in units[unit]] for members in ranks[spec.dp_rank]]
+        rows = [_pack_one(samples, weights, members, offset, num_tokens * cp_size, spec) for members in chosen]
+        result.append([part_of(row, cp_size, spec.cp_rank) for row in rows] if cp_size > 1 else rows)
         offset += len(samples)
     return result
 
 
-def attach_advantages(batches: Sequence[PackedBatch], samples: Sequence[Sample]) -> None:
-    """Replace the advantages in the batches with the advantages of the samples. `samples` are all samples of the step."""
-    rows = [s.advantages for s in samples if s.advantages is not None]
-    assert len(rows) == len(samples), "a sample has no advantages"
-    attach(batches, "advantages", rows, samples)
+def balance(
+    lengths: Sequence[int],
+    *,
+    dp_size: int,
+    token_budget: int,
+    micro_batch_multiple: int = 1,
+    length_multiple: int = 1,
+    tokens_per_pair: float = 0.0,
+) -> list[list[list[int]]]:
+    """Return [dp_rank][micro_batch] -> ascending indices into `lengths`, with the fewest micro-batches that the budget allows.
+
+    The number of micro-batches per rank is a positive multiple of `micro_batch_multiple`. Bins are evened out until the
+    caller's rounding of the longest to `length_multiple` hides the rest. `tokens_per_pair` is the work of attention for a query
+    and a key, relative to all other work for a token. Raise PlanError if a length exceeds the budget.
+    """
+    if (longest := max(lengths, default=0)) > token_budget:
+        raise PlanError(
+            f"a sample of {longest} tokens (number {list(lengths).index(longest)} of its mini-batch) does not fit into "
+            f"batch.tokens_per_micro_batch={token_budget}; raise it to at least {longest}, or lower "
+            "data.max_prompt_length or rollout.max_response_length"
+        )
+    lengths_N = np.array(lengths, dtype=np.int64)
+    num_bins = dp_size * micro_batch_multiple
+    # Lower bounds: the bins for all tokens together, and one bin per sample that is longer than half of the budget.
+    num_needed = max(-(-int(lengths_N.sum()) // token_budget), int((2 * lengths_N > token_budget).sum()))
+    num_bins *= max(1, -(-num_needed // num_bins))
+    while True:
+        bin_of_N = _even_bins(lengths_N, num_bins, token_budget, length_multiple)
+        loads_B = _loads(bin_of_N, lengths_N, num_bins)
+        if loads_B.max() <= token_budget:
+            break
+        num_bins += dp_size * micro_batch_multiple
+    ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum()
+    bins = [members.tolist() for members in np.split(np.argsort(bin_of_N, kind="stable"), ends_B[:-1])]
+    pairs_B = np.bincount(bin_of_N, weights=lengths_N * (lengths_N + 1) / 2, minlength=num_bins)
+    return _deal(bins, loads_B + tokens_per_pair * pairs_B, dp_size)
 
 
-def attach(batches: Sequence[PackedBatch], name: str, rows: Sequence[Tensor], samples: Sequence[Sample]) -> None:
-    """Set the batches' field `name` from one row [response_len] per sample of the step; 0 elsewhere."""
-    for batch in batches:
-        present = [rows[i].to(batch.tokens.device, batch.loss_mask.dtype) for i in batch.sample_indices]
-        setattr(batch, name, from_samples(present, batch, samples))
+def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
+    """Return the bin of each sample, with the longest bin about as short as possible. It may still exceed the budget."""
+    order_N = np.argsort(-lengths_N, kind="stable")
+    falling_N = lengths_N[order_N]
+    least = int(falling_N.max(initial=0))
+    even = [max(least, int(falling_N.sum() / num_bins * (1 + share))) for share in CLOSE_ENOUGH]
+    bin_of_N = _longest_first(falling_N, num_bins)
+    _even_out(bin_of_N, falling_N, num_bins, [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even])
+    result_N = np.empty_like(bin_of_N)
+    result_N[order_N] = bin_of_N
+    return result_N
+
+
+def _loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
+    """Return the tokens of each bin."""
+    return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
+
+
+def _longest_first(falling_N: Ints, num_bins: int) -> Ints:
+    """Assign longest processing time first: each length, in falling order, goes into the lightest bin."""
+    heap = list(range(num_bins))  # load * num_bins + bin, so only integers are compared
+    bins: list[int] = []
+    for added in (falling_N * num_bins).tolist():
+        lightest = heap[0]
+        bins.append(lightest % num_bins)
+        heapq.heapreplace(heap, lightest + added)
+    return np.array(bins, dtype=np.int64)
+
+
+def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
+    """Exchange samples between bins, in place, until no bin is longer than a target. Each target gets MAX_ROUNDS rounds.
+
+    `falling_N` is sorted in falling order.
+    """
+    loads_B = _loads(bin_of_N, falling_N, num_bins)
+    slots_BS = _movable(bin_of_N, num_bins)
+    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)  # an empty slot has size 0, so an exchange with it is a move
+    for target in targets:
+        num_idle = 0  # rounds without an exchange; after one round per bin all pairs have met
+        for round_index in range(MAX_ROUNDS):
+            if loads_B.max() <= target or num_idle == num_bins:
+                break
+            num_idle = 0 if _exchange(loads_B, slots_BS, sizes_BS, target, round_index) else num_idle + 1
+    bins_I, slots_I = np.nonzero(slots_BS >= 0)
+    bin_of_N[slots_BS[bins_I, slots_I]] = bins_I
+
+
+def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:
+    """Run one round and return the number of exchanges.
+
+    Each bin longer than `target` considers some of the short bins, different ones in every round. It exchanges two samples, or
+    moves one, to make the longer of both bins as short as possible, but only if that bin becomes shorter than before.
+    """
+    num_bins, num_slots = slots_BS.shape
+    order_B = np.argsort(-loads_B, kind="stable")
+    num_long = min(int((loads_B > target).sum()), num_bins // 2)
+    num_partners = min(NUM_PARTNERS, num_bins // max(1, num_long) - 1)
+    if num_long == 0 or num_partners == 0:
+        return 0
+    long_P = order_B[:num_long]
+    short_PK = np.roll(order_B[num_long:][::-1], -round_index)[: num_long * num_partners].reshape(num_partners, num_long).T
+    given_PKSS = sizes_BS[long_P][:, None, :, None] - sizes_BS[short_PK][:, :, None, :]
+    loads_P, loads_PK = loads_B[long_P].astype(np.int32), loads_B[short_PK].astype(np.int32)
+    longer_PKSS = np.maximum(loads_P[:, None, None, None] - given_PKSS, loads_PK[:, :, None, None] + given_PKSS)
+    longer_PE = longer_PKSS.reshape(num_long, -1)
+    best_P = longer_PE.argmin(axis=1)
+    better_I = np.flatnonzero(longer_PE[np.arange(num_long), best_P] < loads_P)
+    partner_I, from_I, to_I = np.unravel_index(best_P[better_I], (num_partners, num_slots, num_slots))
+    long_I, short_I = long_P[better_I], short_PK[better_I, partner_I]
+    given_I = sizes_BS[long_I, from_I] - sizes_BS[short_I, to_I]
+    loads_B[long_I] -= given_I
+    loads_B[short_I] += given_I
+    for table_BS in (slots_BS, sizes_BS):
+        kept_I = table_BS[long_I, from_I]
+        table_BS[long_I, from_I] = table_BS[short_I, to_I]
+        table_BS[short_I, to_I] = kept_I
+    return len(better_I)
+
+
+def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
+    """Return [bins, slots]: the movable samples of each bin, and -1 in empty slots. At least one slot is empty."""
+    counts_B = np.bincount(bin_of_N, minlength=num_bins)
+    by_bin_N = np.argsort(bin_of_N, kind="stable")
+    slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)
+    places_BS = counts_B.cumsum()[:, None] - 1 - slot_S  # a bin's last samples are its shortest
+    is_sample_BS = (slot_S < counts_B[:, None]) & (slot_S < NUM_MOVABLE)
+    return np.where(is_sample_BS, np.append(by_bin_N, -1)[np.where(is_sample_BS, places_BS, -1)], -1)
+
+
+def _deal(bins: list[list[int]], work_B: NDArray[np.float64], dp_size: int) -> list[list[list[int]]]:
+    """Assign each bin, heaviest first, to the rank with the least work so far among ranks that still lack bins."""
+    heap = [(0.0, rank) for rank in range(dp_size)]
+    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    for b in np.argsort(-work_B, kind="stable").tolist():
+        work, rank = heapq.heappop(heap)
+        ranks[rank].append(bins[b])
+        if len(ranks[rank]) < len(bins) // dp_size:
+            heapq.heappush(heap, (work + float(work_B[b]), rank))
+    return ranks
 
 
 def _pack_one(
@@ -100,10 +245,9 @@ def _pack_one(
     members: list[int],
     offset: int,
     num_tokens: int,
-    cp_size: int,
-    share_prompts: bool,
+    spec: PackingSpec,
 ) -> PackedBatch:
-    """Pack the samples at `members` into `num_tokens` tokens, each padded so that `cp_size` ranks can share it.
+    """Pack the samples at `members` into `num_tokens` tokens, each padded so that context-parallel ranks can share it.
 
     `offset` is the index of samples[0] in the step.
     """
@@ -115,15 +259,15 @@ def _pack_one(
     boundaries = [0]
     for member in members:
         sample, start = samples[member], boundaries[-1]
-        context = sample.prompt.token_ids[-1:] if share_prompts else sample.prompt.token_ids
+        context = sample.prompt.token_ids[-1:] if spec.share_prompts else sample.prompt.token_ids
         end = start + len(context) + sample.response_len
-        length = tokens_on_rank(end - start, cp_size) * cp_size
+        length = tokens_on_rank(end - start, spec.cp_size) * spec.cp_size
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
         tokens[start : end - sample.response_len] = torch.tensor(context)
         tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
         targets[start : end - 1] = tokens[start + 1 : end]
         position_ids[start : start + length] = torch.arange(length) + len(sample.prompt.token_ids) - len(context)
-        response = response_slice(start, sample, is_shared=share_prompts)
+        response = response_slice(start, sample, is_shared=spec.share_prompts)
         loss_mask[response] = float(weights[member] != 0)
         loss_weights[response] = weights[member]
         advantages[response] = torch.nan if sample.advantages is None else sample.advantages
@@ -132,7 +276,7 @@ def _pack_one(
             routes[start : start + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(start + length)
     shared_prompt_segments = (
-        _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if share_prompts else None
+        _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if spec.share_prompts else None
     )
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
@@ -166,7 +310,7 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
     return [shared_prompt_segments[sample.prompt.id] for sample in samples]
 
 
-def num_tokens_of(samples: Sequence[Sample]) -> int:
+def _num_tokens(samples: Sequence[Sample]) -> int:
     """Return the number of tokens of samples that share one prompt. The prompt counts once, its last token once per sample."""
     return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
 
@@ -175,9 +319,8 @@ def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
     """Return runs of samples that share their prompt, with as many samples as fit into a micro-batch."""
     units: list[list[int]] = []
     for i, sample in enumerate(samples):
-        before = [samples[j] for j in units[-1]] if units else []
-        fits = bool(before) and before[0].prompt.id == sample.prompt.id and num_tokens_of([*before, sample]) <= token_budget
-        if fits:
+        longer = [samples[j] for j in units[-1]] + [sample] if units else []
+        if longer and longer[0].prompt.id == sample.prompt.id and _num_tokens(longer) <= token_budget:
             units[-1].append(i)
         else:
             units.append([i])

@@ -67,7 +67,7 @@ class TeacherConfig(Section):
 
 
 class GuardConfig(Section):
-    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/guard.py."""
+    """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/precision.py."""
 
     grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = 10.0
     """Warn if a layer's gradient norm exceeds this multiple of its recent median. None turns the check off."""

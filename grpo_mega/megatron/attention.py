@@ -238,3 +238,14 @@ class PackedRotary(RotaryEmbedding):
     def forward(self, position_ids: Tensor, **kwargs: Any) -> Tensor:  # -> [T, 1, 1, head_dim]
         angles = torch.outer(position_ids.float(), self.inv_freq.to(position_ids.device))
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class LatentRotary(PackedRotary):
+    """Rotary angles of multi-latent attention, and the scale of cosine and sine."""
+
+    def __init__(self, inv_freq: Tensor, scale: float) -> None:
+        super().__init__(inv_freq)
+        self.scale = scale
+
+    def forward(self, position_ids: Tensor, **kwargs: Any) -> Any:  # -> ([T, 1, rope_dim], scale)
+        return super().forward(position_ids)[:, 0], self.scale

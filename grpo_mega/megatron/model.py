@@ -1,8 +1,9 @@
 """Build this rank's model chunks from a Hugging Face config and the layout. Each chunk is a GPTModel.
 
-With Transformer Engine on a GPU the layers are TE's. Otherwise they are Megatron's local layers with the modules of
-attention.py. The last chunk returns hidden states, complete on every tensor-parallel rank. Log-probs are computed from them and
-the output weight. Parameters are not initialized here: weights.apply fills all of them from a checkpoint or from a seed.
+With Transformer Engine on a GPU the layers are TE's. Otherwise, and for DeepSeek's models and glm4_moe, they are Megatron's
+local layers with the modules of attention.py. The last chunk returns hidden states, complete on every tensor-parallel rank.
+Log-probs are computed from them and the output weight. Parameters are not initialized here: weights.apply fills all of them
+from a checkpoint or from a seed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -34,13 +36,16 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config
-from grpo_mega.megatron import compat, mla, routers
-from grpo_mega.megatron.attention import PackedAttention, PackedRotary, RMSNorm
+from grpo_mega.megatron import compat, routers
+from grpo_mega.megatron.attention import LatentRotary, PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.boxes import RankShards
+from grpo_mega.weights.layout import ShardLayout, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
+
+_BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -104,8 +109,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, config, runtime),
-        **(mla.routing(shape, hf_config) if shape.shared_ffn else {}),
-        **(mla.settings(shape, hf_config) if shape.kv_lora else {}),
+        **_latent_config(shape, hf_config),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
@@ -128,7 +132,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
     """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the rest."""
     if not shape.num_experts:
         return {}
-    return {
+    settings = {
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn,
         "moe_router_topk": hf_config.num_experts_per_tok,
@@ -140,6 +144,42 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.tp,
+    }
+    if shape.shared_ffn:  # glm4_moe routes as deepseek_v3 does
+        is_sigmoid = shape.model_type != "deepseek_v2"
+        is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
+        settings |= {
+            # Layers differ, so checkpoints must store them separately. A list makes Megatron do so.
+            "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense) if shape.num_dense else 1,
+            "moe_shared_expert_intermediate_size": shape.shared_ffn,
+            "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
+            "moe_router_enable_expert_bias": is_sigmoid,
+            "moe_router_num_groups": hf_config.n_group if is_limited else None,
+            "moe_router_group_topk": hf_config.topk_group if is_limited else None,
+            "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        }
+    return settings
+
+
+def _latent_config(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
+    """Return the fields of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Tensor parallelism needs sequence parallelism: each rank computes the latents of its part of the sequence, and gradients of
+    the matrices and norms that make them are summed over ranks once.
+    """
+    if not shape.kv_lora:
+        return {}
+    rope = hf_config.rope_parameters
+    return {
+        "q_lora_rank": shape.q_lora or None,
+        "kv_lora_rank": shape.kv_lora,
+        "qk_head_dim": shape.head_dim - shape.rope_dim,
+        "qk_pos_emb_head_dim": shape.rope_dim,
+        "v_head_dim": shape.v_dim,
+        # Megatron computes attention's scale from the two factors. Angles and their scale come from `LatentRotary`.
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 
@@ -156,8 +196,8 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     layout = runtime.layout
     vp_stage = chunk if layout.vpp > 1 else None
     layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
-    theirs = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
-    assert theirs == (layers.start, len(layers)), (theirs, layers)
+    span = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
+    assert span == (layers.start, len(layers)), (span, layers)
     if use_te := uses_transformer_engine(shape, runtime):
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
@@ -179,9 +219,12 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
-    inv_freq = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config).inv_freq.float()
+    theirs = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config)
+    inv_freq = theirs.inv_freq.float()
     if shape.kv_lora:
-        mla.set_rotary(model, hf_config)
+        rotary = LatentRotary(inv_freq, theirs.attention_scaling)
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb = rotary
     elif use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
@@ -197,14 +240,30 @@ def output_weight(model: GPTModel) -> Any:
 def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
     """Return every parameter by its local name. Assert that the family's table and the model agree on names and shapes.
 
-    The expert biases of routers are buffers, not parameters: see `mla.biases_of`.
+    The expert biases of routers are buffers, not parameters: see `biases_of`.
     """
-    holding = {name: tensor for name, tensor in holding.items() if not name.endswith(mla.BIAS)}
+    holding = {name: tensor for name, tensor in holding.items() if not name.endswith(_BIAS)}
     parameters = {f"chunk{i}.{name}": p for i, model in enumerate(models) for name, p in model.named_parameters()}
     assert set(parameters) == set(holding), sorted(set(parameters) ^ set(holding))
     for name, p in parameters.items():
         assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
     return parameters
+
+
+def biases_of(models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the expert biases of all routers by local name, in fp32 even if the model was cast after it was built."""
+    for model in models:
+        for router in routers.routers_of(model):
+            router._maintain_float32_expert_bias()
+    buffers = ((f"chunk{i}.{name}", b) for i, model in enumerate(models) for name, b in model.named_buffers())
+    return {name: buffer for name, buffer in buffers if name.endswith(_BIAS)}
+
+
+def shards_of(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
+    """Return the slices of a model that each rank of the layout holds, in the form that transfer plans use."""
+    use_te = uses_transformer_engine(shape, runtime)
+    grouped_experts = use_te and config.model.grouped_experts
+    return megatron_shards(family, shape, runtime.layout, fused_norms=use_te, grouped_experts=grouped_experts)
 
 
 def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -240,7 +299,10 @@ def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> 
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
         if shape.kv_lora:
-            mla.set_parts(attention)
+            # Megatron's column-parallel projections to the latents lose the other ranks' share of the gradient of the keys'
+            # rotary part: logits are right, gradients are wrong. modelopt's Linear is replicated on every rank.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         return spec

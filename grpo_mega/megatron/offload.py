@@ -59,11 +59,19 @@ class HostCopy:
 
     def put(self) -> Any:
         """Copy the bytes back into their storages on the copy stream. Wait for the returned event before you use them."""
+        for storage, nbytes in self.taken:
+            if not storage.nbytes():
+                storage.resize_(nbytes)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for device, host in self._pieces():
                 device.copy_(host, non_blocking=True)
         return self._stream.record_event()
+
+    def drop(self) -> None:
+        """Free the device memory of the storages. `put` allocates it again."""
+        for storage, _ in self.taken:
+            storage.resize_(0)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield all bytes as pairs of (device, host) slices, split at chunk boundaries."""
@@ -107,15 +115,12 @@ class Movable:
         )
         self.copy.take(storages)
         self._stream.synchronize()
-        for storage in storages:
-            storage.resize_(0)
+        self.copy.drop()
         self.is_away, self._arrival = bool(storages), None
 
     def begin_onload(self) -> None:
         """Start the copy to the device. Call `onload` before any use."""
         if self.is_away:
-            for storage, nbytes in self.copy.taken:
-                storage.resize_(nbytes)
             self.is_away, self._arrival = False, self.copy.put()
 
     def onload(self) -> None:
@@ -154,7 +159,8 @@ class PolicyMemory:
     @property
     def device_bytes(self) -> int:
         """Return the device memory of weights, gradients, fp32 master weights and Adam's moments."""
-        tensors = [*self._weights(), *self._optimizer_state(), *(b.grad_data for c in self._chunks for b in _buffers(c))]
+        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        tensors = [*self._weights(), *self._optimizer_state(), *(buffer.grad_data for buffer in buffers)]
         return sum(s.nbytes() for s in storages_of(tensors))
 
     def offload_optimizer(self) -> None:
@@ -218,10 +224,6 @@ class PolicyMemory:
         """Return freed memory from the process to the device, so the engine can use it."""
         if self.device_bytes < before:
             torch.cuda.empty_cache()
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def _drop_fp8_weights(chunk: Any) -> None:

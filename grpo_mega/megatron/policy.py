@@ -20,31 +20,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.algorithm.inputs import LossInputs
-from grpo_mega.algorithm.kl import adapted_beta
+from grpo_mega.algorithm.kl import adapted_beta, vocab_parallel_kl
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
-from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
 from grpo_mega.batching import flops
 from grpo_mega.batching.layout import segments, to_device
+from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
-from grpo_mega.megatron.guard import Guard, num_groups
-from grpo_mega.megatron.mla import biases_of
-from grpo_mega.megatron.model import build_chunks, output_weight, parameters_of, uses_transformer_engine
+from grpo_mega.megatron.frozen import Reference, Teacher
+from grpo_mega.megatron.model import (
+    biases_of,
+    build_chunks,
+    output_weight,
+    parameters_of,
+    shards_of,
+    uses_transformer_engine,
+)
 from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
-from grpo_mega.megatron.precision import PlainTensors, in_bf16, is_quantised, set_level, storage_tensors, write_back
-from grpo_mega.megatron.reference import Reference
-from grpo_mega.megatron.replay import Replay
-from grpo_mega.megatron.routers import Routers
+from grpo_mega.megatron.precision import (
+    Guard,
+    PlainTensors,
+    in_bf16,
+    is_quantised,
+    num_groups,
+    set_level,
+    storage_tensors,
+    write_back,
+)
+from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
-from grpo_mega.weights.boxes import Box, RankShards
-from grpo_mega.weights.layout import ShardLayout, megatron_shards
+from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.layout import ShardLayout
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -52,17 +64,16 @@ class Policy:
     def __init__(self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime) -> None:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
-        uses_te = uses_transformer_engine(shape, runtime)
-        self._shards = policy_shards(family, shape, config, runtime)
+        self.shards = shards_of(family, shape, config, runtime)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
-        self.parameters = parameters_of(self.models, self._shards.rank_shards(runtime.rank))  # by local name
-        _check_partitions(self.parameters, runtime, self._shards)
+        self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
+        _check_partitions(self.parameters, runtime, self.shards)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_te, routers=self.routers)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(shape, runtime), routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
@@ -71,7 +82,7 @@ class Policy:
         self.memory = PolicyMemory(
             self.chunks,
             partial(storage_tensors, self.parameters.values()),
-            self._optimizer_state,
+            lambda: optimizers.state_tensors(self._optimizer) if self._optimizer else [],
             is_cuda=runtime.device.is_cuda,
         )
         self._reference: Reference | None = None
@@ -82,29 +93,22 @@ class Policy:
         self.nonfinite_samples: set[int] = set()  # indices of samples with NaN or infinite values in dropped mini-batches
 
     @property
-    def packing(self) -> dict[str, Any]:
-        """Return the arguments of batching's `pack` that depend on layout and precision."""
+    def packing(self) -> PackingSpec:
+        """Return what this rank's micro-batches must be like."""
         layout = self._runtime.layout
-        return {
-            "dp_size": layout.dp,
-            "dp_rank": self._runtime.dp_rank,
-            "cp_size": layout.cp,
-            "cp_rank": self._runtime.cp_rank,
+        return PackingSpec(
+            layout.dp,
+            self._runtime.dp_rank,
+            self._config.batch.tokens_per_micro_batch,
             # Sequence parallelism splits micro-batches into tp parts, and FP8 needs whole blocks.
-            "length_multiple": length_multiple(self._config.precision, layout.tp),
+            length_multiple=length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
-            "micro_batch_multiple": layout.pp if layout.vpp > 1 else 1,
-            "share_prompts": self._config.batch.share_prompts,
-            "tokens_per_pair": flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
-        }
-
-    def rank_shards(self) -> list[RankShards]:
-        """Return the slices of the policy that each rank holds."""
-        return [self._shards.rank_shards(rank) for rank in range(self._shards.world_size)]
-
-    def shard_layout(self) -> ShardLayout:
-        """Return the slices of the policy that each rank holds, in the form that transfer plans use."""
-        return self._shards
+            micro_batch_multiple=layout.pp if layout.vpp > 1 else 1,
+            tokens_per_pair=flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
+            share_prompts=self._config.batch.share_prompts,
+            cp_size=layout.cp,
+            cp_rank=self._runtime.cp_rank,
+        )
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return this rank's parameters by local name. They must be on the device."""
@@ -123,7 +127,7 @@ class Policy:
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
         with self._runtime.raise_on_all_ranks():
-            for name, shard in self._shards.rank_shards(self._runtime.rank).items():
+            for name, shard in self.shards.rank_shards(self._runtime.rank).items():
                 p = self.parameters[name]
                 values = torch.empty(p.shape, dtype=p.dtype, device=p.device) if is_quantised(p) else p
                 load_shards({name: shard}, {name: values}, read)
@@ -270,9 +274,7 @@ class Policy:
             own = (logprobs, batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.advantages)
             values = [v for v in own if v is not None]
             is_bad = ~torch.isfinite(torch.stack(values)).all(dim=0) & (batch.loss_mask > 0)
-            cuts = batch.cu_seqlens.tolist()
-            segments = zip(batch.sample_indices, cuts, cuts[1:], strict=False)  # padding is the last segment and has no sample
-            mine |= {index for index, start, end in segments if bool(is_bad[start:end].any())}
+            mine |= {batch.sample_indices[segment] for segment in segments(batch)[is_bad].tolist()}
         by_rank: list[set[int]] = [set()] * dist.get_world_size()
         dist.all_gather_object(by_rank, mine)
         return set().union(*by_rank)
@@ -288,14 +290,19 @@ class Policy:
             hidden_TH,
             weight_VH,
             batch.targets,
-            vocab_size=self._shape.vocab,
-            temperature=self._config.rollout.temperature,
-            tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
             with_entropy=self._config.algorithm.calculate_entropy,
             needed_T=batch.loss_mask > 0,
-            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the gradient.
-            weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+            **self._vocab_arguments(weight_VH),
         )
+
+    def _vocab_arguments(self, weight_VH: Any) -> dict[str, Any]:
+        return {
+            "vocab_size": self._shape.vocab,
+            "temperature": self._config.rollout.temperature,
+            "tp_group": self._runtime.tp_group,
+            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the gradient.
+            "weight_grad_VH": None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+        }
 
     def _teacher_kl(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor | None:
         """Return the KL between policy and teacher over the vocabulary, per token [T]; None if it is not configured."""
@@ -311,10 +318,7 @@ class Policy:
                     self.teachers[name].head_VG.to(hidden_TH.device),
                     is_reverse=self.algorithm.distill_kl == "reverse",
                     needed_T=is_taught_T,
-                    vocab_size=self._shape.vocab,
-                    temperature=self._config.rollout.temperature,
-                    tp_group=self._runtime.tp_group if self._runtime.layout.tp > 1 else None,
-                    weight_grad_VH=None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+                    **self._vocab_arguments(weight_VH),
                 )
             )
         return torch.stack(of_teachers).sum(dim=0)
@@ -350,11 +354,7 @@ class Policy:
         """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group contributes."""
         device, algorithm = self._runtime.device.torch_device, self.algorithm
         # Ranks that compute no loss get the names of the metrics from a masked token. It adds 0 to each metric.
-        masked = LossInputs.of_masked_token(
-            has_reference=bool(self._reference),
-            has_entropy=algorithm.calculate_entropy,
-            distill_kl=algorithm.distill_kl if algorithm.distill_beta > 0 else None,
-        )
+        masked = LossInputs.of_masked_token(algorithm, has_reference=bool(self._reference))
         sums, maxima = accumulate([policy_loss(masked, algorithm), *(outputs if self._runtime.tp_rank == 0 else [])])
         summed = self._runtime.sum(torch.stack([v.to(device) for v in sums.values()]))
         largest = self._runtime.max(torch.stack([v.to(device) for v in maxima.values()]))
@@ -364,15 +364,6 @@ class Policy:
         """Onload weights and optimizer state, and wait until they can be read."""
         self.memory.onload_weights()
         self.memory.onload_optimizer()
-
-    def _optimizer_state(self) -> list[Tensor]:
-        return optimizers.state_tensors(self._optimizer) if self._optimizer else []
-
-
-def policy_shards(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
-    """Return the slices of the policy that each rank of the layout holds, in the form that transfer plans use."""
-    names = {"fused_norms": uses_transformer_engine(shape, runtime), "grouped_experts": config.model.grouped_experts}
-    return megatron_shards(family, shape, runtime.layout, **names)
 
 
 def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
@@ -389,10 +380,9 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
 
 def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, shards: ShardLayout) -> None:
     """Assert that exactly the sharded parameters are marked. The gradient norm counts unmarked ones on one rank only."""
-    group = dist.get_process_group_ranks(runtime.tp_group)
-    if len(group) == 1:
+    if runtime.tp_group is None:
         return
-    first, second = shards.rank_shards(group[0]), shards.rank_shards(group[1])
+    first, second = map(shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
     for name, p in parameters.items():
         is_cut = first[name] != second[name]
         assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)

@@ -75,8 +75,9 @@ class Runtime:
         return self.layout.cp_rank(self.rank)
 
     @property
-    def tp_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """Return the tensor-parallel group; None if this rank has whole tensors."""
+        return parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
@@ -139,8 +140,10 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     check_kernels(config, device)  # `join` has checked only the first config of a process
     _leave_groups()
     rank = dist.get_rank()
-    runtime = Runtime(device, megatron_layout(config.layout, dist.get_world_size()), rank, _fresh_store(rank))
-    layout = runtime.layout
+    layout = megatron_layout(config.layout, dist.get_world_size())
+    # A prefix of the job's store that no earlier arrangement used. Every rank counts its own arrangements.
+    store = dist.distributed_c10d._get_default_store()
+    runtime = Runtime(device, layout, rank, dist.PrefixStore(f"arrangement/{store.add(f'arrangements/{rank}', 1)}", store))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -177,13 +180,6 @@ def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
 
 def _timeout(config: Config) -> timedelta:
     return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py reports first, because it says more
-
-
-def _fresh_store(rank: int) -> dist.Store:
-    """Return the job's store with a prefix that no earlier arrangement used. Every rank counts its own arrangements."""
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"arrangements/{rank}", 1)
-    return dist.PrefixStore(f"arrangement/{number}", store)
 
 
 def _leave_groups() -> None:

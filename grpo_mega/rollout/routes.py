@@ -1,4 +1,4 @@
-"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370; megatron/replay.py).
+"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370; megatron/routers.py).
 
 Row t of a sample's routes has the experts that predicted token t + 1, in the router's order, so a context of n tokens has n - 1
 rows. Continued samples keep the rows of the policies that generated their tokens. Expert ids use the smallest integer type that

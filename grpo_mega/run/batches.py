@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import advantages, covariance
+from grpo_mega.algorithm import advantages
 from grpo_mega.algorithm.advantages import WITHOUT_BASELINE
 from grpo_mega.algorithm.correction import mean_importance
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import kl_penalty
+from grpo_mega.algorithm.losses import choose_by_covariance
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples
@@ -25,10 +27,10 @@ from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import MismatchError
+from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.gather import gather_responses
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.observe.metrics import K3_STALE
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.routes import is_intact
@@ -47,8 +49,7 @@ def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[P
     return packing.pack(
         mini_batches,
         mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
-        token_budget=config.batch.tokens_per_micro_batch,
-        **policy.packing,
+        policy.packing,
     )
 
 
@@ -77,13 +78,14 @@ def attach_logprobs(
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
             assign_advantages(config, a, groups, penalties)
-            for mini_batch in batches:
-                packing.attach_advantages(mini_batch, samples)
+            assigned = [s.advantages for s in samples if s.advantages is not None]
+            for batch in chain.from_iterable(batches):
+                batch.advantages = from_samples(assigned, batch, samples)
         if a.positive_nll > 0:
             weights = [w for mini in packing.split(groups, len(batches)) for w in positive_weights(mini, a)]
             rows = [torch.full((s.response_len,), w) for s, w in zip(samples, weights, strict=True)]
-            for mini_batch in batches:
-                packing.attach(mini_batch, "nll_weights", rows, samples)
+            for batch in chain.from_iterable(batches):
+                batch.nll_weights = from_samples(rows, batch, samples)
         if a.needs_mini_batch:
             old_logprobs = gather_responses(lambda batch: batch.old_logprobs, batches, samples, runtime)
             random = torch.Generator().manual_seed(config.seed * 2**31 + step)
@@ -107,20 +109,20 @@ def attach_teacher_logprobs(
     names = [default if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples]
     if any(settings.url for settings in config.teachers.values()):
         rows = _ask_servers(config, samples, names, runtime)
-        for mini_batch in batches:
-            packing.attach(mini_batch, "teacher_logprobs", rows, samples)
+        for batch in chain.from_iterable(batches):
+            batch.teacher_logprobs = from_samples(rows, batch, samples)
 
-    def is_taught(name: str, batch: PackedBatch) -> Tensor:
-        is_of = [torch.full((samples[i].response_len,), float(names[i] == name)) for i in batch.sample_indices]
+    def is_taught(is_of: Sequence[Tensor], batch: PackedBatch) -> Tensor:
         return (from_samples(is_of, batch, samples) > 0) & (batch.loss_mask > 0)
 
     for name, teacher in teachers.items():
+        is_of = [torch.full((s.response_len,), float(other == name)) for s, other in zip(samples, names, strict=True)]
         if config.algorithm.has_vocab_kl:
-            for batch, hidden in teacher.hidden(batches, partial(is_taught, name)):
+            for batch, hidden in teacher.hidden(batches, partial(is_taught, is_of)):
                 batch.teacher_hidden = (batch.teacher_hidden or {}) | {name: hidden}
             continue
         for batch, values in teacher.logprobs(batches):
-            kept = values.where(is_taught(name, batch), 0.0)
+            kept = values.where(is_taught(is_of, batch), 0.0)
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 
@@ -227,8 +229,9 @@ def _attach_from_whole(
             for batch in mini_batch:
                 batch.importance_mean = mean
         if a.is_by_covariance:
-            rows[start:end] = covariance.choose(whole, a, random).split([s.response_len for s in members])
-            packing.attach(mini_batch, "covariance_mask", rows, samples)
+            rows[start:end] = choose_by_covariance(whole, a, random).split([s.response_len for s in members])
+            for batch in mini_batch:
+                batch.covariance_mask = from_samples(rows, batch, samples)
         start = end
 
 

@@ -28,7 +28,7 @@ from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, Refresh
 from grpo_mega.formats.checkpoint_files import Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
-from grpo_mega.megatron.policy import Policy, policy_shards
+from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import engine_mismatch
@@ -299,7 +299,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
         last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
         stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
-        trainer = policy_shards(model.family, model.shape, config, runtime)
+        trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank

@@ -27,10 +27,10 @@ from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoi
 from grpo_mega.formats.export import export
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.reader import open_reader, random_reader
+from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.megatron.teacher import Teacher
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
@@ -180,7 +180,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
 def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
     """Write the policy as a Hugging Face checkpoint."""
     export(
-        policy.rank_shards(),
+        [policy.shards.rank_shards(rank) for rank in range(policy.shards.world_size)],
         policy.tensors(),
         family=model.family,
         shape=model.shape,

@@ -133,7 +133,11 @@ class _Exchange:
         dist.all_to_all_single(values[:num_received], outgoing, *sizes, group=self._group)
         dist.all_to_all_single(received_sums, sent_sums, *counts, group=self._group)
         sums = torch.cat((received_sums, kept_sums)).tolist()  # the only wait for the device in a round
-        return Bucket(index, values, self._entries([*received, *kept], sums), num_received, self._dtype)
+        entries, start = [], 0
+        for t, value in zip([*received, *kept], sums, strict=True):
+            entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised, t.is_float32))
+            start += self._num_bytes(t)
+        return Bucket(index, values, tuple(entries), num_received, self._dtype)
 
     def _num_bytes(self, transfer: Transfer) -> int:
         return transfer.num_bytes(self._dtype.itemsize)
@@ -143,13 +147,6 @@ class _Exchange:
         for rank, size in zip(ranks, sizes, strict=True):
             totals[rank] += size
         return totals
-
-    def _entries(self, transfers: list[Transfer], sums: list[int]) -> tuple[Entry, ...]:
-        entries, start = [], 0
-        for t, value in zip(transfers, sums, strict=True):
-            entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised, t.is_float32))
-            start += self._num_bytes(t)
-        return tuple(entries)
 
     def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
         """Copy the slices into the buffer, one after another. Return their checksums, [len(transfers)], on the same device."""
@@ -164,8 +161,10 @@ class _Exchange:
                 key = t.source, t.source_offset, t.box.shape
                 if key in quantised:
                     place.copy_(quantised[key][0])
-                else:
-                    _quantise(piece, place)
+                else:  # FP8 values, followed by the scales of their blocks
+                    values, scales = quantise(piece)
+                    place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
+                    place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))
                     quantised[key] = place, self._checksum(place)
                 sums.append(quantised[key][1])
                 continue
@@ -180,10 +179,3 @@ class _Exchange:
 
     def _checksum(self, piece: Tensor) -> Tensor:
         return checksum(piece) if self._verify else torch.zeros((), dtype=torch.int64, device=piece.device)
-
-
-def _quantise(piece: Tensor, place: Tensor) -> None:
-    """Write the FP8 values to `place`, followed by the scales of their blocks."""
-    values, scales = quantise(piece)
-    place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
-    place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))

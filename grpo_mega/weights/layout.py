@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from grpo_mega.weights.boxes import ONCE, Block, LocalTensor, RankShards, alone, expand, whole
+from grpo_mega.weights.boxes import ONCE, Block, RankShards, alone, expand, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -194,13 +194,11 @@ class ShardLayout:
 
     def quantised_shards(self, rank: int) -> RankShards:
         """Return the tensors of a rank that arrive as FP8 blocks."""
-        return expand(
-            replace(block, tensors={name: t for name, t in block.tensors.items() if self._is_quantised(t)})
-            for block in self.blocks[rank]
-        )
 
-    def _is_quantised(self, tensor: LocalTensor) -> bool:
-        return any(piece.box.tensor in self.quantised for piece in tensor.pieces)
+        def quantised(tensors: RankShards) -> RankShards:
+            return {name: t for name, t in tensors.items() if any(p.box.tensor in self.quantised for p in t.pieces)}
+
+        return expand(replace(block, tensors=quantised(block.tensors)) for block in self.blocks[rank])
 
 
 def megatron_shards(
@@ -233,12 +231,6 @@ def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: b
     """Return the embedded engine's layout: all whole Hugging Face tensors on every rank."""
     blocks = tuple(hf_blocks(family, shape))
     return ShardLayout((blocks,) * world_size, family.linear_tensors() if quantise else frozenset())
-
-
-def megatron_rank_shards(
-    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool = False
-) -> RankShards:
-    return expand(megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms))
 
 
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:

@@ -40,7 +40,8 @@ def write_entries(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str
         if not entry.is_quantised:
             place.copy_(_read(values, entry.start, entry.shape, torch.float32 if entry.is_float32 else dtype))
             continue
-        quantised, scales = _blocks(entry, values)
+        quantised = _read(values, entry.start, entry.shape, VALUES)
+        scales = _read(values, entry.start + math.prod(entry.shape), num_blocks(entry.shape), SCALES)
         if place.dtype == VALUES:
             place.copy_(quantised)
             _scales_of(entry, tensors).copy_(scales)
@@ -67,7 +68,8 @@ def mismatched_blocks(entries: Iterable[Entry], values: Tensor, tensors: Mapping
         if place.dtype == VALUES:
             sums.append(checksum(torch.cat((_bytes_of(place), _bytes_of(_scales_of(entry, tensors))))))
         else:
-            sums.append(checksum(values[entry.start : _end(entry)]))
+            num_bytes = math.prod(entry.shape) + SCALES.itemsize * math.prod(num_blocks(entry.shape))
+            sums.append(checksum(values[entry.start : entry.start + num_bytes]))
     return _unlike(quantised, sums)
 
 
@@ -85,11 +87,6 @@ def scales_name(name: str) -> str:
     return f"{parameter}_scale_inv{bracket}{number}"
 
 
-def _blocks(entry: Entry, values: Tensor) -> tuple[Tensor, Tensor]:
-    scales = _read(values, entry.start + math.prod(entry.shape), num_blocks(entry.shape), SCALES)
-    return _read(values, entry.start, entry.shape, VALUES), scales
-
-
 def _read(values: Tensor, start: int, shape: Index, dtype: torch.dtype) -> Tensor:
     """Return a view, or a copy if the bytes are not aligned for the dtype."""
     data = values[start : start + math.prod(shape) * dtype.itemsize]
@@ -105,10 +102,6 @@ def _scales_of(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _end(entry: Entry) -> int:
-    return entry.start + math.prod(entry.shape) + SCALES.itemsize * math.prod(num_blocks(entry.shape))
 
 
 def _unlike(entries: list[Entry], sums: list[Tensor]) -> list[str]:

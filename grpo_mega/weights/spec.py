@@ -23,13 +23,13 @@ Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
 FLOAT32 = "e_score_correction_bias"  # tensors whose names end like this are float32 for any dtype of the model
 BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
 
-# MoE model types: the fields with the number of experts (transformers writes either) and with the rows of an expert.
+# MoE model types: the fields with the number of experts and with the rows of an expert.
 _MOE_FIELDS = {
-    "mixtral": (("num_local_experts", "num_experts"), "intermediate_size"),
-    "qwen3_moe": (("num_experts", "num_local_experts"), "moe_intermediate_size"),
-    "deepseek_v2": (("n_routed_experts", "num_experts"), "moe_intermediate_size"),
-    "deepseek_v3": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
-    "glm4_moe": (("n_routed_experts", "num_local_experts"), "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
 }
 _LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
@@ -128,8 +128,8 @@ class ModelShape:
             )
         more: dict[str, int] = {}
         if model_type in _MOE_FIELDS:
-            (usual, other), rows = _MOE_FIELDS[model_type]
-            more = {"num_experts": field(usual, config.get(other)), "moe_ffn": field(rows)}
+            experts, rows = _MOE_FIELDS[model_type]
+            more = {"num_experts": field(experts), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
         head_dim = field("head_dim", field("hidden_size") // heads)
         if model_type == "glm4_moe" and config.get("use_qk_norm"):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import ONCE, Box, Index, Piece, RankShards
-from grpo_mega.weights.spec import FLOAT32, num_blocks
+from grpo_mega.weights.spec import BLOCK, FLOAT32, num_blocks
 
 SCALE_BYTES = 4
 Place = tuple[int, int]  # numbers of a layer and an expert
@@ -116,16 +116,25 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
     ]
 
 
-def choose(needs: Iterable[Need], sent: list[int], weight: int = 1) -> list[Transfer]:
-    """Choose a source for each need. Update `sent`, elements per rank, as if every transfer ran `weight` times."""
+def choose(needs: Iterable[Need], sent: list[int], weight: int, quantised: frozenset[str]) -> list[Transfer]:
+    """Choose a source for each need. Update `sent`, elements per rank, as if every transfer ran `weight` times.
+
+    Transfers of the Hugging Face tensors `quantised` are quantised. Raise WeightMappingError if one would cut an FP8 block.
+    """
     transfers = []
     for need in needs:
+        is_quantised = need.part.tensor in quantised
+        # The boxes of a tensor cover it. If all of them start at a block's start, they also end at a block's end.
+        if is_quantised and any(start % BLOCK for start in need.part.start):
+            raise WeightMappingError(
+                f"a rank has {need.part.tensor} from {need.part.start}, inside a block of {BLOCK} that is quantised as a "
+                "whole; use other tensor-parallel sizes, or do not quantise"
+            )
         rank, piece = need.sources[0] if len(need.sources) == 1 else min(need.sources, key=lambda s: (sent[s[0]], s[0]))
         if rank != need.rank:
             sent[rank] += need.part.size * weight
-        transfers.append(
-            Transfer(rank, need.rank, piece.local, need.target.local, piece.at(need.part), need.target.at(need.part), need.part)
-        )
+        offsets = piece.at(need.part), need.target.at(need.part)
+        transfers.append(Transfer(rank, need.rank, piece.local, need.target.local, *offsets, need.part, is_quantised))
     return transfers
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.algorithm.losses import OBJECTIVES
 from grpo_mega.config import AlgorithmConfig
 from tools.conformance import adapter, check
 

@@ -9,8 +9,7 @@ import torch
 
 from grpo_mega.algorithm.advantages import ADVANTAGES
 from grpo_mega.algorithm.inputs import LossInputs
-from grpo_mega.algorithm.losses import accumulate, finalize
-from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.algorithm.losses import OBJECTIVES, accumulate, finalize
 from grpo_mega.config import AlgorithmConfig
 from tests.helpers.losses import loss_of
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_mega.algorithm.losses import policy_loss
-from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.algorithm.losses import OBJECTIVES, policy_loss
 from grpo_mega.config import AlgorithmConfig
 from tools.conformance import adapter, cases, oracle_losses
 

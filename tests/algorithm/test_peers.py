@@ -11,8 +11,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_mega.algorithm import covariance
-from grpo_mega.algorithm.losses import policy_loss
+from grpo_mega.algorithm.losses import choose_by_covariance, policy_loss
 from tools.conformance import adapter, cases
 
 FIGURES = yaml.safe_load(Path(__file__).with_name("peer_figures.yaml").read_text())
@@ -31,7 +30,7 @@ def test_covariance_losses_equal_verl_with_the_same_log_probs(loss_type):
     settings = LOSS | {"loss_type": loss_type} | cases.OWN_SETTINGS[loss_type]
     packed, a = adapter.pack(RESPONSES, settings), adapter.algorithm_config(settings)
     now = replace(packed, old_logprobs=packed.logprobs.detach())
-    packed = replace(packed, covariance_mask=covariance.choose(now, a, torch.Generator()))
+    packed = replace(packed, covariance_mask=choose_by_covariance(now, a, torch.Generator()))
     loss = policy_loss(packed, a).loss
     (gradients,) = torch.autograd.grad(loss, packed.logprobs)
     rows = [row[:-1].tolist() for row in gradients.split([n + 1 for n in LENGTHS])]
@@ -145,8 +144,8 @@ def test_clip_cov_draws_its_tokens_from_the_candidates():
     settings = LOSS | {"loss_type": "clip_cov"} | cases.OWN_SETTINGS["clip_cov"]
     packed = adapter.pack(RESPONSES, settings)
     few = adapter.algorithm_config(settings | {"cov_share": 0.08})  # 2 of 25 tokens are chosen
-    drawn = [covariance.choose(packed, few, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    drawn = [choose_by_covariance(packed, few, torch.Generator().manual_seed(seed)) for seed in range(40)]
     assert all(choice.sum() == 2 and (packed.covariance_mask[choice > 0] == 1).all() for choice in drawn)
     assert torch.equal(torch.stack(drawn).amax(0), packed.covariance_mask) and packed.covariance_mask.sum() > 3
-    again = covariance.choose(packed, few, torch.Generator().manual_seed(3))
+    again = choose_by_covariance(packed, few, torch.Generator().manual_seed(3))
     assert torch.equal(again, drawn[3])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mega.algorithm.vocab_kl import vocab_parallel_kl
+from grpo_mega.algorithm.kl import vocab_parallel_kl
 
 T, V, PADDED, TEMPERATURE = 9, 37, 41, 0.7
 

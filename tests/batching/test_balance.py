@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.batching.balance import balance
+from grpo_mega.batching.pack import balance
 from grpo_mega.errors import PlanError
 
 

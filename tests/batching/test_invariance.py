@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from grpo_mega.algorithm.inputs import LossInputs
-from grpo_mega.algorithm.losses import accumulate, finalize
-from grpo_mega.algorithm.objectives import OBJECTIVES
+from grpo_mega.algorithm.losses import OBJECTIVES, accumulate, finalize
 from grpo_mega.algorithm.token_weights import token_weights
 from grpo_mega.batching.layout import from_samples, segments
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import PackingSpec, pack
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.losses import assigned, loss_of
 
@@ -57,7 +56,7 @@ class Policy:
 
     def inputs(self, batch):
         def packed(values):
-            return from_samples([values[i] for i in batch.sample_indices], batch, self.samples).double()
+            return from_samples(values, batch, self.samples).double()
 
         return LossInputs(
             logprobs=packed(self.logprobs),
@@ -81,11 +80,7 @@ def loss_gradient_and_metrics(policy, weights, layout, **more):
         (batches,) = pack(
             [policy.samples],
             [weights],
-            dp_size=dp_size,
-            dp_rank=dp_rank,
-            token_budget=token_budget,
-            length_multiple=length_multiple,
-            micro_batch_multiple=micro_batch_multiple,
+            PackingSpec(dp_size, dp_rank, token_budget, length_multiple, micro_batch_multiple),
         )
         outputs += [loss_of(policy.inputs(batch), **OPTIONS, **more) for batch in batches]
     loss = torch.stack([output.loss for output in outputs]).sum()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.batching.layout import from_samples, response_places
-from grpo_mega.batching.pack import attach_advantages, pack, split
+from grpo_mega.batching.pack import PackingSpec, pack, split
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -31,7 +31,8 @@ def make_samples(shapes):
 
 def pack_one(samples, weights=None, **options):
     weights = weights or [0.25] * len(samples)
-    return pack([samples], [weights], **({"dp_size": 1, "dp_rank": 0, "token_budget": 1000} | options))[0]
+    spec = PackingSpec(**({"dp_size": 1, "dp_rank": 0, "token_budget": 1000} | options))
+    return pack([samples], [weights], spec)[0]
 
 
 def test_a_micro_batch_of_two_samples_and_padding_equals_a_worked_example():
@@ -90,7 +91,7 @@ def test_a_sample_of_weight_zero_does_not_train():
 
 def test_sample_indices_count_through_all_mini_batches():
     samples = make_samples([(1, 2)] * 5)
-    mini_batches = pack([samples[:2], samples[2:]], [[1.0] * 2, [1.0] * 3], dp_size=1, dp_rank=0, token_budget=100)
+    mini_batches = pack([samples[:2], samples[2:]], [[1.0] * 2, [1.0] * 3], PackingSpec(1, 0, 100))
     assert [[b.sample_indices for b in micro_batches] for micro_batches in mini_batches] == [[[0, 1]], [[2, 3, 4]]]
 
 
@@ -106,14 +107,12 @@ def test_a_sample_without_a_value_per_token_is_refused():
         pack_one([sample])
 
 
-def test_advantages_that_are_not_assigned_yet_are_nan_until_they_are():
+def test_advantages_that_are_not_assigned_yet_are_nan():
     sample = make_sample([1], [2, 3])
     sample.advantages = None
     (batch,) = pack_one([sample])
     assert batch.advantages.isnan().tolist() == [True, True, False]
-    sample.advantages = torch.tensor([0.5, -0.5])
-    attach_advantages([batch], [sample])
-    assert batch.advantages.tolist() == [0.5, -0.5, 0]
+    assert from_samples([torch.tensor([0.5, -0.5])], batch, [sample]).tolist() == [0.5, -0.5, 0]
 
 
 def test_mini_batches_are_contiguous_runs_of_whole_groups():
@@ -182,7 +181,7 @@ def test_values_go_from_packed_rows_to_samples_and_back_unchanged(shapes, dp_siz
                     values_of[index][in_response] = values[in_row]
     assert [row.tolist() for row in targets] == [sample.response_ids for sample in samples]
     for batch, values in rows:
-        packed = from_samples([values_of[i] for i in batch.sample_indices], batch, samples)
+        packed = from_samples(values_of, batch, samples)
         assert packed.equal(values * batch.loss_mask)
 
 

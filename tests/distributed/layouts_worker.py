@@ -9,12 +9,14 @@ import gc
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.algorithm.losses import LossOutputs
@@ -90,8 +92,7 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
     batches = pack(
         [samples],
         [[1.0] * len(samples)],
-        token_budget=64,
-        **policy.packing,
+        replace(policy.packing, token_budget=64),
     )[0]
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = {"logits": max((d for micro_batch in found for d in micro_batch), default=0.0)}
@@ -128,7 +129,7 @@ def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tenso
 
 def _gradient_differences(case: LogitsCase, runtime: Runtime, policy: Policy) -> dict[str, float]:
     """Return differences keyed by Megatron's names. The distributed optimizer reduces a slice of each gradient to each rank."""
-    shards, names = policy.shard_layout().rank_shards(runtime.rank), {p: name for name, p in policy.parameters.items()}
+    shards, names = policy.shards.rank_shards(runtime.rank), {p: name for name, p in policy.parameters.items()}
     worst: dict[str, float] = {}
     for part in optimizers.parts(policy._optimizer):
         for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
@@ -148,7 +149,7 @@ def _differences(
 ) -> list[float]:
     logits_TV = hidden_TH @ output_weight(policy.models[-1]).t()
     shards = [torch.empty_like(logits_TV) for _ in range(runtime.layout.tp)]
-    dist.all_gather(shards, logits_TV.contiguous(), group=runtime.tp_group)
+    dist.all_gather(shards, logits_TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     full_TV = torch.cat(shards, dim=1)[:, :vocab].float()
     assert not full_TV.isnan().any(), case.name
     worst = []

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import PackingSpec, pack
 from grpo_mega.commands.check import Case, Difference, compare
 from tests.distributed.forced_routes import force_routes, routes_of
 from tests.distributed.layout_cases import (
@@ -245,8 +245,8 @@ def _biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> dict[str, Any]:
     config = make_config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
-    lengths = {"dp_size": 1, "dp_rank": 0, "length_multiple": config.layout.tp}
-    batches = pack([as_samples(sequences)], [[1.0] * len(sequences)], token_budget=64, **lengths)[0]
+    spec = PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=config.layout.tp)
+    batches = pack([as_samples(sequences)], [[1.0] * len(sequences)], spec)[0]
     return probe(model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches])
 
 

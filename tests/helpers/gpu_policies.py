@@ -6,6 +6,7 @@ FP8 needs multiples of 16. Its blockwise recipe needs multiples of 128.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -87,8 +88,7 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
     return pack(
         [samples],
         [[weight] * len(samples)],
-        token_budget=token_budget,
-        **policy.packing,
+        replace(policy.packing, token_budget=token_budget),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards, region
-from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_rank_shards
+from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
 from grpo_mega.weights.plan import Plan, plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 from grpo_mega.weights.transfers import Transfer
@@ -23,7 +23,8 @@ Tensors = dict[str, Tensor]
 
 
 def megatron_side(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> list[RankShards]:
-    return [megatron_rank_shards(family, shape, layout, rank, fused_norms=fused_norms) for rank in range(layout.world_size)]
+    shards = megatron_shards(family, shape, layout, fused_norms=fused_norms)
+    return [shards.rank_shards(rank) for rank in range(layout.world_size)]
 
 
 def numbered(family: Family, shape: ModelShape) -> Tensors:

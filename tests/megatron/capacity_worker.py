@@ -41,8 +41,9 @@ def update(text: str, multiple: int) -> list[dict[str, float]]:
         sample.prompt = replace(sample.prompt, token_ids=(2 + i, *sample.prompt.token_ids[1:]))
     half = len(samples) // 2
     mini_batches = [samples[:half], samples[half:]]
-    arguments = trainee.policy.packing | {"length_multiple": math.lcm(multiple, trainee.policy.packing["length_multiple"])}
-    batches = pack(mini_batches, [[0.01] * half] * 2, token_budget=400, **arguments)
+    spec = trainee.policy.packing
+    spec = replace(spec, token_budget=400, length_multiple=math.lcm(multiple, spec.length_multiple))
+    batches = pack(mini_batches, [[0.01] * half] * 2, spec)
     assert all(len(mini_batch) == 1 for mini_batch in batches)
     return trainee.policy.update(trainee.policy.attach_logprobs(batches))
 

@@ -169,7 +169,7 @@ def compare(trainee: Trainee, found: list[dict[str, float]], metrics: list[dict[
             assert abs(ours[name] - value) <= 2e-5 * max(abs(value), 1e-2), (name, ours[name], value)
     trainee.policy.memory.onload_weights()
     error, moved = torch.zeros(2, dtype=torch.float64)
-    for local, held in trainee.policy.rank_shards()[dist.get_rank()].items():
+    for local, held in trainee.policy.shards.rank_shards(dist.get_rank()).items():
         for piece in held.pieces:
             where = region(piece.box.start, piece.box.shape)
             before, after = (t[piece.box.tensor][where] for t in (start, end))

@@ -311,8 +311,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
     return pack(
         mini_batches,
         [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
-        token_budget=config.batch.tokens_per_micro_batch,
-        **policy.packing,
+        policy.packing,
     )
 
 

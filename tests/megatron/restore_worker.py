@@ -174,7 +174,7 @@ def check_shifted(name: str, rank: int, folder: Path) -> None:
     assert set(lines) == {line}
     shape = ModelShape.from_hf_config(make_config("qwen2", **SAVED[name][0]).to_dict())
     with open_reader(state, family_of("qwen2"), shape) as reader:
-        for local, held in trainee.policy.rank_shards()[rank].items():
+        for local, held in trainee.policy.shards.rank_shards(rank).items():
             for piece in held.pieces:
                 assert torch.equal(weights[local][region(piece.offset, piece.box.shape)], reader.read(piece.box)), local
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from grpo_mega.config import GuardConfig
-from grpo_mega.megatron.guard import Guard, Level, names
+from grpo_mega.megatron.precision import Guard, Level, names
 
 NUM_LAYERS = 6
 CALM = [0.5, *[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0.1]

@@ -106,7 +106,7 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
 def test_the_guards_levels_are_the_layers_that_megatron_computes_in_bf16() -> None:
     result = python(
         PRELUDE
-        + "from grpo_mega.megatron.guard import Level\n"
+        + "from grpo_mega.megatron.precision import Level\n"
         + "from grpo_mega.megatron.precision import megatron_settings, set_level\n"
         + "from megatron.core.fp8_utils import is_first_last_bf16_layer\n"
         + "from megatron.core.transformer.transformer_config import TransformerConfig\n"

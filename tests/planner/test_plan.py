@@ -22,7 +22,7 @@ from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Plan, make_plan
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
-from grpo_mega.weights.layout import megatron_rank_shards
+from grpo_mega.weights.layout import megatron_shards
 from tests.helpers.shapes import LLAMA_70B
 
 QWEN3_30B_A3B = {
@@ -153,7 +153,7 @@ def test_parameter_counts_equal_the_weight_mapping(make_config: MakeConfig) -> N
         setup = plan.setup
         for stage in plan.stages:
             rank = next(r for r in range(setup.world_size) if setup.layout.place(r)[1] == stage.pp_rank)
-            holding = megatron_rank_shards(setup.family, setup.shape, setup.layout, rank)
+            holding = megatron_shards(setup.family, setup.shape, setup.layout).rank_shards(rank)
             elements = sum(_size(tensor.shape) for tensor in holding.values())
             assert stage.state.num_parameters == elements
         assert elements_of(setup.family, setup.shape, None).total == plan.checkpoint.inputs["parameters"]

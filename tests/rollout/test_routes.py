@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import PackingSpec, pack
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError, MismatchError
 from grpo_mega.rollout import backlog_file, exchange
@@ -145,7 +145,7 @@ class OneRank:
 
 def packed(samples: list[Sample]) -> list[list[PackedBatch]]:
     weights = [[1.0] * len(samples)]
-    return pack([samples], weights, dp_size=1, dp_rank=0, token_budget=24, length_multiple=3)
+    return pack([samples], weights, PackingSpec(1, 0, 24, length_multiple=3))
 
 
 def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> None:

@@ -26,15 +26,15 @@ def flip_a_byte() -> None:
 
 def use_other_experts() -> None:
     """Let the router of the third layer ignore the recorded experts, as a fused router does."""
-    from grpo_mega.megatron import replay
+    from grpo_mega.megatron import routers
 
-    told = replay.Replayed.get_replay_topk
+    told = routers.Replayed.get_replay_topk
 
     def other(self: Any, scores: torch.Tensor, *args: Any) -> Any:
         values, experts = told(self, scores, *args)
         return (values, (experts + 1) % scores.shape[1]) if self.layer == 2 else (values, experts)
 
-    replay.Replayed.get_replay_topk = other  # type: ignore[method-assign]
+    routers.Replayed.get_replay_topk = other  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

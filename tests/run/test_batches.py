@@ -16,11 +16,12 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
+from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
 
-ONE_RANK: Any = SimpleNamespace(packing={"dp_size": 1, "dp_rank": 0})
+ONE_RANK: Any = SimpleNamespace(packing=PackingSpec(dp_size=1, dp_rank=0, token_budget=1000))
 MAX_LENGTH = 10
 WEIGHTS = {"accuracy": 1.0, "format": 0.5}  # reward weights, as in the config
 

@@ -157,7 +157,7 @@ def sync_layout(
     folder = model.folder.parent
     model_files.export_policy(policy, model, folder / f"hf{version}")
     for tp, (side, engine) in engines.items():
-        plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
+        plan = plan_transfers(policy.shards, side, ranks_per_node=WORLD_SIZE)
         all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
         WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy.tensors(), engine, version=version)
         if runtime.rank == 0:
@@ -203,7 +203,7 @@ def ignore(sample: Sample, group: Group) -> None:
 def sync_flipped(policy: Policy, engine: SGLangEngine | NoEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
     """Verify that every rank reports a flipped byte with the name of its tensor."""
     spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
-    plan = plan_transfers(policy.shard_layout(), side, ranks_per_node=WORLD_SIZE)
+    plan = plan_transfers(policy.shards, side, ranks_per_node=WORLD_SIZE)
     sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
     try:
         sync.sync_weights(policy.tensors(), spoiled, version=99)

@@ -20,7 +20,7 @@ from grpo_mega.weights.layout import (
     engine_shards,
     hf_rank_shards,
     megatron_layout_problems,
-    megatron_rank_shards,
+    megatron_shards,
 )
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import Tensors, filled, numbered
@@ -233,7 +233,7 @@ def test_the_ranks_of_every_axis_are_megatrons(layout: MegatronLayout) -> None:
 def test_a_trainer_rank_holds_a_run_of_the_experts_and_the_whole_router() -> None:
     shape = replace(shape_of("mixtral", num_kv_heads=2), num_experts=4)
     layout = MegatronLayout(tp=2, dp=2, ep=2)
-    held = megatron_rank_shards(family_of("mixtral"), shape, layout, rank=3)  # tp rank 1, ep rank 1
+    held = megatron_shards(family_of("mixtral"), shape, layout).rank_shards(3)  # tp rank 1, ep rank 1
     experts = {name: local for name, local in held.items() if "layers.1.mlp.experts" in name}
     assert list(experts) == [
         f"chunk0.decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc{n}.weight" for e in (0, 1) for n in (1, 2)

@@ -15,8 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import FAMILIES
-from grpo_mega.weights.hf_config import difference, resolve
-from grpo_mega.weights.hf_fields import ALIASES, FIELDS, ROPE_THETA
+from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, difference, resolve
 from grpo_mega.weights.spec import ModelShape, read_config
 
 TYPES = {

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
-from grpo_mega.weights.plan import Plan, plan_transfers
-from grpo_mega.weights.rounds import Rounds
+from grpo_mega.weights.plan import Plan, Rounds, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
 from tests.helpers.mapping import assert_equal, blank, filled, numbered, simulate

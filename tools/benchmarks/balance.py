@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
 from grpo_mega.batching import flops
-from grpo_mega.batching.balance import balance
+from grpo_mega.batching.pack import balance
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import harness
 

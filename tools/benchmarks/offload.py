@@ -25,7 +25,7 @@ from grpo_mega.distributed import device as devices
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron.offload import PolicyMemory, storages_of
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import MegatronLayout, megatron_rank_shards
+from grpo_mega.weights.layout import MegatronLayout, megatron_shards
 from grpo_mega.weights.spec import ModelShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None) -> int:
 def parameter_sizes(shape: ModelShape, num_bytes: int) -> list[int]:
     """Return the number of elements of each parameter that fits. Raise ConfigError if no layer fits."""
     limit = num_bytes // BYTES_A_PARAMETER
-    holding = megatron_rank_shards(family_of(shape.model_type), shape, MegatronLayout(), 0)
+    holding = megatron_shards(family_of(shape.model_type), shape, MegatronLayout()).rank_shards(0)
     sizes = {name: math.prod(local.shape) for name, local in holding.items()}
     layers = [[n for name, n in sizes.items() if f".layers.{i}." in name] for i in range(shape.num_layers)]
     embedding = [n for name, n in sizes.items() if ".layers." not in name]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace) -> dict[st
     losses: dict[bool, float] = {}
     for shared in (False, True):
         tokens = options.samples * (options.prompt + options.response)  # one group per micro-batch
-        rows = pack([samples], weights, token_budget=tokens, **(policy.packing | {"share_prompts": shared}))
+        rows = pack([samples], weights, replace(policy.packing, token_budget=tokens, share_prompts=shared))
         packed[shared] = policy.attach_logprobs(rows)
 
     def update(shared: bool) -> harness.Figures:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import correction, covariance, kl, losses, token_weights
+from grpo_mega.algorithm import correction, kl, losses, token_weights
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.config import AlgorithmConfig
@@ -226,7 +226,7 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
         rows = torch.tensor(token_weights.positive_weights(scored, a), dtype=torch.float64).repeat_interleave(lengths)
         packed = replace(packed, nll_weights=rows)
     if a.is_by_covariance:
-        packed = replace(packed, covariance_mask=covariance.choose(packed, a, torch.Generator().manual_seed(0)))
+        packed = replace(packed, covariance_mask=losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0)))
     if a.correction.batch_normalize:
         packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
     return packed

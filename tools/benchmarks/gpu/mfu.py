@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,5 @@ def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatc
     return pack(
         [samples],
         [[weight] * len(samples)],
-        token_budget=work.tokens,
-        **policy.packing,
+        replace(policy.packing, token_budget=work.tokens),
     )

@@ -279,9 +279,9 @@ def _about(job: Job) -> dict[str, Any]:
     assert job.policy is not None
     layout, device = job.runtime.layout, job.runtime.device
     itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
-    traffic = plan_transfers(
-        job.policy.shard_layout(), job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()
-    ).traffic(itemsize)
+    traffic = plan_transfers(job.policy.shards, job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()).traffic(
+        itemsize
+    )
     return {
         "device": device.type,
         "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,

@@ -1,0 +1,272 @@
+"""The families' tables, keyed by the `model_type` of config.json, and the ops of their rows.
+
+An op says how Megatron and SGLang split Hugging Face tensors over tensor-parallel ranks. Most rows are shared by families. A
+family that names its tensors as Llama does is one line.
+
+Megatron's names of experts are the names in SequentialMLP, where each expert is a separate module; layout.py derives
+TEGroupedMLP's names. The engine has one parameter, [experts, ...], for the same part of all experts of a layer, in the layout
+of SGLang's Triton kernels. The part of a rank's e-th expert is "parameter[e]".
+
+DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on every
+tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and glm4_moe add a bias per expert to the router's
+scores when they choose experts. No optimizer changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Box, Index, LocalTensor
+from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard, Span, padded_vocab, round_up
+
+_ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this many rows
+_HF = "model.layers.{i}."
+_MCORE = "decoder.layers.{i}."
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor on both sides, split along `axis` for tensor parallelism (None: whole on every rank)."""
+
+    dims: tuple[str, ...]
+    axis: int | None = None
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return (shape.dims(self.dims),)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        start, stop = [0] * len(self.dims), list(shard.shape.dims(self.dims))
+        if self.axis is not None:
+            width = stop[self.axis] // shard.tp_size
+            start[self.axis], stop[self.axis] = width * shard.tp_rank, width * (shard.tp_rank + 1)
+        box = Box(shard.names[0], tuple(start), tuple(stop))
+        return shard.tensor(box.shape, [(box, (0,) * len(start))])
+
+    engine = megatron
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An embedding, split into equal runs of the vocabulary. Megatron pads it to a multiple of the tensor-parallel size.
+
+    SGLang pads it to a multiple of 64. If the tensor-parallel size does not divide that, it pads to a multiple of 64 times the
+    size.
+    """
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return ((shape.vocab, shape.hidden),)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        return self._run(shard, padded_vocab(shard.shape.vocab, shard.tp_size))
+
+    def engine(self, shard: Shard) -> LocalTensor:
+        padded = round_up(shard.shape.vocab, _ENGINE_VOCAB_MULTIPLE)
+        if padded % shard.tp_size:
+            padded = round_up(shard.shape.vocab, _ENGINE_VOCAB_MULTIPLE * shard.tp_size)
+        return self._run(shard, padded)
+
+    def _run(self, shard: Shard, padded: int) -> LocalTensor:
+        width, hidden = padded // shard.tp_size, shard.shape.hidden
+        start, stop = width * shard.tp_rank, min(width * (shard.tp_rank + 1), shard.shape.vocab)
+        box = Box(shard.names[0], (start, 0), (stop, hidden))
+        return shard.tensor((width, hidden), [(box, (0, 0))] if start < stop else [])
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
+
+    Ranks hold equal runs of its rows. If ranks outnumber key-value heads, a run is a part of one head's rows, and Megatron
+    gathers the activations. SGLang has a rank's query heads, then its keys, then its values. If ranks outnumber key-value
+    heads, neighbouring ranks hold the same head.
+    """
+
+    trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        rest = shape.dims(self.trailing)
+        return (shape.q, *rest), (shape.kv, *rest), (shape.kv, *rest)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        shape = shard.shape
+        rest = shape.dims(self.trailing)
+        zeros = (0,) * len(rest)
+        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # rows of q, k, v per key-value head
+        width = (shape.q + 2 * shape.kv) // shard.tp_size
+        first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows in the whole fused tensor
+        pieces, row = [], 0
+        for head in range(shape.num_kv_heads):
+            for name, rows in zip(shard.names, rows_of, strict=True):
+                start, end = max(row, first), min(row + rows, last)
+                if start < end:
+                    shift = rows * head - row  # maps a row of the fused tensor to a row of the Hugging Face tensor
+                    pieces.append((Box(name, (start + shift, *zeros), (end + shift, *rest)), (start - first, *zeros)))
+                row += rows
+        return shard.tensor((width, *rest), pieces)
+
+    def engine(self, shard: Shard) -> LocalTensor:
+        shape, tp_size = shard.shape, shard.tp_size
+        rest = shape.dims(self.trailing)
+        zeros = (0,) * len(rest)
+        kv_parts = min(tp_size, shape.num_kv_heads)
+        kv = shape.kv // kv_parts, shard.tp_rank // (tp_size // kv_parts)
+        pieces, row = [], 0
+        for name, (rows, part) in zip(shard.names, ((shape.q // tp_size, shard.tp_rank), kv, kv), strict=True):
+            pieces.append((Box(name, (rows * part, *zeros), (rows * (part + 1), *rest)), (row, *zeros)))
+            row += rows
+        return shard.tensor((row, *rest), pieces)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """The fused gated MLP input: a rank's rows of the gate projection above its rows of the up projection."""
+
+    rows: str = "ffn"
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return (shape.dims((self.rows, "hidden")),) * 2
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        rows, hidden = shard.shape.dims((self.rows, "hidden"))
+        rows //= shard.tp_size
+        start, stop = (rows * shard.tp_rank, 0), (rows * (shard.tp_rank + 1), hidden)
+        return shard.tensor((2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)])
+
+    engine = megatron
+
+
+EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
+OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
+FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
+
+
+def _row(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None, *, engine: str | None = None) -> Row:
+    """Return the row of one weight of a layer: a linear layer split along `axis`, or a norm."""
+    return Row((f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", Copy(dims, axis), engine=engine, is_linear=len(dims) == 2)
+
+
+def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
+    return Row(
+        tuple(f"{_HF}self_attn.{x}_proj.{kind}" for x in "qkv"),
+        f"{_MCORE}self_attention.linear_qkv.{kind}",
+        QKV(trailing),
+        engine=f"{_HF}self_attn.qkv_proj.{kind}",
+        is_linear=kind == "weight",
+    )
+
+
+def _qk_norms(width: str) -> tuple[Row, ...]:
+    return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", (width,)) for x in "qk")
+
+
+def _mlp(block: str = "mlp", rows: str = "ffn", span: Span | None = None) -> tuple[Row, ...]:
+    gate_up = Row(
+        (f"{_HF}{block}.gate_proj.weight", f"{_HF}{block}.up_proj.weight"),
+        f"{_MCORE}{block}.linear_fc1.weight",
+        GateUp(rows),
+        engine=f"{_HF}{block}.gate_up_proj.weight",
+        is_linear=True,
+        span=span,
+    )
+    return gate_up, replace(_row(f"{block}.down_proj", f"{block}.linear_fc2", ("hidden", rows), 1), span=span)
+
+
+def _router(block: str = "mlp", span: Span | None = None) -> Row:
+    return replace(_row(f"{block}.gate", "mlp.router", ("num_experts", "hidden")), is_linear=False, span=span)
+
+
+def _experts(
+    block: str = "mlp", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), span: Span | None = None
+) -> tuple[Row, ...]:
+    """Return the rows of the experts. `parts` are the Hugging Face names of an expert's gate, up and down projection."""
+    gate, up, down = (f"{_HF}{block}.experts.{{e}}.{part}.weight" for part in parts)
+
+    def row(hf: tuple[str, ...], megatron: str, op: Op, engine: str) -> Row:
+        megatron = f"{_MCORE}mlp.experts.local_experts.{{e}}.{megatron}.weight"
+        return Row(hf, megatron, op, "expert", engine=f"{_HF}{block}.experts.{engine}[{{e}}]", is_linear=True, span=span)
+
+    return (
+        row((gate, up), "linear_fc1", GateUp("moe_ffn"), "w13_weight"),
+        row((down,), "linear_fc2", Copy(("hidden", "moe_ffn"), axis=1), "w2_weight"),
+    )
+
+
+_INPUT_NORM = _row("input_layernorm", "input_layernorm", ("hidden",))
+_MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", ("hidden",))
+_QKV_BIAS = _qkv("bias", ())
+
+ATTENTION = (
+    replace(_INPUT_NORM, megatron_te=_MCORE + "self_attention.linear_qkv.layer_norm_weight"),
+    _qkv("weight", ("hidden",)),
+    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "q"), 1),
+)
+MLP = (replace(_MLP_NORM, megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight"), *_mlp())
+_DENSE = (*ATTENTION, *MLP, FINAL_NORM)
+
+_FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # used if the queries have a latent too
+_KV_DOWN = "self_attn.kv_a_proj_with_mqa", "self_attention.linear_kv_down_proj"
+_LATENT_ATTENTION = (
+    _INPUT_NORM,
+    _row("self_attn.q_proj", "self_attention.linear_q_proj", ("q_from_hidden", "hidden"), 0),
+    _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", ("q_lora", "hidden"), engine=_FUSED),
+    _row("self_attn.q_a_layernorm", "self_attention.q_layernorm", ("q_lora",)),
+    _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", ("q", "q_lora"), 0),
+    _row(*_KV_DOWN, ("kv_down_fused", "hidden"), engine=_FUSED),
+    _row(*_KV_DOWN, ("kv_down_alone", "hidden")),
+    _row("self_attn.kv_a_layernorm", "self_attention.kv_layernorm", ("kv_lora",)),
+    _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", ("kv_up", "kv_lora"), 0),
+    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "v"), 1),
+)
+# First layers with an MLP, then layers with experts and shared experts.
+_DENSE_THEN_MOE = (
+    _MLP_NORM,
+    *_mlp(span="dense"),
+    _router(span="moe"),
+    *_mlp("mlp.shared_experts", "shared_ffn", "moe"),
+    *_experts(span="moe"),
+    FINAL_NORM,
+)
+_ROUTER_BIAS = Row(
+    (_HF + "mlp.gate.e_score_correction_bias",), _MCORE + "mlp.router.expert_bias", Copy(("num_experts",)), span="moe"
+)
+
+_LLAMA = Family(_DENSE, EMBEDDING, OUTPUT)
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE), EMBEDDING, OUTPUT),
+    "deepseek_v3": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT),
+    "glm4_moe": Family(
+        (*ATTENTION, _QKV_BIAS, *_qk_norms("qk_norm"), *_DENSE_THEN_MOE, _ROUTER_BIAS),
+        EMBEDDING,
+        OUTPUT,
+        qkv_bias=True,
+        engine_ties=False,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": Family(
+        (
+            *(*ATTENTION, _MLP_NORM, _router("block_sparse_moe")),
+            *(*_experts("block_sparse_moe", ("w1", "w3", "w2")), FINAL_NORM),
+        ),
+        EMBEDDING,
+        OUTPUT,
+        engine_ties=False,
+    ),
+    "qwen2": Family((*_DENSE, _QKV_BIAS), EMBEDDING, OUTPUT, qkv_bias=True),
+    "qwen3": Family((*_DENSE, *_qk_norms("head_dim")), EMBEDDING, OUTPUT, qk_norm=True),
+    "qwen3_moe": Family(
+        (*ATTENTION, _MLP_NORM, _router(), *_experts(), FINAL_NORM, *_qk_norms("head_dim")),
+        EMBEDDING,
+        OUTPUT,
+        qk_norm=True,
+        engine_ties=False,
+    ),
+}
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a model type. Raise WeightMappingError if the model type has no table."""
+    if model_type not in FAMILIES:
+        raise WeightMappingError(f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]
