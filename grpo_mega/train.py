@@ -100,7 +100,7 @@ def generate_ahead(job: Job, step: int) -> None:
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
         backlog = job.backlog.drawn_up_to(num_ahead, job.draw, ())
-        job.backlog = job.rollouts.generate_ahead(backlog, step)
+        job.backlog = job.rollouts.generate_ahead(backlog, step, num_ahead)
 
 
 def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
@@ -142,7 +142,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
         backlog = backlog.trained(groups[:wanted]).dropped("surplus", groups[wanted:])
         metrics |= backlog.metrics(config.algorithm.group_size)
     else:
-        metrics |= job.rollouts.generator.flush_stats()
+        metrics |= job.rollouts.flush_stats()
     return groups[:wanted], backlog, metrics
 
 

@@ -25,7 +25,7 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rewards.workers.pool import RewardPool
-from grpo_mega.rollout.phase import Generator
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import Checkpoints
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import build_engine, build_sync, make_room
@@ -34,7 +34,6 @@ from grpo_mega.run.health import Health
 from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.job import Job
 from grpo_mega.run.model_files import ModelFiles, build_policy, decoder, read_model, read_tokenizer, training_sampling
-from grpo_mega.run.rollout import Rollouts
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 
@@ -75,7 +74,6 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
-        generator = Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
         yield Job(
@@ -86,7 +84,19 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             sampler=sampler,
             policy=policy,
             colocation=colocation,
-            rollouts=Rollouts(config, generator, rendezvous, Scorer(pool, decode), sampling, decode, runtime, timers, log.warn),
+            rollouts=Rollouts(
+                config,
+                engine,
+                colocation.recover,
+                rendezvous,
+                Scorer(pool, decode),
+                sampling,
+                decode,
+                timers,
+                log.warn,
+                runtime.everyone,
+                partial(runtime.raise_on_all_ranks, runtime.everyone),
+            ),
             checkpoints=checkpoints,
             inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,

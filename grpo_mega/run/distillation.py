@@ -15,7 +15,7 @@ from grpo_mega.data.sources import find_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.megatron.teacher import Teacher
-from grpo_mega.rollout.sglang.teacher import served_logprobs
+from grpo_mega.rollout.sglang.session import served_logprobs
 from grpo_mega.types import PackedBatch, Sample
 
 

@@ -16,13 +16,12 @@ from grpo_mega.errors import raise_first
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.engine import compiler_problems, padding_problems, served_card_problems
-from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.gpu_memory import GpuMemory
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.run.weight_sync import WeightSync

@@ -23,14 +23,13 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import progress
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.health import Health
 from grpo_mega.run.input_digests import InputDigests
 from grpo_mega.run.model_files import ModelFiles
-from grpo_mega.run.rollout import Rollouts
 from grpo_mega.types import Prompt, StepMetrics, Turn
 
 
@@ -184,7 +183,7 @@ class Job:
     def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
         self.steps_done = manifest.step
         prompts = {prompt.id: prompt for prompt in self.data.train}
-        self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
+        self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_started = sum(bool(group.samples) for group in self.backlog.groups)
         if num_started and not self.config.rollout.keeps_unfinished:
             self.log.warn(f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them")

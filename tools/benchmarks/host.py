@@ -185,13 +185,13 @@ def serve_store(port: int, connection: Connection) -> None:
 
 def rehearse_exchange(groups: list[Group], ranks: int, repeat: int) -> tuple[float, list[Group]]:
     """Return a rank's CPU seconds for exchanging all samples, and the groups that every rank then holds."""
-    parts = [memoryview(exchange._packed({i: group})) for i, group in enumerate(groups)]
+    parts = [memoryview(exchange.pack({i: group})) for i, group in enumerate(groups)]
     mine = {i: groups[i] for i in range(ENGINE_TP)}  # the groups on an engine's first rank
     prompts = {i: group.prompt for i, group in enumerate(groups)}
-    packed = median(lambda: exchange._packed(mine), repeat)
-    unpacked = median(lambda: exchange.unpack_all(parts, prompts, ("right", "wrong")), repeat)
+    packed = median(lambda: exchange.pack(mine), repeat)
+    unpacked = median(lambda: exchange.unpack(parts, prompts, ("right", "wrong")), repeat)
     carried = 2 * reduce_between_two(sum(map(len, parts)), repeat)
-    return packed + unpacked + carried, exchange.unpack_all(parts, prompts, ("right", "wrong"))
+    return packed + unpacked + carried, list(exchange.unpack(parts, prompts, ("right", "wrong")).values())
 
 
 def reduce_between_two(num_bytes: int, repeat: int) -> float:

@@ -49,7 +49,6 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
-from grpo_mega.rollout.phase import Generator, Phase
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -57,7 +56,7 @@ from grpo_mega.weights.spec import ModelShape
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/oversampling`
 
 from tools.benchmarks.oversampling import longest_first
-from tools.benchmarks.oversampling.partial import Partial
+from tools.benchmarks.oversampling.partial import Partial, rollouts_of
 
 VOCAB = 256
 CONFIG = {
@@ -87,13 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
             bench = Bench(engine, options)
             bench.round(-1, [1.0])  # warm-up: allocations and imports
             rounds = [bench.round(step, options.factors) for step in range(options.rounds)]
-            over = Partial(
-                bench.engine,
-                bench.generator,
-                bench.sampling,
-                options.prompts,
-                started(options.factors[1], options.prompts),
-            )
+            over = Partial(bench.rollouts, options.prompts, started(options.factors[1], options.prompts))
             found = summary(rounds, options) | {"partial": over.measure(options.partial_rounds, options.max_staleness)}
             if isinstance(engine, EmbeddedEngine):
                 found["longest_first"] = longest_first.measure(engine, options, over.num_started)
@@ -138,7 +131,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 class Bench:
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
-        self.generator = Generator(engine, Rendezvous(HashStore(), 0, 1), self.check, phase_deadline_s=DEADLINE_S)
         numbers = random.Random(0)
         self.prompts = [
             Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
@@ -146,31 +138,33 @@ class Bench:
         ]
         # Random models give all tokens nearly the same probability.
         stops = frozenset(range(1, 1 + round(VOCAB / options.mean_length)))
-        self.sampling = Sampling(options.group_size, 1.0, options.max_length, stops)
+        sampling = Sampling(options.group_size, 1.0, options.max_length, stops)
+        self.rollouts = rollouts_of(engine, sampling, self.check, DEADLINE_S)
 
     def round(self, step: int, factors: Sequence[float]) -> dict[str, Any]:
         """Return, by factor, the seconds of its phase and the means over kept and over all started groups."""
-        whole = self.phase(step + 1, len(self.prompts), len(self.prompts)).mine
+        whole = self.phase(step + 1, len(self.prompts), len(self.prompts))
         found: dict[str, Any] = {"lengths": [s.response_len for s in samples_of(whole.values())]}
         for factor in factors:
             num_started = started(factor, self.options.prompts)
             started_at = time.monotonic()
-            phase = self.phase(step + 1, num_started, self.options.prompts)
+            kept = self.phase(step + 1, num_started, self.options.prompts)
             seconds = time.monotonic() - started_at
-            everything = {place: whole[place] for place in range(num_started)}
+            everything = {index: whole[index] for index in range(num_started)}
             found[str(factor)] = {
                 "seconds": seconds,
                 "tokens_in_turn": sorted(map(longest, everything.values()))[self.options.prompts - 1],
-                "identical": all(same(group, whole[place]) for place, group in phase.mine.items()),
-                "kept": means(phase.mine.values(), self.options),
+                "identical": all(same(group, whole[index]) for index, group in kept.items()),
+                "kept": means(kept.values(), self.options),
                 "all": means(everything.values(), self.options),
-            } | self.generator.flush_stats()
+            } | self.rollouts.flush_stats()
         return found
 
-    def phase(self, step: int, num_started: int, wanted: int) -> Phase:
-        return self.generator.generate(
-            self.prompts[:num_started], self.sampling, step=step, on_sample=lambda *_: None, wanted=wanted
-        )
+    def phase(self, step: int, num_started: int, wanted: int) -> dict[int, Group]:
+        """Return the kept groups by prompt index."""
+        fresh = [Group(prompt, []) for prompt in self.prompts[:num_started]]
+        phase = self.rollouts.generate(fresh, step, "", wanted=wanted)
+        return {index: phase.mine[index] for index in phase.kept}
 
     def check(self, _: int) -> None:
         if self.engine.failure:
@@ -207,7 +201,7 @@ def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
 def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int, folder: Path) -> Engine:
     from grpo_mega.rollout.sglang.buckets import HostBuckets
     from grpo_mega.rollout.sglang.engine import SGLangEngine
-    from grpo_mega.rollout.sglang.settings import EngineSettings
+    from grpo_mega.rollout.sglang.server import EngineSettings
     from grpo_mega.weights.layout import ShardLayout
 
     model = folder / "model"

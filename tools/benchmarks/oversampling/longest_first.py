@@ -21,12 +21,10 @@ from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.phase import Generator
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.types import Group, Prompt
-from tools.benchmarks.oversampling.partial import Partial
-from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, simulate, steps_of
+from tools.benchmarks.oversampling.partial import Partial, rollouts_of
+from tools.benchmarks.oversampling.served import Lengths, SimulatedSession, fresh, simulate, steps_of
 
 CLASSES, STAGES, SPREAD, STOP = 8, 4, 16.0, 0
 NEVER = -60.0  # logit of impossible tokens
@@ -91,7 +89,7 @@ def _round(engine: EmbeddedEngine, num_groups: int, plain: Sampling, longest_fir
     tokens = []
     for name, sampling in (("plain", plain), ("longest_first", longest_first)):
         stop = StopCondition(Rendezvous(HashStore(), 0, 1), num_groups)  # only its clock is used
-        groups = engine.generate(prompts, sampling, step=step, on_sample=lambda *_: None, stop=stop)
+        groups = engine.generate(RolloutRequest(fresh(prompts), sampling, step, stop=stop))
         found[name] = max(stop.clocks.values())
         tokens.append([[list(s.response_ids) for s in groups[i].samples] for i in range(num_groups)])
     found["differing"] = int(tokens[0] != tokens[1])
@@ -116,20 +114,20 @@ def _served(lengths: Sequence[Sequence[int]], sampling: Sampling, slots: int, pe
 class _Served:
     """An engine with the simulated server. It has only the attributes that a generation phase uses."""
 
-    failure, is_absent, version = None, False, 0
+    failure, version = None, 0
 
     def __init__(self, lengths: Sequence[Sequence[int]], slots: int) -> None:
         self.now = 0  # steps of the last phase
         self._lengths, self._slots = lengths, slots
 
-    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, *, step: int, **others: Any) -> dict[int, Group]:
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
         lengths: Lengths = {
-            (key, i): self._lengths[prompt.id % len(self._lengths)][i]
-            for key, prompt in prompts.items()
-            for i in range(sampling.group_size)
+            (index, i): self._lengths[group.prompt.id % len(self._lengths)][i]
+            for index, group in request.groups.items()
+            for i in range(request.sampling.group_size)
         }
         session = SimulatedSession(lengths, version=self.version)
-        groups = simulate(session, prompts, sampling, self._slots, **others)
+        groups = simulate(session, request, self._slots)
         self.now = session.now
         return groups
 
@@ -150,8 +148,8 @@ def _partial(
 ) -> tuple[int, dict[str, float]]:
     """Return the steps on the simulated server for phases to the end, and the figures of alternating partial rollouts."""
     engine: Any = _Served(lengths, slots)
-    generator = Generator(engine, Rendezvous(HashStore(), 0, 1), lambda _: None, phase_deadline_s=60)
-    bench = _PartialOnServer(engine, generator, sampling, options.prompts, num_started)
+    rollouts = rollouts_of(engine, sampling, lambda _: None, 60)
+    bench = _PartialOnServer(rollouts, options.prompts, num_started)
     found = bench.measure(options.partial_rounds, options.max_staleness)
     in_turn = bench.steps[: 2 * options.partial_rounds]
     return sum(in_turn[1::2]), {

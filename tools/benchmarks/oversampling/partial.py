@@ -8,26 +8,47 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+from torch.distributed import HashStore
+
+from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.engine import Engine, Sampling
-from grpo_mega.rollout.phase import Generator
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.types import Group, Prompt, Turn
 
 PROMPT_LENGTH, VOCAB = 16, 256
 
 
+def rollouts_of(engine: Engine, sampling: Sampling, recover: Callable[[int], None], deadline_s: float) -> Rollouts:
+    """Return rollouts of one rank that score nothing and keep unfinished groups."""
+    rollout = RolloutConfig(partial=True, oversample=2.0, phase_deadline_s=deadline_s)
+    config: Any = SimpleNamespace(rollout=rollout, log=SimpleNamespace(progress=False))
+    scorer: Any = SimpleNamespace(submit=lambda sample: None, submit_group=lambda samples: None)
+    return Rollouts(
+        config=config,
+        engine=engine,
+        recover=recover,
+        rendezvous=Rendezvous(HashStore(), 0, 1),
+        scorer=scorer,
+        sampling=sampling,
+        decode=str,
+        timers=Timers(),
+        warn=print,
+        ranks=None,
+        raise_on_all_ranks=nullcontext,
+    )
+
+
 class Partial:
-    def __init__(self, engine: Engine, generator: Generator, sampling: Sampling, wanted: int, num_started: int) -> None:
-        self.engine, self.generator, self.sampling, self.wanted, self.num_started = (
-            engine,
-            generator,
-            sampling,
-            wanted,
-            num_started,
-        )
+    def __init__(self, rollouts: Rollouts, wanted: int, num_started: int) -> None:
+        self.rollouts, self.engine, self.wanted, self.num_started = rollouts, rollouts.engine, wanted, num_started
         self.seconds = self.turns = 0.0  # last phase: wall time, and decoding steps
 
     def measure(self, num_steps: int, max_staleness: int) -> dict[str, Any]:
@@ -64,25 +85,16 @@ class Partial:
         self, backlog: Backlog, num_started: int, wanted: int, step: int, max_staleness: int | None = None
     ) -> tuple[list[Group], Backlog]:
         before = backlog.groups[:num_started]
-        there = {place: group for place, group in enumerate(before) if group.samples}
         must = backlog.needed(step - max_staleness) if max_staleness is not None else ()
         started_at = time.monotonic()
-        found = self.generator.generate(
-            [group.prompt for group in before],
-            self.sampling,
-            step=step,
-            on_sample=lambda *_: None,
-            wanted=wanted,
-            earlier=there,
-            needed=must,
-        )
+        found = self.rollouts.generate(before, step, "", wanted=wanted, needed=must)
         self.seconds = time.monotonic() - started_at
         after = list(before)
-        for place, group in (found.mine | found.rest).items():
-            after[place] = group
+        for index, group in found.mine.items():
+            after[index] = group
         self.turns = max((_most_new_tokens(now, then) for now, then in zip(after, before, strict=True)), default=0)
-        kept = [after[place] for place in found.places]
-        rest = [group for place, group in enumerate(after) if place not in found.places]
+        kept = [after[index] for index in found.kept]
+        rest = [group for index, group in enumerate(after) if index not in found.kept]
         return kept, backlog.after_phase(before, kept, rest).trained(kept)
 
     def draw(self, number: int) -> list[Turn]:
