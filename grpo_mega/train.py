@@ -111,7 +111,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
-    carries = config.rollout.keeps_unfinished
+    keeps_unfinished = config.rollout.keeps_unfinished
     backlog = job.backlog.without_stale(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
@@ -120,7 +120,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             break
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        missing = wanted - len(groups) if carries else wanted
+        missing = wanted - len(groups) if keeps_unfinished else wanted
         found, backlog = job.rollouts.generate_from(backlog, step, description, missing)
         if not config.teachers:  # a teacher needs no gold answers
             found, unusable = drop_unusable(found)
@@ -136,7 +136,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             "prompts_dropped/surplus": float(max(len(groups) - wanted, 0)),
             "rollouts": attempt + 1.0,
         }
-    if carries:
+    if keeps_unfinished:
         for reason, given_up in dropped.items():
             backlog = backlog.dropped(reason, given_up)
         backlog = backlog.trained(groups[:wanted]).dropped("surplus", groups[wanted:])

@@ -40,7 +40,7 @@ class Phase:
     """The result of a generation phase on one rank, before samples are scored and shared."""
 
     before: Sequence[Group]  # groups before the phase
-    mine: dict[int, Group]  # groups of this rank that all ranks need, keyed by prompt index
+    mine: dict[int, Group]  # groups that this rank generated, keyed by prompt index
     kept: list[int]  # prompt indices of all kept groups, ascending; the same on every rank
     shared: list[int]  # prompt indices of the groups that ranks share, ascending; the same on every rank
     group_size: int
@@ -126,7 +126,6 @@ class Rollouts:
         if wanted < len(groups):
             self._count(reports.values(), kept)
         shared = sorted(reports if self.config.rollout.keeps_unfinished else reports.keys() & kept)
-        mine = {index: mine[index] for index in shared if index in mine}
         return Phase(groups, mine, kept, shared, sampling.group_size, step, description)
 
     def generate_ahead(self, backlog: Backlog, step: int, num_groups: int) -> Backlog:
@@ -143,7 +142,6 @@ class Rollouts:
             mine, reports = self._run_engines(RolloutRequest(todo, self.sampling, step, on_sample, stop))
             stop.close()
         shared = sorted(report.prompt_index for report in reports)
-        mine = {index: mine[index] for index in shared if index in mine}
         phase = Phase(before, mine, [], shared, self.sampling.group_size, step, description)
         return backlog.after_phase(before, *self.score(phase))
 
@@ -163,13 +161,14 @@ class Rollouts:
         `check` may raise a UserError, and every rank then raises it. Samples of unfinished groups are scored in the phase that
         finishes their group. Raise SyncError if an engine had another policy.
         """
-        self.scorer.keep(group for group in phase.mine.values() if group.is_complete(phase.group_size))
+        mine = {index: phase.mine[index] for index in phase.shared if index in phase.mine}
+        self.scorer.keep(group for group in mine.values() if group.is_complete(phase.group_size))
         with self.timers("reward"), self.raise_on_all_ranks():
             self.scorer.finish(recorder().beat)
             check()
         with self.timers("exchange"):
             prompts = {index: phase.before[index].prompt for index in phase.shared}
-            found = exchange.gather(phase.mine, prompts, VERDICTS, self.rendezvous.unique_key("exchange"), self.ranks)
+            found = exchange.gather(mine, prompts, VERDICTS, self.rendezvous.unique_key("exchange"), self.ranks)
         rest = dict(enumerate(phase.before)) | found
         kept = [rest.pop(index) for index in phase.kept]
         has_earlier = any(group.samples for group in phase.before)
