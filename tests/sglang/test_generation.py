@@ -318,12 +318,12 @@ def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []
 
-    def post(request: dict[str, Any], handle: torch.Tensor) -> tuple[int, None]:
+    def send(request: dict[str, Any], handle: torch.Tensor) -> tuple[int, None]:
         assert ("file" in request) == request["opens"]
         opened.append((request["slot"], request["opens"]))
         return 1, None
 
-    monkeypatch.setattr(engine, "_post", post)
+    monkeypatch.setattr(engine, "_send", send)
     monkeypatch.setattr(engine, "_wait_until_loaded", lambda index: None)
     for index, num_bytes in ((0, 300), (1, 70), (2, 300), (3, 71), (4, 10)):
         engine.load(Bucket(index, engine.allocate(index, num_bytes), (), 0, torch.float32))
