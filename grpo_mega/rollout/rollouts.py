@@ -108,7 +108,9 @@ class Rollouts:
                 attempt += 1
                 version, missing = self.engine.version, max(0, wanted - len(done))
                 stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
-                found, new = self._run_engines(RolloutRequest(todo, sampling, step, on_sample, stop))
+                request = RolloutRequest(todo, sampling, step, on_sample, stop)
+                found = self.engine.generate(request)
+                new = self._gather_reports(found, request)
                 ended = {report.prompt_index: report.clock for report in new if report.clock is not None}
                 if stop is not None:
                     end = stop.end([(clock, index) for index, clock in ended.items()])
@@ -138,10 +140,10 @@ class Rollouts:
             return backlog
         stop = StopWhenTrainersArrive(self.rendezvous, self.rendezvous.world_size - self.config.layout.engine_ranks)
         with self._listening(len(before), step, description, self.sampling) as on_sample:
-            todo = _incomplete(before, self.sampling)
-            mine, reports = self._run_engines(RolloutRequest(todo, self.sampling, step, on_sample, stop))
+            request = RolloutRequest(_incomplete(before, self.sampling), self.sampling, step, on_sample, stop)
+            mine = self.engine.generate(request)
+            shared = sorted(report.prompt_index for report in self._gather_reports(mine, request))
             stop.close()
-        shared = sorted(report.prompt_index for report in reports)
         phase = Phase(before, mine, [], shared, self.sampling.group_size, step, description)
         return backlog.after_phase(before, *self.score(phase))
 
@@ -239,16 +241,16 @@ class Rollouts:
             if is_main:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)
 
-    def _run_engines(self, request: RolloutRequest) -> tuple[dict[int, Group], list[_Report]]:
-        """Return this rank's groups, and reports on the groups of all ranks that have at least one sample."""
-        found, reports = self.engine.generate(request), []
-        for index, group in found.items():
+    def _gather_reports(self, mine: Mapping[int, Group], request: RolloutRequest) -> list[_Report]:
+        """Return reports on the groups of all ranks that have at least one sample. `mine` has this rank's groups."""
+        reports = []
+        for index, group in mine.items():
             is_complete = group.is_complete(request.sampling.group_size)
             clock = (request.stop.clocks[index] if request.stop else 0) if is_complete else None
             if group.oldest_version is not None:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
         by_rank = self.rendezvous.all_gather("generation", reports, self.config.rollout.phase_deadline_s)
-        return found, [_Report(*row) for rows in by_rank for row in rows]
+        return [_Report(*row) for rows in by_rank for row in rows]
 
     def _count(self, reports: Collection[_Report], kept: Collection[int]) -> None:
         for report in reports:
