@@ -100,11 +100,12 @@ class Rollouts:
         sampling = sampling or self.sampling
         wanted = len(groups) if wanted is None else min(wanted, len(groups))
         todo = _incomplete(groups, sampling)
-        done = [_Done(g.oldest_version or 0, 0, 0, index) for index, g in enumerate(groups) if index not in todo]
+        # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by clock.
+        done = {index: (g.oldest_version or 0, 0, 0) for index, g in enumerate(groups) if index not in todo}
         mine, reports = dict[int, Group](), dict[int, _Report]()
         attempt = 0
         with self._listening(len(groups), step, description, sampling) as on_sample:
-            while len(done) < wanted or not {one.prompt_index for one in done}.issuperset(needed):
+            while len(done) < wanted or not done.keys() >= set(needed):
                 attempt += 1
                 version, missing = self.engine.version, max(0, wanted - len(done))
                 stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
@@ -120,11 +121,10 @@ class Rollouts:
                     stop.close()
                 mine = {index: group for index, group in mine.items() if index not in todo} | found
                 reports |= {report.prompt_index: report for report in new}
-                done += [_Done(reports[index].oldest_version, attempt, clock, index) for index, clock in ended.items()]
+                done |= {index: (reports[index].oldest_version, attempt, clock) for index, clock in ended.items()}
                 todo = {index: group for index, group in todo.items() if index not in ended}
                 self.recover(version)
-        first = sorted(done, key=lambda one: (one.prompt_index not in needed, one))[:wanted]
-        kept = sorted(one.prompt_index for one in first)
+        kept = sorted(sorted(done, key=lambda index: (index not in needed, done[index], index))[:wanted])
         if wanted < len(groups):
             self._count(reports.values(), kept)
         shared = sorted(reports if self.config.rollout.keeps_unfinished else reports.keys() & kept)
@@ -258,15 +258,6 @@ class Rollouts:
             self._stats.update(
                 {f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens}
             )
-
-
-class _Done(NamedTuple):
-    """A done group. The fields are the sort key of the order in which groups are kept."""
-
-    oldest_version: int  # version of the policy
-    attempt: int  # clocks restart at 0 after an engine failure
-    clock: int
-    prompt_index: int
 
 
 class _Report(NamedTuple):
