@@ -113,7 +113,7 @@ def generate_ahead(job: Job, step: int) -> None:
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
         backlog = job.backlog.drawn_up_to(num_ahead, job.draw, ())
-        job.backlog = job.rollouts.generate_ahead(backlog, step)
+        job.backlog = job.rollouts.generate_ahead(backlog, step, num_ahead)
 
 
 def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
@@ -124,7 +124,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
-    carries = config.rollout.keeps_unfinished
+    keeps_unfinished = config.rollout.keeps_unfinished
     backlog = job.backlog.without_stale(oldest=step - config.rollout.max_staleness)
     dropped: dict[str, list[Group]] = {"gold_unparsable": [], "equal_rewards": []}
     for attempt in range(1 + config.algorithm.dynamic_sampling_tries):
@@ -133,7 +133,7 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             break
         seen |= {group.prompt.id for group in backlog.groups}
         description = "sampling" if attempt == 0 else f"sampling again ({attempt})"
-        missing = wanted - len(groups) if carries else wanted
+        missing = wanted - len(groups) if keeps_unfinished else wanted
         found, backlog = job.rollouts.generate_from(backlog, step, description, missing)
         if not config.teachers:  # a teacher needs no gold answers
             found, unusable = drop_unusable(found)
@@ -149,13 +149,13 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
             "prompts_dropped/surplus": float(max(len(groups) - wanted, 0)),
             "rollouts": attempt + 1.0,
         }
-    if carries:
+    if keeps_unfinished:
         for reason, given_up in dropped.items():
             backlog = backlog.dropped(reason, given_up)
         backlog = backlog.trained(groups[:wanted]).dropped("surplus", groups[wanted:])
         metrics |= backlog.metrics(config.algorithm.group_size)
     else:
-        metrics |= job.rollouts.generator.flush_stats()
+        metrics |= job.rollouts.flush_stats()
     return groups[:wanted], backlog, metrics
 
 

@@ -78,7 +78,8 @@ def _generate(config: Config, folder: Path) -> None:
     with open_job(config.model_copy(update={"run_dir": folder / "run"})) as job:
         job.colocation.sync_weights(version=0)
         prompts = [turn.prompt for turn in job.draw(0)]
-        groups = job.rollouts.generate(prompts[: config.batch.prompts_per_step], 0, "sampling")
+        fresh = [Group(prompt, []) for prompt in prompts[: config.batch.prompts_per_step]]
+        groups, _ = job.rollouts.score(job.rollouts.generate(fresh, 0, "sampling"))
     torch.save(groups, folder / "groups.pt")
 
 

@@ -91,16 +91,16 @@ class SampleRows:
 
     def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
         """Return the rows of the logged samples of a step."""
-        flat = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
-        return [self._row(step, place, s, decode) for place, s in flat[: num_logged(groups, self._samples_per_step)]]
+        flat = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
+        return [self._row(step, index, s, decode) for index, s in flat[: num_logged(groups, self._samples_per_step)]]
 
-    def _row(self, step: int, place: int, sample: Sample, decode: Decode) -> dict[str, Any]:
+    def _row(self, step: int, group_index: int, sample: Sample, decode: Decode) -> dict[str, Any]:
         response = decode(sample.response_ids)
         advantages = sample.advantages.tolist() if sample.advantages is not None else []
         row = {
             "step": step,
             "prompt_id": sample.prompt.id,
-            "group": place,
+            "group": group_index,
             "index": sample.index,
             "policy_version": sample.policy_version,
             "prompt": sample.prompt.text,

@@ -41,7 +41,7 @@ class Scorer:
         self._key_of: dict[int, int] = {}  # keys by id() of the sample
         self._scored: list[tuple[Sample, RewardResult]] = []  # results of the last rollout
         self._failures = Failures()
-        self.warned_of: set[str] = set()  # kinds of failures that the log already names; see run/rollout.py
+        self.warned_of: set[str] = set()  # kinds of failures that the log already names; see rollout/rollouts.py
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:

@@ -14,16 +14,31 @@ any new prompt. So all prompts get equally many turns, however long their respon
 
 The ledger counts groups and response tokens since the start of the run: started = trained + carried + waiting + dropped. It
 also counts deferred prompts.
+
+A checkpoint has the backlog as a file: arrays of the samples (exchange.py), and JSON in the header. A prompt is stored as its
+index in the training data and a checksum of its tokens. If the data has another prompt at this index now, its deferred turns
+and its group are dropped. The ledger counts the dropped group if it has samples.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
 
-from grpo_mega.types import Group, StepMetrics, Turn
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from grpo_mega.rollout.exchange import arrays_of, fields_of, samples_of
+from grpo_mega.types import Group, Prompt, StepMetrics, Turn
+
+FILE = "backlog.safetensors"
 
 UNITS = ("groups", "tokens")
 
@@ -83,6 +98,7 @@ class Backlog:
         return replace(self, groups=(*rest, *self.groups[len(before) :]), ledger=ledger)
 
     def trained(self, groups: Sequence[Group]) -> Backlog:
+        """Count groups that were trained."""
         return self._counted("trained", "", groups)
 
     def dropped(self, reason: str, groups: Sequence[Group]) -> Backlog:
@@ -103,6 +119,56 @@ class Backlog:
             ]
             assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the approximate size of the file."""
+        samples = [sample for group in self.groups for sample in group.samples]
+        num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
+        return 8 * num_tokens(self.groups) + num_routes + 512 * (len(self.groups) + len(samples) + len(self.deferred))
+
+    def write(self, folder: Path) -> None:
+        """Write the file, unless there is nothing to write."""
+        if not (self.groups or self.ledger or self.deferred):
+            return
+        groups = [
+            {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
+            for g in self.groups
+        ]
+        deferred = [[t.prompt.id, _checksum(t.prompt), t.source, t.epoch] for t in self.deferred]
+        header = {"groups": groups, "ledger": self.ledger, "deferred": deferred}
+        arrays = arrays_of([sample for group in self.groups for sample in group.samples])
+        save_file(arrays, folder / FILE, {name: json.dumps(value) for name, value in header.items()})
+
+    @classmethod
+    def read(cls, folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
+        """Return the backlog in a folder, or an empty one if it has no file. `prompt_of(id)` returns a prompt of the data."""
+        if not (folder / FILE).exists():
+            return cls(draws)
+        with safe_open(folder / FILE, "numpy") as file:
+            header = {name: json.loads(text) for name, text in file.metadata().items()}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # a file is not a mapping
+
+        def same_prompt(number: int, checksum: int) -> Prompt | None:
+            prompt = prompt_of(number)
+            return prompt if prompt is not None and _checksum(prompt) == checksum else None
+
+        prompts = [same_prompt(row["prompt"], row["checksum"]) for row in header["groups"]]
+        rows = [
+            (prompt or Prompt(row["prompt"], "", (), ""), row["samples"])
+            for prompt, row in zip(prompts, header["groups"], strict=True)
+        ]
+        samples = samples_of(arrays, ((prompt, fields) for prompt, group in rows for fields in group))
+        groups = [Group(prompt, list(islice(samples, len(group)))) for prompt, group in rows]
+        turns = [(same_prompt(number, checksum), rest) for number, checksum, *rest in header["deferred"]]
+        return cls(
+            draws,
+            tuple(group for group, prompt in zip(groups, prompts, strict=True) if prompt),
+            Counter(header["ledger"]),
+            tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt),
+        ).dropped(
+            "data_changed", [group for group, prompt in zip(groups, prompts, strict=True) if not prompt and group.samples]
+        )
 
     def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:
         """Add a group for each turn that may have one, up to `most` groups. Defer the other turns."""
@@ -131,3 +197,7 @@ def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
 
 def num_tokens(groups: Iterable[Group]) -> int:
     return sum(group.num_tokens for group in groups)
+
+
+def _checksum(prompt: Prompt) -> int:
+    return zlib.crc32(array("q", prompt.token_ids).tobytes())

@@ -1,4 +1,4 @@
-"""The interface of an engine, embedded or a server.
+"""The interface of an engine, embedded or a server, and of one request for samples.
 
 An engine holds a copy of the policy in its own layout. Only weight syncs fill it; `version` is the version of that policy.
 Inputs and outputs are token ids, never text. An engine may span several ranks. All ranks call every method together, but
@@ -12,12 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
-from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.types import Group, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
 
@@ -37,47 +37,120 @@ class Sampling:
     longest_first: bool = False  # the order in which samples start (schedule.py); does not change any sample
 
 
-OnSample = Callable[[Sample, Group], None]  # called with a finished sample and its group so far, including that sample
-NO_EARLIER_GROUPS: Mapping[int, Group] = MappingProxyType({})
+class StopCondition:
+    """Met when at least `wanted` groups and all groups in `needed` are done over all ranks. All ranks construct it together.
+
+    `clock` is the engine's measure of progress in this phase. It advances equally on all ranks: the embedded engine counts its
+    sequential decoding steps, so the first groups do not depend on the speed of a rank. A server has no such clock. Its groups
+    have clock 0, and any `wanted` of them count as the first.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, wanted: int, needed: Collection[int] = ()) -> None:
+        """`needed`: prompt indices of groups that must be done before the phase ends."""
+        self.clocks: dict[int, int] = {}  # clock when this rank finished each group, keyed by prompt index
+        # Clock when this rank started or continued each sample, keyed by prompt index and sample index. Empty without a clock.
+        self.start_clocks: dict[tuple[int, int], int] = {}
+        self._rendezvous, self._wanted, self._needed = rendezvous, wanted, frozenset(needed)
+        self._name = rendezvous.unique_key("stop_condition")
+        self._own_keys: list[str] = []
+        self._known: list[tuple[int, int]] = []  # (clock, prompt index) of each done group on any rank, as far as read
+
+    def done(self, prompt_index: int, clock: int = 0) -> None:
+        """Report a group when all its samples have ended."""
+        self.clocks[prompt_index] = clock
+        self._own_keys.append(f"{self._name}/{self._rendezvous.fetch_add(self._name)}")
+        self._rendezvous.set(self._own_keys[-1], f"{clock} {prompt_index}")
+
+    def arrive(self) -> None:
+        """Report that this rank has no engine and waits for the other ranks."""
+
+    def is_met(self, clock: int = 0) -> bool:
+        """Return True if the engine must stop its running samples. The call is cheap enough to repeat for every token.
+
+        A rank may continue for a while before it learns of other ranks' groups. The delay does not change the choice of groups.
+        """
+        while (text := self._rendezvous.try_get(f"{self._name}/{len(self._known)}")) is not None:
+            done_at, prompt_index = map(int, text.split())
+            self._known.append((done_at, prompt_index))
+        end = self.end(self._known)
+        return end is not None and end <= clock
+
+    def end(self, done: Collection[tuple[int, int]]) -> int | None:
+        """Return the clock at which the phase ends, from (clock, prompt index) of the done groups; None if it continues."""
+        first = sorted(clock for clock, _ in done)[: self._wanted]
+        needed = [clock for clock, prompt_index in done if prompt_index in self._needed]
+        if len(first) < self._wanted or len(needed) < len(self._needed):
+            return None
+        return max([*first, *needed], default=0)
+
+    def close(self) -> None:
+        """Delete this rank's keys from the store. Call this when no rank reads them any more."""
+        for key in (*self._own_keys, self._name):
+            self._rendezvous.delete(key)
+
+
+class StopWhenTrainersArrive(StopCondition):
+    """Met when all `num_trainers` ranks that train have arrived, however many groups are done."""
+
+    def __init__(self, rendezvous: Rendezvous, num_trainers: int) -> None:
+        super().__init__(rendezvous, wanted=0)
+        self._num_trainers = num_trainers
+
+    def arrive(self) -> None:
+        self._rendezvous.fetch_add(self._name, limit=self._num_trainers)
+
+    def done(self, prompt_index: int, clock: int = 0) -> None:
+        self.clocks[prompt_index] = clock
+
+    def is_met(self, clock: int = 0) -> bool:
+        return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
+
+
+def _ignore(sample: Sample, group: Group) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of them.
+
+    Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a group; the
+    engine continues its unfinished samples and does not modify the objects.
+    """
+
+    groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
+    sampling: Sampling
+    step: int  # seeds the random streams of samples that start now
+    on_sample: Callable[[Sample, Group], None] = _ignore  # gets each finished sample and its group with that sample
+    stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
 
 
 class Engine(ABC):
     """One engine. Methods that are not abstract do nothing if the engine shares the trainer's process and device memory."""
 
     is_server = False  # the engine has a separate process with separate device memory
-    is_absent = False  # this rank only trains, and other ranks have the engines
     version = -1  # policy version of the engine's weights; -1 before the first sync
+    failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
 
-    @property
-    def failure(self) -> str | None:
-        """Return why this rank's engine needs a restart before it can be used; None if it can be used."""
-        return None
+    def __init__(self, side: ShardLayout) -> None:
+        """`side`: the tensors of each engine rank."""
+        self._side = side
+
+    def shard_layout(self) -> ShardLayout:
+        """Return the tensors of each engine rank, for the plan of a sync."""
+        return self._side
 
     def wait_until_ready(self) -> None:
         """Wait until the engine has started. The constructor launched it. Raise EngineError if the start fails."""
 
     @abstractmethod
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
-    ) -> dict[int, Group]:
-        """Return this rank's share of the groups, by the keys of their prompts.
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
+        """Return this rank's share of the groups, keyed by prompt index.
 
-        Call `on_sample(sample, group)` when a sample ends. `earlier` has the groups that earlier phases
-        started. The engine continues their unfinished samples and does not modify the objects.
-
-        When `stop` is met, the engine aborts all running samples, returns their groups with unfinished samples, and is ready
-        for the next phase. Prompts start in their order, except with longest_first.
-
-        Every rank passes the same prompts, and one rank generates each group. If the engine fails meanwhile, `failure` has
-        the reason and unfinished groups are missing. If the engine accepts a seed per sample, a sample's random stream depends
-        only on sampling.seed, the step in which the sample started, prompt id and sample index.
+        When `request.stop` is met, the engine returns its groups with unfinished samples, and is ready for the next phase. If
+        the engine fails meanwhile, `failure` has the reason and unfinished groups are missing. If the engine accepts a seed per
+        sample, a sample's random stream depends only on sampling.seed, the step in which the sample started, prompt id and
+        sample index.
         """
 
     def restart(self, failed: Collection[int]) -> None:
@@ -91,10 +164,6 @@ class Engine(ABC):
 
     def wake_cache(self) -> None:
         """Allocate the memory of the KV cache again. The cache is empty."""
-
-    @abstractmethod
-    def shard_layout(self) -> ShardLayout:
-        """Return the tensors of each engine rank, for the plan of a sync."""
 
     @abstractmethod
     def start_update(self) -> list[str]:
@@ -118,3 +187,29 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Stop the processes that the engine started. This may be called at any time, and twice."""
+
+
+class NoEngine(Engine):
+    """The engine of a rank that only trains. It takes part in phases and syncs, has no weights and generates nothing."""
+
+    def __init__(self, side: ShardLayout, device: torch.device) -> None:
+        super().__init__(side)
+        self._device = device
+
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
+        if request.stop is not None:
+            request.stop.arrive()
+        return {}
+
+    def start_update(self) -> list[str]:
+        return []
+
+    def allocate(self, index: int, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def load(self, bucket: Bucket) -> None:
+        assert not bucket.entries, "a rank without an engine received weights"
+
+    def end_update(self, version: int) -> list[str]:
+        self.version = version
+        return []

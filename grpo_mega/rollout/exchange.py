@@ -1,27 +1,32 @@
-"""Share the samples of a rollout with every rank.
+"""Samples as arrays and JSON, and their exchange between ranks.
 
-Each rank has generated some of the groups. After the exchange all ranks hold all groups, in the order of the prompts, so all
-ranks compute the same advantages and the same packing. Token ids and log-probs are sent as arrays of 4 bytes per number, in one
-all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the memory on every rank.
-Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it runs no code.
+Tokens, log-probs and routes of all samples are three arrays, one sample after another. The other fields are one JSON object per
+sample. Prompts are not included, because every rank has them. The backlog's file has the same arrays.
+
+After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays are sent
+in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the memory on every
+rank. Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it runs no code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from grpo_mega.distributed.messages import seal, unseal
-from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.rollout.sample_arrays import arrays_of, fields_of, samples_of
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.errors import EngineError
+from grpo_mega.types import Group, Prompt, Routes, Sample, Span
 
+_FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
 _ROWS = "rows"  # name of the array with the samples' other fields as JSON
 
 
@@ -31,64 +36,84 @@ def gather(
     verdict_names: Collection[str],
     name: str,
     ranks: dist.ProcessGroup | None = None,
-) -> list[Group]:
-    """Return the groups of all `ranks`, in the order of `prompts`. `groups` are this rank's groups, by keys of `prompts`.
+) -> dict[int, Group]:
+    """Return the groups of all `ranks`, by the keys of `prompts` and in their order. `groups` are this rank's groups.
 
     Verdicts that are not in `verdict_names` become "other". `name` must be unique among the exchanges of the run. Raise
     EngineError if a rank's part is not the part that the rank sent.
     """
     names = [f"samples of {name}, of rank {rank}" for rank in range(dist.get_world_size(ranks))]
-    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], _packed(groups)), ranks)
-    return unpack_all([unseal(name, part) for name, part in zip(names, parts, strict=True)], prompts, verdict_names)
+    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], pack(groups)), ranks)
+    return unpack([unseal(name, part) for name, part in zip(names, parts, strict=True)], prompts, verdict_names)
 
 
-def unpack_all(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> list[Group]:
-    """Return the groups in the parts of all ranks, in the order of `prompts`.
-
-    Raise EngineError if two ranks have samples of the same group.
-    """
-    gathered = {place: Group(prompt, []) for place, prompt in prompts.items()}
-    owners: dict[int, int] = {}
-    for rank, (place, sample) in ((rank, found) for rank, part in enumerate(parts) for found in _unpacked(part, prompts)):
-        if owners.setdefault(place, rank) != rank:
-            raise EngineError(
-                f"ranks {owners[place]} and {rank} both generated samples of prompt {sample.prompt.id}; continue from the last "
-                "checkpoint with --resume"
-            )
-        sample.verdicts = {name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()}
-        gathered[place].samples.append(sample)
-    return list(gathered.values())
-
-
-def check_versions(groups: Sequence[Group], oldest: int, newest: int) -> None:
-    """Raise SyncError with the first sample that has tokens of a policy version outside `oldest` to `newest`."""
-    for sample in (s for g in groups for s in g.samples):
-        if wrong := [span.version for span in sample.spans if not oldest <= span.version <= newest]:
-            wanted = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
-            raise SyncError(
-                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not {wanted}; "
-                "continue from the last checkpoint with --resume"
-            )
-
-
-def _packed(groups: Mapping[int, Group]) -> bytes:
-    """Return the groups as bytes. Leave out the prompts, because every rank has them."""
+def pack(groups: Mapping[int, Group]) -> bytes:
+    """Return the samples of groups as bytes, with the keys of their groups."""
     samples = [sample for group in groups.values() for sample in group.samples]
     if not samples:
         return b""
-    rows = json.dumps([[place, fields_of(sample)] for place, group in groups.items() for sample in group.samples])
+    rows = json.dumps([[key, fields_of(sample)] for key, group in groups.items() for sample in group.samples])
     return save(arrays_of(samples) | {_ROWS: np.frombuffer(rows.encode(), np.uint8)})
 
 
-def _unpacked(part: memoryview, prompts: Mapping[int, Prompt]) -> Iterator[tuple[int, Sample]]:
-    """Yield the samples of one rank, each with its key in `prompts`."""
-    if not part:
-        return
-    arrays = load(bytes(part))
-    rows = json.loads(arrays.pop(_ROWS).tobytes())
-    places = [place for place, _ in rows]
-    samples = samples_of(arrays, ((prompts[place], fields) for place, fields in rows))
-    yield from zip(places, samples, strict=True)
+def unpack(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> dict[int, Group]:
+    """Return the groups in the parts of all ranks. Raise EngineError if two ranks have samples of the same group."""
+    gathered = {key: Group(prompt, []) for key, prompt in prompts.items()}
+    owners: dict[int, int] = {}
+    for rank, part in enumerate(parts):
+        if not part:
+            continue
+        arrays = load(bytes(part))
+        rows = json.loads(arrays.pop(_ROWS).tobytes())
+        samples = samples_of(arrays, ((prompts[key], fields) for key, fields in rows))
+        for (key, _), sample in zip(rows, samples, strict=True):
+            if owners.setdefault(key, rank) != rank:
+                raise EngineError(
+                    f"ranks {owners[key]} and {rank} both generated samples of prompt {sample.prompt.id}; continue from the "
+                    "last checkpoint with --resume"
+                )
+            sample.verdicts = {name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()}
+            gathered[key].samples.append(sample)
+    return gathered
+
+
+def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
+    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, routes [tokens, layers, experts per token]."""
+    arrays: dict[str, NDArray[Any]] = {
+        "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
+        "logprobs": np.fromiter(chain.from_iterable(s.rollout_logprobs for s in samples), np.float32),
+    }
+    if routes := [s.routes.experts for s in samples if s.routes]:
+        arrays["routes"] = np.concatenate(routes)
+    return arrays
+
+
+def fields_of(sample: Sample) -> dict[str, Any]:
+    """Return the fields that are not in the arrays, and the sample's lengths in the arrays, as JSON values."""
+    fields = {name: getattr(sample, name) for name in _FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
+    if sample.routes:
+        fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
+    return fields
+
+
+def samples_of(arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, Mapping[str, Any]]]) -> Iterator[Sample]:
+    """Yield the samples. `rows` has the prompt and fields of each, in the order of the arrays.
+
+    Raise ValueError if the lengths differ.
+    """
+    tokens, logprobs = array("i", arrays["tokens"].tobytes()), array("f", arrays["logprobs"].tobytes())
+    start = num_routed = 0
+    for prompt, fields in rows:
+        end = start + fields["length"]
+        kept: dict[str, Any] = {name: fields[name] for name in _FIELDS} | {"spans": [Span(*span) for span in fields["spans"]]}
+        if "routed" in fields:
+            experts = arrays["routes"][num_routed : num_routed + fields["routed"]]
+            kept["routes"] = Routes(experts, fields["routes_checksum"])
+            num_routed += fields["routed"]
+        yield Sample(prompt=prompt, response_ids=tokens[start:end], rollout_logprobs=logprobs[start:end], **kept)
+        start = end
+    if start != len(tokens) or start != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs of samples with {start}")
 
 
 def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memoryview]:

@@ -34,7 +34,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import K3_STALE
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.routes import is_intact
-from grpo_mega.rollout.sglang.teacher import served_logprobs
+from grpo_mega.rollout.sglang.session import served_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics
 
 

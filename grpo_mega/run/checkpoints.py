@@ -25,7 +25,6 @@ from grpo_mega.errors import ResumeError
 from grpo_mega.formats.checkpoint_files import Manifest, clean, partial_name, publish
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
-from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import NO_BACKLOG, Backlog
 from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
 from grpo_mega.run.staging import all_ranks, remove_unused, stage
@@ -61,7 +60,7 @@ class Checkpoints:
         if manifest.step == self.saved_step:  # no step has finished since the last save
             return
         self._check_weights_changed(policy, manifest)
-        num_bytes = policy.state_bytes + (backlog_file.num_bytes(backlog) if self._rank == 0 else 0)
+        num_bytes = policy.state_bytes + (backlog.num_bytes if self._rank == 0 else 0)
         self._check_disk(num_bytes)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ class Checkpoints:
         def write(folder: Path) -> None:
             policy.save(folder)
             if self._rank == 0:
-                backlog_file.write(backlog, folder)
+                backlog.write(folder)
 
         staged = stage(write, num_bytes, target)
         self._num_saves += 1

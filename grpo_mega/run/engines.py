@@ -17,13 +17,12 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.paths import ENGINES
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
-from grpo_mega.rollout.absent import NoEngine
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine
+from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards

@@ -32,8 +32,8 @@ from grpo_mega.rewards.math.accuracy import read
 from grpo_mega.rewards.math.answer import whole_turn
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.job import Job
-from grpo_mega.run.rollout import Rollouts
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 MOST_SAMPLES = 16384  # samples per generation phase; at its end every rank holds all of them
@@ -74,7 +74,7 @@ def evaluate(job: Job, step: int, path: Path) -> None:
 
 def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step: int) -> Evaluated:
     """Generate and score answers to the prompts by config.eval. `step` is the policy's version. All ranks call it."""
-    config, is_main = rollouts.config, rollouts.runtime.rank == 0
+    config, is_main = rollouts.config, rollouts.rendezvous.rank == 0
     result = Evaluated(rows=[_row_of(name, prompt) for prompt in prompts] if is_main else [])
     description = f"prompts of {name}" if name else "held-out prompts"
     if config.eval.greedy:
@@ -124,7 +124,9 @@ def _answered(
     for first in range(0, len(prompts), size):
         part = prompts[first : first + size]
         text = description if len(part) == len(prompts) else f"{description}, {first + 1} to {first + len(part)}"
-        groups = rollouts.generate(part, step, text, sampling=sampling, is_evaluation=True)
+        phase = rollouts.generate([Group(prompt, []) for prompt in part], step, text, sampling=sampling)
+        groups, _ = rollouts.share(phase)
+        rollouts.warn_of_failures(groups, text, known=set())
         result.num_failed += sum("error" in sample.verdicts.values() for group in groups for sample in group.samples)
         yield groups
 
@@ -135,7 +137,7 @@ def _row_of(name: str, prompt: Prompt) -> dict[str, Any]:
 
 
 def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) -> None:
-    if rollouts.runtime.rank != 0:
+    if rollouts.rendezvous.rank != 0:
         return
     usable, dropped = drop_unusable(groups)
     result.num_unusable = len(dropped)
@@ -157,7 +159,7 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
     rows = iter(result.rows)
     result.num_unusable = 0
     for groups in phases:
-        if rollouts.runtime.rank != 0:
+        if rollouts.rendezvous.rank != 0:
             continue
         result.num_unusable += len(drop_unusable(groups)[1])
         for group, row in zip(groups, rows, strict=False):

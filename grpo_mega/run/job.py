@@ -38,9 +38,8 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, STATE
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
-from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
-from grpo_mega.rollout.phase import Generator
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import Checkpoints, verify
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import build_engine, build_sync, make_room
@@ -54,7 +53,6 @@ from grpo_mega.run.model_files import (
     read_tokenizer,
     training_sampling,
 )
-from grpo_mega.run.rollout import Rollouts
 from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
@@ -211,7 +209,7 @@ class Job:
     def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
         self.steps_done = manifest.step
         prompts = {prompt.id: prompt for prompt in self.data.train}
-        self.backlog = backlog_file.read(checkpoint / STATE, manifest.draws, prompts.get)
+        self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_started = sum(bool(group.samples) for group in self.backlog.groups)
         if num_started and not self.config.rollout.keeps_unfinished:
             self.log.warn(f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them")
@@ -297,15 +295,18 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         log = _open_log(config, runtime, data.notes)
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
-        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
-        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
+        stack.enter_context(_hang_watch(config, runtime, timers))
         trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
-        generator = Generator(engine, rendezvous, colocation.recover, phase_deadline_s=config.rollout.phase_deadline_s)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
+        everyone, scorer = runtime.everyone, Scorer(pool, decode)
+        on_all = partial(runtime.raise_on_all_ranks, everyone)
+        rollouts = Rollouts(
+            config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone, on_all
+        )
         checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
         yield Job(
             config=config,
@@ -315,7 +316,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             sampler=sampler,
             policy=policy,
             colocation=colocation,
-            rollouts=Rollouts(config, generator, rendezvous, Scorer(pool, decode), sampling, decode, runtime, timers, log.warn),
+            rollouts=rollouts,
             checkpoints=checkpoints,
             inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,
@@ -331,6 +332,11 @@ def _reward_pool(config: Config) -> RewardPool:
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
     return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
+
+
+def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
+    last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
+    return HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint)
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

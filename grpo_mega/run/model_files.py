@@ -34,7 +34,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sglang.teacher import check_server
+from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.text import well_formed
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of

@@ -388,12 +388,12 @@ def test_gather_gives_every_rank_all_groups_in_order_with_missing_scores(rank: i
     for num_prompts in (6, 4, 2, 1):  # from uneven shares to ranks without a share
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
-        groups = {place: expected[place] for place in range(rank, num_prompts, WORLD_SIZE)}
-        found = exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first")
+        groups = {index: expected[index] for index in range(rank, num_prompts, WORLD_SIZE)}
+        found = list(exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first").values())
         for sample in (s for g in expected for s in g.samples):  # every rank stores samples in this form
             sample.response_ids = array("i", sample.response_ids)
             sample.rollout_logprobs = array("f", sample.rollout_logprobs)
         assert found == expected
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
     others = exchange.gather(groups, dict(enumerate(prompts)), ["correct"], "second")
-    assert {s.verdicts["format"] for g in others for s in g.samples} == {"other"}
+    assert {s.verdicts["format"] for g in others.values() for s in g.samples} == {"other"}

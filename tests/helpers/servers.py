@@ -17,8 +17,7 @@ import pytest
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.processes import descendants, living
-from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.settings import EngineSettings
+from grpo_mega.rollout.sglang.server import EngineSettings, Server
 
 START_DEADLINE_S = 300.0  # an idle machine needs 12 s, a busy machine far more
 LOADER = "tests.helpers.servers.note_names"  # the server's processes import it through PYTHONPATH

@@ -1,26 +1,31 @@
 """A server without a model. In each step it decodes one token of every sequence. The length of each sample is given.
 
-The trainer's client uses it like a session of a real server, so the trainer's own code decides the order in which samples
+The trainer's engine uses it like a session of a real server, so the trainer's own code decides the order in which samples
 start and how many are in flight.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Sampling
-from grpo_mega.rollout.schedule import schedule_of
-from grpo_mega.rollout.sglang.client import Client
+from torch.distributed import HashStore
+
+from grpo_mega.config import RolloutConfig
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.rollout.engine import RolloutRequest, Sampling
+from grpo_mega.rollout.sglang.buckets import HostBuckets
+from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.rollout.sglang.session import Event
-from grpo_mega.rollout.stop_condition import StopCondition
 from grpo_mega.types import Group, Prompt, Sample, Span
+from grpo_mega.weights.layout import ShardLayout
 
 Lengths = Mapping[tuple[int, int], int]  # length of each sample, by (group key, sample index)
 
@@ -92,32 +97,25 @@ class SimulatedSession:
         return future
 
 
-def simulate(
-    session: SimulatedSession,
-    prompts: Mapping[int, Prompt],
-    sampling: Sampling,
-    slots: int,
-    *,
-    next_number: Callable[[], int] | None = None,
-    share: int | None = None,
-    stop: StopCondition | None = None,
-    earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
-    on_sample: Callable[[Sample, Group], None] = lambda *_: None,
-) -> dict[int, Group]:
-    """Return the groups that the trainer's client generates with this server."""
-    server = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
-    deadlines = SimpleNamespace(stall_deadline_s=60.0, phase_deadline_s=60.0)
-    client = Client(SimpleNamespace(rollout=deadlines), server)  # type: ignore[arg-type]
-    client._session = session  # type: ignore[assignment]
-    groups = client.generate(
-        prompts,
-        sampling,
-        0,
-        next_number=next_number or itertools.count().__next__,
-        schedule=schedule_of(sampling, slots, share or len(prompts)),
-        on_sample=on_sample,
-        stop=stop,
-        earlier=earlier,
+def simulate(session: SimulatedSession, request: RolloutRequest, slots: int, *, num_engines: int = 1) -> dict[int, Group]:
+    """Return the groups that the trainer's engine generates with this server. It has one of `num_engines` shares of them."""
+    server: Any = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
+    settings = EngineSettings(
+        rollout=RolloutConfig(engine="sglang", max_concurrent=slots, stall_deadline_s=60.0, phase_deadline_s=60.0),
+        model_path=Path(),
+        dtype="float32",
+        folder=Path(),
+        context_length=2**30,
+        device_type="cpu",
+        world_size=num_engines,
+        cores=(0,),
     )
-    assert client.failure is None, client.failure
+    engine = SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets(), server)
+    engine._session = session  # type: ignore[assignment]
+    groups = engine.generate(request)
+    assert engine.failure is None, engine.failure
     return groups
+
+
+def fresh(prompts: Mapping[int, Prompt]) -> dict[int, Group]:
+    return {key: Group(prompt, []) for key, prompt in prompts.items()}

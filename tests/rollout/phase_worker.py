@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.phase import Generator, Phase
+from grpo_mega.rollout.rollouts import Phase, Rollouts
 from grpo_mega.types import Group, Prompt
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
@@ -38,7 +42,7 @@ MODEL = make_model("qwen2", seed=3)
 class Ranks:
     """An engine with MODEL's weights, and the rendezvous."""
 
-    def __init__(self, rank: int, max_concurrent: int = 256) -> None:
+    def __init__(self, rank: int, max_concurrent: int = 256, *, partial: bool = False) -> None:
         shape = ModelShape.from_hf_config(MODEL.config.to_dict())
         self.rank = rank
         self.engine = EmbeddedEngine(
@@ -58,20 +62,36 @@ class Ranks:
         self.engine.version = 1
         RENDEZVOUS[0] = RENDEZVOUS[0] or Rendezvous(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)
         self.rendezvous = RENDEZVOUS[0]
-        self.generator = Generator(self.engine, self.rendezvous, lambda version: None, phase_deadline_s=60)
+        self.seconds_per_sample = 0.0  # duration of scoring a sample on this rank
+        config: Any = SimpleNamespace(
+            rollout=RolloutConfig(partial=partial, oversample=1.25, phase_deadline_s=60), log=SimpleNamespace(progress=False)
+        )
+        scorer: Any = SimpleNamespace(
+            submit=lambda sample: time.sleep(self.seconds_per_sample), submit_group=lambda samples: None
+        )
+        self.rollouts = Rollouts(
+            config=config,
+            engine=self.engine,
+            recover=lambda version: None,
+            rendezvous=self.rendezvous,
+            scorer=scorer,
+            sampling=SAMPLING,
+            decode=str,
+            timers=Timers(),
+            warn=print,
+            ranks=None,
+            raise_on_all_ranks=nullcontext,
+        )
 
     def generate(self, wanted: int, *, slow_rank: int | None = None, step: int = 4) -> Phase:
-        def on_sample(*_: object) -> None:
-            if self.rank == slow_rank:
-                time.sleep(0.02)
-
-        return self.generator.generate(PROMPTS, SAMPLING, step=step, on_sample=on_sample, wanted=wanted)
+        self.seconds_per_sample = 0.02 * (self.rank == slow_rank)
+        return self.rollouts.generate([Group(prompt, []) for prompt in PROMPTS], step, "test", wanted=wanted)
 
     def all_groups(self, step: int = 4) -> dict[int, Group]:
         """Return the finished groups of both ranks."""
         found: list[dict[int, Group]] = [{}] * WORLD_SIZE
         dist.all_gather_object(found, self.generate(len(PROMPTS), step=step).mine)
-        return {place: group for groups in found for place, group in groups.items()}
+        return {index: group for groups in found for index, group in groups.items()}
 
 
 RENDEZVOUS: list[Any] = [None]  # one for all cases, because a store key can be used only once
@@ -82,9 +102,9 @@ def longest(group: Group) -> int:
 
 
 def check_same(mine: dict[int, Group], whole: dict[int, Group]) -> None:
-    for place, group in mine.items():
-        assert group.prompt is PROMPTS[place]
-        for found, expected in zip(group.samples, whole[place].samples, strict=True):
+    for index, group in mine.items():
+        assert group.prompt is PROMPTS[index]
+        for found, expected in zip(group.samples, whole[index].samples, strict=True):
             assert (found.index, list(found.response_ids)) == (expected.index, list(expected.response_ids))
             assert found.finish_reason == expected.finish_reason
             torch.testing.assert_close(
@@ -98,12 +118,13 @@ def keeps_the_first(rank: int, folder: Path) -> None:
     whole = ranks.all_groups()
     assert len({longest(group) for group in whole.values()}) > 6, "the test has become too easy"
     for wanted in (1, 5, 13):
-        expected = sorted(sorted(whole, key=lambda place: (longest(whole[place]), place))[:wanted])
+        expected = sorted(sorted(whole, key=lambda index: (longest(whole[index]), index))[:wanted])
         for slow_rank in (None, 0, 1):
             phase = ranks.generate(wanted, slow_rank=slow_rank)
-            assert phase.places == expected, (phase.places, expected)
-            assert sorted(phase.mine) == [place for place in expected if place % WORLD_SIZE == rank]
-            check_same(phase.mine, whole)
+            assert phase.kept == expected, (phase.kept, expected)
+            mine = {index: group for index, group in phase.mine.items() if index in phase.kept}
+            assert sorted(mine) == [index for index in expected if index % WORLD_SIZE == rank]
+            check_same(mine, whole)
     assert ranks.all_groups() == whole, "a phase changed the engine"
 
 
@@ -114,33 +135,33 @@ def keeps_the_first_of_several_batches(rank: int, folder: Path) -> None:
     for first in range(WORLD_SIZE):
         mine, started_at = list(range(first, len(PROMPTS), WORLD_SIZE)), 0
         for batch in (mine[i : i + 2] for i in range(0, len(mine), 2)):
-            clocks |= {place: started_at + longest(whole[place]) for place in batch}
-            started_at = max(clocks[place] for place in batch)
+            clocks |= {index: started_at + longest(whole[index]) for index in batch}
+            started_at = max(clocks[index] for index in batch)
     for wanted in (3, 8):
-        expected = sorted(sorted(clocks, key=lambda place: (clocks[place], place))[:wanted])
+        expected = sorted(sorted(clocks, key=lambda index: (clocks[index], index))[:wanted])
         for slow_rank in (0, 1):
             phase = Ranks(rank, max_concurrent=2 * GROUP_SIZE).generate(wanted, slow_rank=slow_rank)
-            assert phase.places == expected, (phase.places, expected)
-            check_same(phase.mine, whole)
+            assert phase.kept == expected, (phase.kept, expected)
+            check_same({index: group for index, group in phase.mine.items() if index in phase.kept}, whole)
 
 
 def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     ranks = Ranks(rank)
     whole = ranks.all_groups()
-    assert ranks.generator.flush_stats() == {}, "no samples were discarded"
+    assert ranks.rollouts.flush_stats() == {}, "no samples were discarded"
     wanted = 6
     phase = ranks.generate(wanted)
-    kept = [s.response_len for place in phase.places for s in whole[place].samples]
-    aborted = [s.response_len for place in set(whole) - set(phase.places) for s in whole[place].samples]
-    found = ranks.generator.flush_stats()
-    assert ranks.generator.flush_stats() == {}
+    kept = [s.response_len for index in phase.kept for s in whole[index].samples]
+    aborted = [s.response_len for index in set(whole) - set(phase.kept) for s in whole[index].samples]
+    found = ranks.rollouts.flush_stats()
+    assert ranks.rollouts.flush_stats() == {}
     everyone: list[dict[str, float]] = [{}] * WORLD_SIZE
     dist.all_gather_object(everyone, found)
     assert everyone[0] == everyone[1]
     assert (found["rollout/begun_groups"], found["rollout/aborted_groups"]) == (len(PROMPTS), len(PROMPTS) - wanted)
     assert (found["rollout/kept_tokens"], found["rollout/kept_length"]) == (sum(kept), sum(kept) / len(kept))
     # A rank aborts at the clock of the last kept group, or a few tokens later.
-    clock = max(longest(whole[place]) for place in phase.places)
+    clock = max(longest(whole[index]) for index in phase.kept)
     assert sum(min(length, clock) for length in aborted) <= found["rollout/aborted_tokens"] <= sum(aborted)
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
@@ -152,18 +173,18 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
     for most_at_once, sampling in ((256, SAMPLING), (2 * GROUP_SIZE, SAMPLING), (4, replace(SAMPLING, longest_first=True))):
         histories = []
         for slow_rank in (None, 0, 1):
-            ranks = Ranks(rank, most_at_once)
+            ranks = Ranks(rank, most_at_once, partial=True)
             groups, history = [Group(prompt, []) for prompt in PROMPTS], list[Any]()
             while not all(group.is_complete(GROUP_SIZE) for group in groups):
-                groups, places = one_more_phase(ranks, groups, sampling, len(history), slow_rank)
-                history.append((places, [[(s.response_len, s.finish_reason) for s in g.samples] for g in groups]))
+                groups, kept = one_more_phase(ranks, groups, sampling, len(history), slow_rank)
+                history.append((kept, [[(s.response_len, s.finish_reason) for s in g.samples] for g in groups]))
             histories.append(history)
             assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
             expected = [
-                [whole[s.first_version][place].samples[s.index] for s in group.samples] for place, group in enumerate(groups)
+                [whole[s.first_version][index].samples[s.index] for s in group.samples] for index, group in enumerate(groups)
             ]
             check_same(
-                dict(enumerate(groups)), {place: Group(PROMPTS[place], samples) for place, samples in enumerate(expected)}
+                dict(enumerate(groups)), {index: Group(PROMPTS[index], samples) for index, samples in enumerate(expected)}
             )
             has_two_beginnings = any(len({s.first_version for s in group.samples}) > 1 for group in groups)
             assert has_two_beginnings or not sampling.longest_first
@@ -178,27 +199,17 @@ def one_more_phase(
     ranks: Ranks, groups: list[Group], sampling: Sampling, step: int, slow_rank: int | None
 ) -> tuple[list[Group], list[int]]:
     """Run a phase that wants three more of the first unfinished groups. Return all groups, and the finished ones."""
-    done = [place for place, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
-    needed = [place for place, group in enumerate(groups) if group.samples and place not in done][-1:] if len(done) > 8 else []
-
-    def on_sample(*_: object) -> None:
-        if ranks.rank == slow_rank:
-            time.sleep(0.03)
-
-    first = PROMPTS[: 6 + 3 * step]
-    earlier = {place: group for place, group in enumerate(groups) if group.samples}
+    done = [index for index, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
+    needed = [index for index, group in enumerate(groups) if group.samples and index not in done][-1:] if len(done) > 8 else []
+    ranks.seconds_per_sample = 0.03 * (ranks.rank == slow_rank)
     ranks.engine.version = step
-    phase = ranks.generator.generate(
-        first, sampling, step=step, on_sample=on_sample, wanted=len(done) + 3, earlier=earlier, needed=needed
+    phase = ranks.rollouts.generate(
+        groups[: 6 + 3 * step], step, "test", wanted=len(done) + 3, needed=needed, sampling=sampling
     )
-    assert set(done + needed) <= set(phase.places)
-    assert all((phase.mine | phase.rest).get(place, groups[place]).is_complete(GROUP_SIZE) for place in phase.mine)
-    places = sorted({*phase.places, *phase.rest_places} - set(done))
-    found = exchange.gather(phase.mine | phase.rest, {place: PROMPTS[place] for place in places}, (), "x")
-    after = list(groups)
-    for place, group in zip(places, found, strict=True):
-        after[place] = group
-    return after, phase.places
+    assert set(done + needed) <= set(phase.kept) and not set(done) & set(phase.shared)
+    assert all(phase.mine.get(index, groups[index]).is_complete(GROUP_SIZE) for index in phase.mine.keys() & phase.kept)
+    found = exchange.gather(phase.mine, {index: PROMPTS[index] for index in phase.shared}, (), "x")
+    return [found.get(index, group) for index, group in enumerate(groups)], phase.kept
 
 
 def leaves_no_keys_in_the_store(rank: int, folder: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.rollout import backlog_file
-from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.backlog import FILE, Backlog
 from grpo_mega.types import Group, Prompt, Sample, Span, Turn
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
@@ -162,10 +161,10 @@ def test_a_written_backlog_is_read_back_to_the_bit(tmp_path: Path) -> None:
     waiting = (Turn(PROMPTS[2], 0, 4), Turn(PROMPTS[7], 1, 3), Turn(PROMPTS[2], 0, 5))
     backlog = Backlog(9, groups, deferred=waiting)
     backlog = backlog.after_phase([Group(g.prompt, []) for g in groups], [], groups).trained([])
-    backlog_file.write(backlog, tmp_path)
+    backlog.write(tmp_path)
     prompts = {prompt.id: prompt for prompt in PROMPTS}
-    assert backlog_file.read(tmp_path, 9, prompts.get) == backlog
-    assert (tmp_path / backlog_file.FILE).stat().st_size < 2 * backlog_file.num_bytes(backlog)
+    assert Backlog.read(tmp_path, 9, prompts.get) == backlog
+    assert (tmp_path / FILE).stat().st_size < 2 * backlog.num_bytes
 
 
 def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -173,21 +172,21 @@ def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_pat
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
     turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
     backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)  # the last group has not started
-    backlog_file.write(backlog, tmp_path)
+    backlog.write(tmp_path)
     prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
-    found = backlog_file.read(tmp_path, 1, prompts.get)
+    found = Backlog.read(tmp_path, 1, prompts.get)
     assert found.groups == groups[2:] and found.deferred == turns[2:]
     assert found.metrics(SIZE)["ledger/dropped_tokens/data_changed"] == 12.0
 
 
 def test_an_empty_backlog_needs_no_file(tmp_path: Path) -> None:
-    backlog_file.write(Backlog(5), tmp_path)
-    assert not list(tmp_path.iterdir()) and backlog_file.read(tmp_path, 5, lambda _: None) == Backlog(5)
+    Backlog(5).write(tmp_path)
+    assert not list(tmp_path.iterdir()) and Backlog.read(tmp_path, 5, lambda _: None) == Backlog(5)
 
 
 def test_deferred_turns_alone_are_stored(tmp_path: Path) -> None:
     backlog = Backlog(4, deferred=(Turn(PROMPTS[1], 0, 2),))
-    backlog_file.write(backlog, tmp_path)
-    assert backlog_file.read(tmp_path, 4, {PROMPTS[1].id: PROMPTS[1]}.get) == backlog
-    backlog_file.write(Backlog(4, ledger=Counter(begun_groups=1)), tmp_path)
-    assert backlog_file.read(tmp_path, 4, lambda _: None) == Backlog(4, ledger=Counter(begun_groups=1))
+    backlog.write(tmp_path)
+    assert Backlog.read(tmp_path, 4, {PROMPTS[1].id: PROMPTS[1]}.get) == backlog
+    Backlog(4, ledger=Counter(begun_groups=1)).write(tmp_path)
+    assert Backlog.read(tmp_path, 4, lambda _: None) == Backlog(4, ledger=Counter(begun_groups=1))

@@ -16,9 +16,8 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
-from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.embedded.model import checkpoint_tensors
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import buckets, load_shards
 from grpo_mega.weights.boxes import region
@@ -49,11 +48,10 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
     return engine
 
 
-def generate(
-    engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, on_sample: Any = None
-) -> list[Group]:
+def generate(engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, **others: Any) -> list[Group]:
     """Return the groups in prompt order."""
-    found = engine.generate(dict(enumerate(prompts)), sampling, step=step, on_sample=on_sample or (lambda *_: None))
+    groups = {index: Group(prompt, []) for index, prompt in enumerate(prompts)}
+    found = engine.generate(RolloutRequest(groups, sampling, step, **others))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -229,10 +227,8 @@ def test_longest_first_gives_the_same_samples_in_the_expected_order(model: Any) 
     assert len({group[0] for group in lengths}) == 5, "the test has become too easy"
     for max_concurrent, batches in ((4, 4), (2, 8), (256, 1)):
         stop = StopCondition(Rendezvous(torch.distributed.HashStore(), 0, 1), wanted=5)
-        found = make_engine(model, max_concurrent).generate(
-            dict(enumerate(prompts)), replace(sampling, longest_first=True), step=2, on_sample=lambda *_: None, stop=stop
-        )
-        assert_same_samples([found[i] for i in range(5)], expected)
+        engine = make_engine(model, max_concurrent)
+        assert_same_samples(generate(engine, prompts, replace(sampling, longest_first=True), step=2, stop=stop), expected)
         order = [
             sorted(one for one, at in stop.start_clocks.items() if at == clock)
             for clock in sorted(set(stop.start_clocks.values()))

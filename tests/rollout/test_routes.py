@@ -16,10 +16,10 @@ from torch.distributed import HashStore
 from grpo_mega.batching.pack import PackingSpec, pack
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError, MismatchError
-from grpo_mega.rollout import backlog_file, exchange
+from grpo_mega.rollout import exchange
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
-from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes, cut, extended, is_intact, parsed, share_live
 from grpo_mega.rollout.sglang import session
 from grpo_mega.run.batches import check_routes
@@ -122,11 +122,11 @@ def test_ranks_share_experts_in_one_or_two_bytes_and_checkpoints_keep_them(
     group = Group(PROMPT, samples)
     bare = Group(PROMPT, [replace(s, routes=None) for s in samples])
     numbers = sum(s.routes.experts.size for s in samples if s.routes)
-    added = len(exchange._packed({0: group})) - len(exchange._packed({0: bare}))
+    added = len(exchange.pack({0: group})) - len(exchange.pack({0: bare}))
     assert added < numbers * routers.dtype.itemsize + 500
-    (shared,) = exchange.gather({0: group}, {0: PROMPT}, (), "x")
-    backlog_file.write(Backlog(1, (group,)), tmp_path)
-    kept = backlog_file.read(tmp_path, 1, lambda _: PROMPT).groups[0]
+    shared = exchange.gather({0: group}, {0: PROMPT}, (), "x")[0]
+    Backlog(1, (group,)).write(tmp_path)
+    kept = Backlog.read(tmp_path, 1, lambda _: PROMPT).groups[0]
     for found in (shared, kept):
         for theirs, ours in zip(found.samples, samples, strict=True):
             assert (theirs.routes is None) == (ours.routes is None)
@@ -183,14 +183,15 @@ def test_the_embedded_engine_records_only_on_request_and_resumes() -> None:
     engine.version = 3
     prompts = {0: PROMPT, 1: replace(PROMPT, id=5, token_ids=(3, 3, 4, 1, 2))}
     sampling = Sampling(3, 1.0, 12, frozenset({0}), with_routes=True)
-    bare = engine.generate(prompts, replace(sampling, with_routes=False), step=3, on_sample=lambda *_: None)
+    fresh = {key: Group(prompt, []) for key, prompt in prompts.items()}
+    bare = engine.generate(RolloutRequest(fresh, replace(sampling, with_routes=False), step=3))
     assert all(s.routes is None for group in bare.values() for s in group.samples)
-    whole = engine.generate(prompts, sampling, step=3, on_sample=lambda *_: None)
+    whole = engine.generate(RolloutRequest(fresh, sampling, step=3))
     earlier = {
         key: Group(group.prompt, [half(s) if s.response_len > 5 else s for s in group.samples]) for key, group in whole.items()
     }
     assert any(s.finish_reason is None for group in earlier.values() for s in group.samples)
-    resumed = engine.generate(prompts, sampling, step=4, on_sample=lambda *_: None, earlier=earlier)
+    resumed = engine.generate(RolloutRequest(earlier, sampling, step=4))
     for key, group in whole.items():
         for before, after in zip(group.samples, resumed[key].samples, strict=True):
             assert before.routes and after.routes and before.response_ids == list(after.response_ids)

@@ -1,4 +1,4 @@
-"""The order in which samples start, with a client of a simulated server. Brute force computes the expected start times."""
+"""The order in which samples start, with an engine on a simulated server. Brute force computes the expected start times."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.types import Group, Prompt, Sample, Span
-from tests.helpers.simulated_server import Lengths, SimulatedSession, simulate
+from tests.helpers.simulated_server import Lengths, SimulatedSession, fresh, simulate
 
 LONGEST = 90
 IN_ORDER = Sampling(3, 1.0, LONGEST, frozenset())
@@ -78,7 +77,7 @@ def test_probes_start_first_and_then_samples_of_the_longest_groups(slots: int) -
             chosen = [s for s in parts if s.response_len and numbers.random() < 0.25]
             earlier |= {key: Group(prompt, chosen)} if chosen else {}
         session = SimulatedSession(lengths)
-        groups = simulate(session, prompts, LONGEST_FIRST, slots, earlier=earlier)
+        groups = simulate(session, RolloutRequest(fresh(prompts) | earlier, LONGEST_FIRST, step=0), slots)
         assert session.begun_at == expected_starts(lengths, prompts, earlier, slots)
         assert session.most_at_once <= slots
         assert sorted(groups) == sorted(prompts)
@@ -91,7 +90,7 @@ def test_without_longest_first_samples_start_in_the_order_of_groups() -> None:
     prompts = make_prompts(8)
     lengths = make_lengths(prompts, random.Random(1))
     session = SimulatedSession(lengths)
-    simulate(session, prompts, IN_ORDER, slots=7)
+    simulate(session, RolloutRequest(fresh(prompts), IN_ORDER, step=0), slots=7)
     free, start_times = [0] * 7, {}
     for one, length in lengths.items():
         start_times[one] = free[0]
@@ -118,12 +117,12 @@ def test_requests_of_aborted_groups_end_and_only_whole_groups_count(wanted: int)
             assert all(one.is_finished for one in group.samples)
 
         for phase in itertools.count():
-            todo = {key: p for key, p in prompts.items() if key not in groups or not groups[key].is_complete(3)}
+            todo = {key: group for key, group in (fresh(prompts) | groups).items() if not group.is_complete(3)}
             if not todo:
                 break
             stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted) if len(todo) > wanted else None
             session = SimulatedSession(lengths)
-            found = simulate(session, todo, LONGEST_FIRST, slots=5, stop=stop, earlier=groups, on_sample=hear)
+            found = simulate(session, RolloutRequest(todo, LONGEST_FIRST, 0, hear, stop), slots=5)
             assert not session.is_aborting and phase < 20
             done = {key for key, group in found.items() if group.is_complete(3)}
             assert done == (set(stop.clocks) if stop else set(todo))
@@ -139,18 +138,19 @@ def test_requests_of_aborted_groups_end_and_only_whole_groups_count(wanted: int)
     assert cases, "the test has become too easy"
 
 
-def test_an_engine_takes_more_groups_when_none_of_its_share_waits() -> None:
+def test_an_engine_takes_more_groups_when_none_of_its_share_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = make_prompts(10)
     lengths = make_lengths(prompts, random.Random(4))
     taken: list[int] = []
     session = SimulatedSession(lengths)
-    counter = itertools.count()
+    fetch_add = Rendezvous.fetch_add
 
-    def next_number() -> int:
+    def watched(rendezvous: Rendezvous, counter: str) -> int:
         taken.append(len([1 for _, index in session.begun_at if index]))  # started samples that are not probes
-        return next(counter)
+        return fetch_add(rendezvous, counter)
 
-    simulate(session, prompts, LONGEST_FIRST, slots=4, next_number=next_number, share=5)
+    monkeypatch.setattr(Rendezvous, "fetch_add", watched)
+    simulate(session, RolloutRequest(fresh(prompts), LONGEST_FIRST, step=0), slots=4, num_engines=2)
     assert taken[:5] == [0] * 5 and 0 < taken[5] <= taken[9] < taken[10]
     first = list(prompts)[:5]
     assert max(session.begun_at[key, 0] for key in first) <= min(session.begun_at[key, 1] for key in first)
@@ -161,5 +161,5 @@ def test_long_samples_that_come_last_no_longer_last_alone() -> None:
     lengths = {(key, i): LONGEST if key == max(prompts) else 10 + i for key in prompts for i in range(3)}
     sessions = {sampling: SimulatedSession(lengths) for sampling in (IN_ORDER, LONGEST_FIRST)}
     for sampling, session in sessions.items():
-        simulate(session, prompts, sampling, slots=6)
+        simulate(session, RolloutRequest(fresh(prompts), sampling, step=0), slots=6)
     assert sessions[IN_ORDER].now >= LONGEST + 55 and sessions[LONGEST_FIRST].now <= LONGEST + 35

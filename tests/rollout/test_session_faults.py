@@ -8,8 +8,7 @@ import pytest
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sglang.session import Session
-from grpo_mega.rollout.sglang.teacher import check_server
+from grpo_mega.rollout.sglang.session import Session, check_server
 from grpo_mega.types import Prompt, Sample
 from tests.helpers.http_servers import sending, serving
 

@@ -6,6 +6,7 @@ a token per tick, and response lengths are known.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections import Counter
@@ -21,11 +22,9 @@ import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.data.load import make_sampler
 from grpo_mega.data.sampler import Draw, Sampler
-from grpo_mega.rollout import backlog_file
 from grpo_mega.rollout.backlog import Backlog
-from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.job import Job
-from grpo_mega.run.rollout import Rollouts
 from grpo_mega.train import generate, generate_ahead
 from grpo_mega.types import Group, Prompt, Sample, Span
 
@@ -47,29 +46,23 @@ class Counted(Rollouts):
     equal_share: float = 0.0  # probability that all samples of a group get the same reward
     started: list[int] = field(default_factory=list)  # ids of started prompts
 
-    def _phase(
-        self,
-        groups: Sequence[Group],
-        step: int,
-        description: str,
-        sampling: Sampling,
-        wanted: int | None,
-        needed: Sequence[int] = (),
-        *,
-        is_evaluation: bool = False,
-    ) -> tuple[list[Group], list[Group]]:
+    def generate(self, groups: Sequence[Group], step: int, description: str, **others: Any) -> Any:
         missing = [max(self.length(g, i, step) - had(g, i) for i in range(SIZE)) for g in groups]
-        if wanted is None:
-            end, kept = TICKS_OF_TRAINING, list[int]()
-        else:
-            num_wanted = min(wanted, len(groups))
-            end = max([sorted(missing)[num_wanted - 1], *(missing[place] for place in needed)])
-            done = [place for place in range(len(groups)) if missing[place] <= end]
-            order = {p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done}
-            kept = sorted(sorted(done, key=order.__getitem__)[:num_wanted])
+        needed, num_wanted = others["needed"], min(others["wanted"], len(groups))
+        end = max([sorted(missing)[num_wanted - 1], *(missing[index] for index in needed)])
+        done = [index for index in range(len(groups)) if missing[index] <= end]
+        order = {p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done}
+        return groups, step, end, sorted(done, key=order.__getitem__)[:num_wanted]
+
+    def score(self, phase: Any) -> tuple[list[Group], list[Group]]:
+        groups, step, end, kept = phase
         after = [self.grown(g, step, end) for g in groups]
         self.started += [g.prompt.id for g, grown in zip(groups, after, strict=True) if grown.samples and not g.samples]
-        return [after[p] for p in kept], [g for p, g in enumerate(after) if p not in kept]
+        return [after[p] for p in sorted(kept)], [g for p, g in enumerate(after) if p not in kept]
+
+    def generate_ahead(self, backlog: Backlog, step: int, num_groups: int) -> Backlog:
+        before = backlog.groups[:num_groups]
+        return backlog.after_phase(before, *self.score((before, step, TICKS_OF_TRAINING, [])))
 
     def length(self, group: Group, index: int, step: int) -> int:
         rng = random.Random(f"{group.prompt.id} {index} {group.oldest_version if group.samples else step}")
@@ -114,11 +107,8 @@ def make_job(sizes: tuple[int, ...], per_step: int, **rollout: Any) -> Job:
     )
     prompts = [Prompt(i, f"p{i}", (i, 70_000 + i), "") for i in range(sum(sizes))]
     anything: Any = None
-    rollouts = Counted(
-        config,
-        generator=SimpleNamespace(flush_stats=dict),  # type: ignore[arg-type]
-        **dict.fromkeys(("rendezvous", "scorer", "sampling", "decode", "runtime", "timers", "warn"), anything),
-    )
+    others = (one.name for one in dataclasses.fields(Rollouts) if one.init and one.name != "config")
+    rollouts = Counted(config, **dict.fromkeys(others, anything))
     sampler = make_sampler(config.data, sizes, per_step, 5, config.rollout)
     draws = SimpleNamespace(draws=functools.partial(drawn, sampler))
     names = ("runtime", "model", "policy", "colocation", "checkpoints", "inputs", "log", "timers", "stop", "health")
@@ -209,8 +199,8 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
         expected = step_of(whole, step)
         folder = tmp_path / str(step)
         folder.mkdir()
-        backlog_file.write(resumed.backlog, folder)
-        resumed.backlog = backlog_file.read(folder, resumed.backlog.draws, prompts.get)
+        resumed.backlog.write(folder)
+        resumed.backlog = Backlog.read(folder, resumed.backlog.draws, prompts.get)
         num_deferred += len(resumed.backlog.deferred)
         assert step_of(resumed, step) == expected
     assert num_deferred > 20

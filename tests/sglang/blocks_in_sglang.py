@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.rollout.sglang import fp8_params as blocks
-from grpo_mega.rollout.sglang import server_main
+from grpo_mega.rollout.sglang import loader, server_main
 
 
 def shuffle(layer: Any) -> None:
@@ -73,7 +72,7 @@ def main(model: str, arguments: list[str]) -> None:
     root.attn.quant_method.create_weights(root.attn)
     root.attn.k_scale.fill_(3e-4)  # the value that a dummy load sets
     found = {name: [list(p.shape), str(p.dtype)] for name, p in root.plain.named_parameters()}
-    problems = blocks.check_formats(root)
+    problems = loader.check_formats(root)
     scales = [float(root.attn.k_scale), float(root.attn.v_scale), root.attn.k_scale_float, root.attn.v_scale_float]
     print(json.dumps({"config": fields_of(config), "parameters": found, "problems": problems, "cache": scales}))
 

@@ -28,12 +28,11 @@ from grpo_mega.errors import SyncError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.rollout.absent import NoEngine
+from grpo_mega.rollout.engine import NoEngine, RolloutRequest, StopCondition
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
-from grpo_mega.rollout.sglang.settings import EngineSettings
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import pack
 from grpo_mega.run.colocation import WeightSync
@@ -162,7 +161,7 @@ def sync_layout(
         WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy.tensors(), engine, version=version)
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
-            found = engine.generate(dict(enumerate(PROMPTS)), SAMPLING, step=version, on_sample=ignore)
+            found = engine.generate(RolloutRequest(fresh_groups(), SAMPLING, step=version))
             assert engine.failure is None, engine.failure
             samples = [sample for i in range(len(PROMPTS)) for sample in found[i].samples]
             assert len(samples) == len(PROMPTS) * SAMPLING.group_size
@@ -180,24 +179,22 @@ def sync_layout(
 
 def continued(engine: SGLangEngine, carried: dict[int, Group], version: int) -> list[Sample]:
     """Finish and return the samples that the previous version started. Then start new samples and abort them."""
-    whole = engine.generate(
-        {key: carried[key].prompt for key in carried}, LONG, step=version, on_sample=ignore, earlier=carried
-    )
+    whole = engine.generate(RolloutRequest(dict(carried), LONG, step=version))
     assert engine.failure is None and all(group.is_complete(LONG.group_size) for group in whole.values())
     stop = StopCondition(Rendezvous(HashStore(), 0, 1), wanted=1)
 
     def end_at_once(sample: Sample, group: Group) -> None:
         stop.done(len(PROMPTS))
 
-    found = engine.generate(dict(enumerate(PROMPTS)), LONG, step=version, on_sample=end_at_once, stop=stop)
+    found = engine.generate(RolloutRequest(fresh_groups(), LONG, version, end_at_once, stop))
     carried.clear()
     carried |= {key: group for key, group in found.items() if not group.is_complete(LONG.group_size)}
     assert any(not sample.is_finished for group in carried.values() for sample in group.samples)
     return [sample for group in whole.values() for sample in group.samples]
 
 
-def ignore(sample: Sample, group: Group) -> None:
-    pass
+def fresh_groups() -> dict[int, Group]:
+    return {index: Group(prompt, []) for index, prompt in enumerate(PROMPTS)}
 
 
 def sync_flipped(policy: Policy, engine: SGLangEngine | NoEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
@@ -212,7 +209,7 @@ def sync_flipped(policy: Policy, engine: SGLangEngine | NoEngine, side: ShardLay
     else:
         raise AssertionError("a flipped byte went unnoticed")
     assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
-    assert engine.version != 99 or engine.is_absent
+    assert engine.version != 99 or isinstance(engine, NoEngine)
     sync.sync_weights(policy.tensors(), engine, version=100)  # the failed sync has no lasting effect
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.sglang.engine import parameters
-from grpo_mega.rollout.sglang.fp8_params import REMEDY
+from grpo_mega.rollout.sglang.buckets import parameters
+from grpo_mega.rollout.sglang.loader import REMEDY
 from grpo_mega.rollout.sglang.server import server_arguments
 from grpo_mega.weights.boxes import LocalTensor
 from tests.helpers.ranks import ROOT

@@ -9,40 +9,37 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.sglang import engine as engines
 from grpo_mega.rollout.sglang.buckets import HostBuckets
+from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
 from tests.helpers.servers import make_settings
 
 
-class SlowClient:
-    """A client whose server answers a request when the test says so."""
+class SlowSession:
+    """A session whose server answers a request when the test says so."""
 
-    failure = None
-
-    def __init__(self, settings: Any) -> None:
+    def __init__(self) -> None:
         self.posted: list[Future[None]] = []
-        self.server = SimpleNamespace(private_folder=settings.folder)
 
-    def begin_post(self, path: str, body: dict[str, Any]) -> Future[None]:
+    def post(self, path: str, body: dict[str, Any]) -> None:
         self.posted.append(Future())
+
+    def start(self, _: None) -> Future[None]:
         return self.posted[-1]
 
-    def await_response(self, phase: str, future: Future[None]) -> None:
-        future.result(timeout=30)
 
-
-def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Client", SlowClient)
+def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, tmp_path)
-    engine = engines.SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets())
+    server: Any = SimpleNamespace(url="", private_folder=tmp_path, is_alive=lambda: True)
+    engine = SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets(), server)
+    session: Any = SlowSession()
+    engine._session = session
     filled = []
     for index in range(NUM_BUFFERS):
         filled.append(engine.allocate(index, 40))
@@ -55,9 +52,8 @@ def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Pa
     thread.start()
     thread.join(0.3)
     assert not again, "allocate returned a buffer that the server was still reading"
-    client: Any = engine._client
-    client.posted[0].set_result(None)
+    session.posted[0].set_result(None)
     thread.join(30)
     assert again[0].data_ptr() == filled[0].data_ptr() != filled[1].data_ptr()
-    assert filled[1].tolist() == [2] * 40 and not client.posted[1].done()
+    assert filled[1].tolist() == [2] * 40 and not session.posted[1].done()
     engine._buckets.close()

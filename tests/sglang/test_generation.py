@@ -1,8 +1,7 @@
-"""Generation on the server shared by these files, through the engine's client and session."""
+"""Generation on the server shared by these files, through the engine and its session."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, OnSample, Sampling
-from grpo_mega.rollout.exchange import check_versions
-from grpo_mega.rollout.schedule import schedule_of
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
+from grpo_mega.rollout.rollouts import check_versions
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
-from grpo_mega.rollout.sglang.client import Client
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.stop_condition import StopCondition
+from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
@@ -42,39 +39,49 @@ PROMPTS = {key: Prompt(id=100 + key, text="", token_ids=(5, 6, 7 + key), answer=
 
 
 @pytest.fixture
-def client(server: Server, model: Path, tmp_path: Path) -> Iterator[Client]:
+def engine(server: Server, model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
     with connected(server, model, tmp_path) as one:
         yield one
 
 
 @contextmanager
-def connected(server: Server, model: Path, folder: Path, **rollout: Any) -> Iterator[Client]:
-    """Yield a client of the shared server. The server keeps running when the client closes."""
-    client = Client(make_settings(model, folder, **rollout), server)
-    client.wait_until_ready()
+def connected(
+    server: Server, model: Path, folder: Path, *, rank: int = 0, store: Store | None = None, **rollout: Any
+) -> Iterator[SGLangEngine]:
+    """Yield an engine with the shared server. The server keeps running when the engine closes.
+
+    With `store` the engine of `rank` shares the prompts with another engine.
+    """
+    world_size = 1 if store is None else 2
+    settings = replace(make_settings(model, folder, **rollout), rank=rank, world_size=world_size)
+    rendezvous = Rendezvous(store or HashStore(), rank, world_size)
+    engine = SGLangEngine(settings, ShardLayout(((),)), rendezvous, HostBuckets(), server)
+    engine.wait_until_ready()
     try:
-        yield client
+        yield engine
     finally:
-        client.session.close()
+        session_of(engine).close()
+
+
+def session_of(engine: SGLangEngine) -> Session:
+    assert engine._session is not None
+    return engine._session
 
 
 def generate(
-    client: Client,
+    engine: SGLangEngine,
     prompts: Mapping[int, Prompt] = PROMPTS,
     sampling: Sampling = SAMPLING,
     step: int = 0,
     *,
-    next_number: Callable[[], int] | None = None,
     max_concurrent: int = 12 * 16,
-    on_sample: OnSample = lambda *_: None,
-    stop: StopCondition | None = None,
-    earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
+    earlier: Mapping[int, Group] | None = None,
+    **others: Any,
 ) -> dict[int, Group]:
-    next_number = next_number or itertools.count().__next__
-    schedule = schedule_of(sampling, max_concurrent, len(prompts))
-    return client.generate(
-        prompts, sampling, step, next_number=next_number, schedule=schedule, on_sample=on_sample, stop=stop, earlier=earlier
-    )
+    """Generate at most `max_concurrent` samples at once. The session's connections are limited by the engine's settings."""
+    engine._rollout = engine._rollout.model_copy(update={"max_concurrent": max_concurrent})
+    groups = {key: (earlier or {}).get(key) or Group(prompt, []) for key, prompt in prompts.items()}
+    return engine.generate(RolloutRequest(groups, sampling, step, **others))
 
 
 def divided(groups: Mapping[int, Group], sampling: Sampling) -> tuple[dict[int, Group], dict[int, Group]]:
@@ -96,29 +103,25 @@ def check_whole(groups: Mapping[int, Group], sampling: Sampling = SAMPLING) -> N
 
 
 def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: Server, model: Path, tmp_path: Path) -> None:
-    counter, lock = itertools.count(), threading.Lock()
+    store = HashStore()
     found: dict[str, dict[int, Group]] = {}
     heard: list[Sample] = []
 
-    def take() -> int:
-        with lock:
-            return next(counter)
-
-    def replica(name: str, seconds_a_sample: float) -> None:
+    def replica(rank: int, name: str, seconds_a_sample: float) -> None:
         def on_sample(sample: Sample, _: Group) -> None:
             heard.append(sample)
             time.sleep(seconds_a_sample)
 
-        with connected(server, model, tmp_path / name) as client:
-            found[name] = generate(client, next_number=take, max_concurrent=2 * SAMPLING.group_size, on_sample=on_sample)
-            assert client.failure is None
+        with connected(server, model, tmp_path / name, rank=rank, store=store) as engine:
+            found[name] = generate(engine, max_concurrent=2 * SAMPLING.group_size, on_sample=on_sample)
+            assert engine.failure is None
 
-    slow = threading.Thread(target=replica, args=("slow", 0.5))
-    fast = threading.Thread(target=replica, args=("fast", 0.0))
+    slow = threading.Thread(target=replica, args=(0, "slow", 0.5))
+    fast = threading.Thread(target=replica, args=(1, "fast", 0.0))
     slow.start()
     fast.start()
     fast.join()
-    assert next(counter) > len(PROMPTS)  # the fast replica stops when no prompt is waiting
+    assert Rendezvous(store, 1, 2).fetch_add("prompts/1", 0) > len(PROMPTS)  # the fast replica stops when no prompt is waiting
     slow.join()
     assert sorted([*found["slow"], *found["fast"]]) == sorted(PROMPTS)
     assert len(found["fast"]) > len(found["slow"])
@@ -126,19 +129,19 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: 
     check_whole(found["slow"] | found["fast"])
 
 
-def update_to(client: Client, version: int, folder: Path) -> None:
+def update_to(engine: SGLangEngine, version: int, folder: Path) -> None:
     names = [payload(str(folder / "names"), torch.empty(0))]
     body = {"serialized_named_tensors": names, "load_format": LOADER, "weight_version": str(version), "flush_cache": True}
-    client.post("updating", "/begin_weight_update")
-    client.post("updating", "/update_weights_from_tensor", body)
-    client.post("updating", "/end_weight_update")
-    assert client.failure is None
+    engine._post("updating", "/begin_weight_update")
+    engine._post("updating", "/update_weights_from_tensor", body)
+    engine._post("updating", "/end_weight_update")
+    assert engine.failure is None
 
 
-def test_samples_have_the_last_synced_version_and_others_are_an_error(client: Client, tmp_path: Path) -> None:
+def test_samples_have_the_last_synced_version_and_others_are_an_error(engine: SGLangEngine, tmp_path: Path) -> None:
     for version in (3, 4):
-        update_to(client, version, tmp_path)
-        groups = generate(client, max_concurrent=8 * SAMPLING.group_size)
+        update_to(engine, version, tmp_path)
+        groups = generate(engine, max_concurrent=8 * SAMPLING.group_size)
         assert len(groups) == len(PROMPTS)
         assert {sample.policy_version for group in groups.values() for sample in group.samples} == {version}
         check_versions(list(groups.values()), version, version)
@@ -158,15 +161,17 @@ def load_of(server: Server) -> tuple[int, int]:
     return load["num_running_reqs"], load["num_waiting_reqs"]
 
 
-def test_after_stragglers_are_aborted_the_server_updates_and_samples(server: Server, client: Client, tmp_path: Path) -> None:
+def test_after_stragglers_are_aborted_the_server_updates_and_samples(
+    server: Server, engine: SGLangEngine, tmp_path: Path
+) -> None:
     """Aborted requests include queued ones, because the server runs only a third of them at once."""
     endless = replace(SAMPLING, group_size=16, max_response_length=500, stop_token_ids=frozenset())
     for wanted, spacing in ((3, 20), (1, 9)):
         sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
         stop = enough(wanted)
         heard: list[Sample] = []
-        found = generate(client, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
-        assert client.failure is None, client.failure
+        found = generate(engine, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
+        assert engine.failure is None, engine.failure
         assert load_of(server) == (0, 0)
         groups, aborted = divided(found, sampling)
         assert wanted <= len(groups) < len(PROMPTS)
@@ -174,31 +179,31 @@ def test_after_stragglers_are_aborted_the_server_updates_and_samples(server: Ser
         assert sorted(found) == sorted(PROMPTS)
         assert any(0 < s.response_len < 500 and not s.is_finished for group in aborted.values() for s in group.samples)
         assert {id(s) for group in found.values() for s in group.samples if s.is_finished} == {id(s) for s in heard}
-        assert client.session.events.empty() and not client.session.is_aborting
+        assert session_of(engine).events.empty() and not session_of(engine).is_aborting
     # As if another replica had just finished the last wanted group when this replica starts.
     stop = enough(1)
     threading.Timer(0.3, stop.done, [99]).start()
-    found = generate(client, sampling=endless, stop=stop)
-    assert client.failure is None and load_of(server) == (0, 0)
+    found = generate(engine, sampling=endless, stop=stop)
+    assert engine.failure is None and load_of(server) == (0, 0)
     assert sorted(found) == sorted(PROMPTS) and divided(found, endless)[0] == {}
-    update_to(client, 6, tmp_path)
-    groups = generate(client, max_concurrent=8 * SAMPLING.group_size)
-    assert client.failure is None and sorted(groups) == sorted(PROMPTS)
+    update_to(engine, 6, tmp_path)
+    groups = generate(engine, max_concurrent=8 * SAMPLING.group_size)
+    assert engine.failure is None and sorted(groups) == sorted(PROMPTS)
     check_whole(groups)
     check_versions(list(groups.values()), 6, 6)
 
 
-def test_aborted_samples_continue_after_an_update_with_right_log_probs(client: Client, tmp_path: Path) -> None:
+def test_aborted_samples_continue_after_an_update_with_right_log_probs(engine: SGLangEngine, tmp_path: Path) -> None:
     """Run phases until all groups are complete. Version spans match the phases, and no token is repeated or lost."""
     sampling = replace(SAMPLING, group_size=3, max_response_length=150, stop_token_ids=frozenset(range(1, 256, 40)))
     groups: dict[int, Group] = {key: Group(prompt, []) for key, prompt in PROMPTS.items()}
     version = 6
     while todo := {key: PROMPTS[key] for key, group in groups.items() if not group.is_complete(sampling.group_size)}:
         version += 1
-        update_to(client, version, tmp_path)
+        update_to(engine, version, tmp_path)
         stop = enough(2) if len(todo) > 2 else None
-        found = generate(client, todo, sampling, version, stop=stop, earlier=groups)
-        assert client.failure is None, client.failure
+        found = generate(engine, todo, sampling, version, stop=stop, earlier=groups)
+        assert engine.failure is None, engine.failure
         for key, group in found.items():
             there = {sample.index: sample for sample in groups[key].samples}
             for sample in group.samples:
@@ -216,23 +221,23 @@ def test_aborted_samples_continue_after_an_update_with_right_log_probs(client: C
     assert max(len(sample.spans) for sample in samples) > 2
     for sample in sorted(samples, key=lambda s: -len(s.spans))[:6]:  # compare with one prefill of prompt and response
         whole = [*sample.prompt.token_ids, *sample.response_ids]
-        client.post("flushing", "/flush_cache")
+        engine._post("flushing", "/flush_cache")
         assert sample.rollout_logprobs == pytest.approx(
-            client.session.run(client.session.logprobs(whole, sample.response_len)), abs=1e-5
+            session_of(engine).run(session_of(engine).logprobs(whole, sample.response_len)), abs=1e-5
         )
 
 
-def test_probes_come_first_and_aborted_groups_continue_to_their_end(client: Client) -> None:
+def test_probes_come_first_and_aborted_groups_continue_to_their_end(engine: SGLangEngine) -> None:
     sampling = replace(SAMPLING, max_response_length=60, stop_token_ids=frozenset(range(1, 256, 12)), longest_first=True)
     heard: list[int] = []
-    groups = generate(client, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
-    assert client.failure is None, client.failure
+    groups = generate(engine, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
+    assert engine.failure is None, engine.failure
     assert heard[:6] == [0] * 6 and len(heard) > 12  # at most 6 other samples run when the last of 12 probes starts
     whole, aborted = divided(groups, sampling)
     assert len(whole) >= 3 and any(not sample.is_finished for group in aborted.values() for sample in group.samples)
     lengths = {(key, s.index): s.response_len for key, group in aborted.items() for s in group.samples}
     todo = {key: PROMPTS[key] for key in aborted}
-    rest = generate(client, todo, sampling, max_concurrent=7, earlier=groups)
+    rest = generate(engine, todo, sampling, max_concurrent=7, earlier=groups)
     check_whole(whole | rest, sampling)
     assert sorted(whole | rest) == sorted(PROMPTS)
     assert all(rest[key].samples[index].response_len >= length for (key, index), length in lengths.items())
@@ -249,15 +254,15 @@ def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(server: 
 
     stop = ThenStopped(Rendezvous(HashStore(), rank=0, world_size=1), 2)
     long = replace(SAMPLING, group_size=2, max_response_length=400, stop_token_ids=frozenset(range(1, 256, 40)))
-    with connected(server, model, tmp_path, stall_deadline_s=5) as client:
+    with connected(server, model, tmp_path, stall_deadline_s=5) as engine:
         try:
-            groups = generate(client, sampling=long, stop=stop)
+            groups = generate(engine, sampling=long, stop=stop)
         finally:
             os.kill(scheduler, signal.SIGCONT)
         # At least two; also groups whose last samples the server had sent before it was stopped.
         assert 2 <= len(groups) < len(PROMPTS) and sorted(groups) == sorted(stop.clocks)
         check_whole(groups, long)
-        assert re.search(r"aborting stragglers in step 0", client.failure or "")
+        assert re.search(r"aborting stragglers in step 0", engine.failure or "")
 
 
 def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Server, model: Path, tmp_path: Path) -> None:
@@ -265,31 +270,32 @@ def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Serv
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
     greedy = replace(SAMPLING, group_size=1, temperature=0.0, max_response_length=400, stop_token_ids=frozenset())
     limits = {"max_concurrent": len(PROMPTS), "stall_deadline_s": 2}
-    with connected(server, model, tmp_path, **limits) as client:
-        groups = generate(client, sampling=greedy)
-        assert client.failure is None, client.failure
+    with connected(server, model, tmp_path, **limits) as engine:
+        groups = generate(engine, sampling=greedy)
+        assert engine.failure is None, engine.failure
         check_whole(groups, greedy)
-    with connected(server, model, tmp_path, **limits) as client:
+    with connected(server, model, tmp_path, **limits) as engine:
         os.kill(scheduler, signal.SIGSTOP)
         try:
             started_at = time.monotonic()
-            groups = generate(client, sampling=greedy)
+            groups = generate(engine, sampling=greedy)
             assert time.monotonic() - started_at < 30
         finally:
             os.kill(scheduler, signal.SIGCONT)
         assert groups == {}
         assert re.match(
-            r"http://127.0.0.1:\d+ hangs, generating in step 0: nothing for 2 s, and not healthy; ", client.failure or ""
+            r"http://127.0.0.1:\d+ hangs, generating in step 0: nothing for 2 s, and not healthy; ", engine.failure or ""
         )
 
 
-def test_a_refused_request_is_reported_and_not_retried(client: Client) -> None:
+def test_a_refused_request_is_reported_and_not_retried(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_check_lengths", lambda request: None)
     prompts = {0: replace(PROMPTS[0], token_ids=(5,) * 600)}
     started_at = time.monotonic()
-    groups = generate(client, prompts, step=2)
+    groups = generate(engine, prompts, step=2)
     assert groups == {} and time.monotonic() - started_at < 15
     assert re.match(
-        r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", client.failure or ""
+        r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", engine.failure or ""
     )
 
 
@@ -298,10 +304,10 @@ def test_a_prompt_without_room_for_its_response_is_refused_unsent(model: Path, t
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
-    assert engine.generate({0: fits}, SAMPLING, step=0, on_sample=lambda *_: None) == {}
+    assert generate(engine, {0: fits}) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))
     with pytest.raises(EngineError, match=r"prompt 100 of 497 tokens and a response of 16 exceed the engine's 512; lower data"):
-        engine.generate({0: fits, 1: too_long}, SAMPLING, step=0, on_sample=lambda *_: None)
+        generate(engine, {0: fits, 1: too_long})
 
 
 def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
@@ -312,12 +318,12 @@ def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []
 
-    def post(request: dict[str, Any], handle: torch.Tensor) -> tuple[int, None]:
+    def send(request: dict[str, Any], handle: torch.Tensor) -> tuple[int, None]:
         assert ("file" in request) == request["opens"]
         opened.append((request["slot"], request["opens"]))
         return 1, None
 
-    monkeypatch.setattr(engine, "_post", post)
+    monkeypatch.setattr(engine, "_send", send)
     monkeypatch.setattr(engine, "_wait_until_loaded", lambda index: None)
     for index, num_bytes in ((0, 300), (1, 70), (2, 300), (3, 71), (4, 10)):
         engine.load(Bucket(index, engine.allocate(index, num_bytes), (), 0, torch.float32))

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mega import temporary
 from grpo_mega.processes import descendants
-from grpo_mega.rollout.sglang import leftovers
+from grpo_mega.rollout.sglang import server_main
 from tests.helpers.servers import is_true_within
 
 
@@ -18,7 +18,7 @@ from tests.helpers.servers import is_true_within
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(temporary, "_bases", lambda: [tmp_path])
     monkeypatch.setattr(temporary, "_check_socket", lambda folder: None)  # pytest's folders have long names
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(server_main, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -30,18 +30,18 @@ def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: P
         signal.pause()
         os._exit(0)
     os.close(lock)
-    leftovers.remove_unused()
+    server_main.remove_unused()
     assert (folder / "socket").exists()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    leftovers.remove_unused()
+    server_main.remove_unused()
     assert not list(base.iterdir())
 
 
 def test_folders_of_killed_makers_go_and_folders_of_others_stay(base: Path) -> None:
     (base / f"{temporary._prefix()}dead").mkdir()
     (base / "someone-elses").mkdir()
-    leftovers.remove_unused()
+    server_main.remove_unused()
     assert [path.name for path in base.iterdir()] == ["someone-elses"]
 
 
@@ -49,9 +49,9 @@ def test_shared_memory_goes_once_no_process_has_it_open(base: Path) -> None:
     for name in ("sglang_loads_1", "sgl_shm_mq_1", "torch_1"):
         (base / name).touch()
     with (base / "sgl_shm_mq_1").open():
-        leftovers.remove_unused()
+        server_main.remove_unused()
         assert sorted(path.name for path in base.iterdir()) == ["sgl_shm_mq_1", "torch_1"]
-    leftovers.remove_unused()
+    server_main.remove_unused()
     assert [path.name for path in base.iterdir()] == ["torch_1"]
 
 

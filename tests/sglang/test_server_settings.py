@@ -120,7 +120,7 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]
     assert "top_k=top_k" in router and "layer_id" not in router
-    # Patches of served_models/on_cpu.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in latent
+    # Patches of served_models/families.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in latent
     # space.
     native = sglang_source("srt/layers/moe/fused_moe_native.py").partition("def moe_forward_native(")[2]
     assert "cnts.scatter_(1, topk_ids.to(torch.int64), 1)" in native

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,14 +21,13 @@ from aiohttp import web
 
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sglang import engine as engine_module
 from grpo_mega.rollout.sglang import loader
-from grpo_mega.rollout.sglang.buckets import payload
-from grpo_mega.rollout.sglang.client import Client
+from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Session
 from grpo_mega.types import Prompt, Sample
+from grpo_mega.weights.layout import ShardLayout
 from tests.helpers.servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
 
 T = TypeVar("T")
@@ -230,7 +228,7 @@ def test_a_version_without_update_sessions_is_not_asked_for_them() -> None:
     assert seen == ["/openapi.json", "/update_weights_from_tensor"]
 
 
-def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path) -> None:
     """With overlapped scheduling the server runs one more decode step after the last sample, and refuses a flush until then."""
     seen: list[str] = []
 
@@ -241,7 +239,7 @@ def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeyp
         return web.json_response({"success": True})
 
     def act(url: str) -> None:
-        server = SimpleNamespace(
+        server: Any = SimpleNamespace(
             headers={},
             url=url,
             wait_until_healthy=lambda: None,
@@ -249,9 +247,9 @@ def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path, monkeyp
             stop=lambda: None,
             tail=lambda: "(no log)",
         )
-        monkeypatch.setattr(engine_module, "Client", partial(Client, server=server))
         settings = changed(make_settings(tmp_path, tmp_path), {}, device_type="cuda", cores=())
-        engine = SGLangEngine(settings, None, None, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+        rendezvous: Any = SimpleNamespace(rank=0)
+        engine = SGLangEngine(settings, ShardLayout(((),)), rendezvous, HostBuckets(), server)
         engine.wait_until_ready()
         engine.sleep()
         failure = engine.failure

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
-from grpo_mega.rollout.sglang.engine import padded, parameters
+from grpo_mega.rollout.sglang.buckets import padded, parameters
 from grpo_mega.run.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, RankShards, region

@@ -30,10 +30,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
@@ -46,10 +47,11 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
+from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, Sampling
-from grpo_mega.rollout.phase import Generator, Phase
+from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.types import Group, Prompt, Sample, Turn
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -130,7 +132,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 class Bench:
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
-        self.generator = Generator(engine, Rendezvous(HashStore(), 0, 1), self.check, phase_deadline_s=DEADLINE_S)
         numbers = random.Random(0)
         self.prompts = [
             Prompt(i, "", tuple(numbers.randrange(VOCAB) for _ in range(PROMPT_LENGTH)), "")
@@ -138,7 +139,7 @@ class Bench:
         ]
         # Random models give all tokens nearly the same probability.
         stops = frozenset(range(1, 1 + round(VOCAB / options.mean_length)))
-        self.sampling = Sampling(options.group_size, 1.0, options.max_length, stops)
+        self.rollouts = rollouts_of(engine, Sampling(options.group_size, 1.0, options.max_length, stops), self.check)
         self.whole = cache(self._whole)
 
     def phase_figures(self, factor: float, steps: list[int]) -> harness.Figures:
@@ -146,34 +147,55 @@ class Bench:
         step = steps.pop(0)
         whole, num_started = self.whole(step), started(factor, self.options.prompts)
         started_at = time.monotonic()
-        phase = self.phase(step + 1, num_started, self.options.prompts)
+        kept = self.phase(step + 1, num_started, self.options.prompts)
         seconds = time.monotonic() - started_at
-        everything = [whole[place] for place in range(num_started)]
+        everything = [whole[index] for index in range(num_started)]
         longest = sorted(max(s.response_len for s in group.samples) for group in everything)
-        stats = self.generator.flush_stats()
+        stats = self.rollouts.flush_stats()
         return {
             "seconds": seconds,
             "tokens_in_turn": longest[self.options.prompts - 1],
-            "differing": sum(tokens(group) != tokens(whole[place]) for place, group in phase.mine.items()),
+            "differing": sum(tokens(group) != tokens(whole[index]) for index, group in kept.items()),
             **{name: stats.get(f"rollout/{name}_tokens", 0) for name in ("kept", "aborted")},
-            **{f"{name}_kept": value for name, value in means(phase.mine.values(), self.options).items()},
+            **{f"{name}_kept": value for name, value in means(kept.values(), self.options).items()},
             **{f"{name}_all": value for name, value in means(everything, self.options).items()},
         }
 
     def _whole(self, step: int) -> dict[int, Group]:
         """Return all groups of a step, run to the end."""
-        found = self.phase(step + 1, len(self.prompts), len(self.prompts)).mine
-        self.generator.flush_stats()
+        found = self.phase(step + 1, len(self.prompts), len(self.prompts))
+        self.rollouts.flush_stats()
         return found
 
-    def phase(self, step: int, num_started: int, wanted: int) -> Phase:
-        return self.generator.generate(
-            self.prompts[:num_started], self.sampling, step=step, on_sample=lambda *_: None, wanted=wanted
-        )
+    def phase(self, step: int, num_started: int, wanted: int) -> dict[int, Group]:
+        """Return the kept groups by prompt index."""
+        fresh = [Group(prompt, []) for prompt in self.prompts[:num_started]]
+        phase = self.rollouts.generate(fresh, step, "", wanted=wanted)
+        return {index: phase.mine[index] for index in phase.kept}
 
     def check(self, _: int) -> None:
         if self.engine.failure:
             raise EngineError(self.engine.failure)
+
+
+def rollouts_of(engine: Engine, sampling: Sampling, recover: Callable[[int], None]) -> Rollouts:
+    """Return rollouts of one rank that score nothing and keep unfinished groups."""
+    rollout = RolloutConfig(partial=True, oversample=2.0, phase_deadline_s=DEADLINE_S)
+    config: Any = SimpleNamespace(rollout=rollout, log=SimpleNamespace(progress=False))
+    scorer: Any = SimpleNamespace(submit=lambda sample: None, submit_group=lambda samples: None)
+    return Rollouts(
+        config=config,
+        engine=engine,
+        recover=recover,
+        rendezvous=Rendezvous(HashStore(), 0, 1),
+        scorer=scorer,
+        sampling=sampling,
+        decode=str,
+        timers=Timers(),
+        warn=print,
+        ranks=None,
+        raise_on_all_ranks=nullcontext,
+    )
 
 
 @contextmanager
@@ -206,7 +228,7 @@ def engine_of(options: argparse.Namespace, folder: Path) -> Iterator[Engine]:
 def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int, folder: Path) -> Engine:
     from grpo_mega.rollout.sglang.buckets import HostBuckets
     from grpo_mega.rollout.sglang.engine import SGLangEngine
-    from grpo_mega.rollout.sglang.settings import EngineSettings
+    from grpo_mega.rollout.sglang.server import EngineSettings
     from grpo_mega.weights.layout import ShardLayout
 
     model = folder / "model"
@@ -292,7 +314,7 @@ class Partial:
     """Steps with partial rollouts that alternate with phases of the same size that run to the end."""
 
     def __init__(self, bench: Bench, num_started: int) -> None:
-        self.engine, self.generator, self.sampling = bench.engine, bench.generator, bench.sampling
+        self.engine, self.rollouts = bench.engine, bench.rollouts
         self.wanted, self.num_started = bench.options.prompts, num_started
         self.seconds = self.turns = 0.0  # last phase: wall time, and decoding steps
 
@@ -330,25 +352,16 @@ class Partial:
         self, backlog: Backlog, num_started: int, wanted: int, step: int, max_staleness: int | None = None
     ) -> tuple[list[Group], Backlog]:
         before = backlog.groups[:num_started]
-        there = {place: group for place, group in enumerate(before) if group.samples}
         must = backlog.needed(step - max_staleness) if max_staleness is not None else ()
         started_at = time.monotonic()
-        found = self.generator.generate(
-            [group.prompt for group in before],
-            self.sampling,
-            step=step,
-            on_sample=lambda *_: None,
-            wanted=wanted,
-            earlier=there,
-            needed=must,
-        )
+        found = self.rollouts.generate(before, step, "", wanted=wanted, needed=must)
         self.seconds = time.monotonic() - started_at
         after = list(before)
-        for place, group in (found.mine | found.rest).items():
-            after[place] = group
+        for index, group in found.mine.items():
+            after[index] = group
         self.turns = max((_most_new_tokens(now, then) for now, then in zip(after, before, strict=True)), default=0)
-        kept = [after[place] for place in found.places]
-        rest = [group for place, group in enumerate(after) if place not in found.places]
+        kept = [after[index] for index in found.kept]
+        rest = [group for index, group in enumerate(after) if index not in found.kept]
         return kept, backlog.after_phase(before, kept, rest).trained(kept)
 
     def draw(self, number: int) -> list[Turn]:

@@ -14,25 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.rollout.embedded.compat import scale_attention
-from grpo_mega.rollout.embedded.cpu_linear import speed_up
-from grpo_mega.rollout.embedded.expert_views import checkpoint_tensors
-from grpo_mega.rollout.embedded.recorder import Recorder
+from grpo_mega.rollout.embedded.model import Recorder, checkpoint_tensors, make_model
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
-from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Engine, OnSample, Sampling
+from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.schedule import Schedule, schedule_of
-from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import FinishReason, Group, Prompt, Routes, Sample, Span
+from grpo_mega.types import FinishReason, Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.layout import ShardLayout, hf_shards
+from grpo_mega.weights.layout import hf_shards
 from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.spec import Family, ModelShape
 
-GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of 16 bytes
 COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
 
 
@@ -54,40 +49,31 @@ class EmbeddedEngine(Engine):
         quantise: bool = False,
     ) -> None:
         """`verify`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8 blocks."""
+        super().__init__(hf_shards(family, shape, world_size, quantise=quantise))
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._verify = rank, world_size, verify
-        self._side = hf_shards(family, shape, world_size, quantise=quantise)
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation="sdpa", **_experts_implementation(shape, dtype)
-            )
-        self._model = model.to(self.device).eval().requires_grad_(False)
-        speed_up(self._model)
-        scale_attention(self._model)
+        self._model = make_model(hf_config, shape, dtype, self.device)
         self._recorder = Recorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []
 
-    def shard_layout(self) -> ShardLayout:
-        return self._side
-
     def start_update(self) -> list[str]:
         self._received, self._problems = [], []
-        return sorted(set(self.tensors()) ^ set(self._side.rank_shards(self._rank)))
+        return sorted(set(self._tensors) ^ set(self._side.rank_shards(self._rank)))
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def load(self, bucket: Bucket) -> None:
-        write_entries(bucket.entries, bucket.values, self.tensors(), bucket.dtype)
+        write_entries(bucket.entries, bucket.values, self._tensors, bucket.dtype)
         if self._verify:
             self._received += bucket.entries
-            self._problems += mismatched_blocks(bucket.entries, bucket.values, self.tensors())
+            self._problems += mismatched_blocks(bucket.entries, bucket.values, self._tensors)
 
     def end_update(self, version: int) -> list[str]:
-        problems = self._problems + mismatched_tensors(self._received, self.tensors())
+        problems = self._problems + mismatched_tensors(self._received, self._tensors)
         if not problems:
             self.version = version
         return problems
@@ -97,124 +83,81 @@ class EmbeddedEngine(Engine):
         return self._tensors
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
-    ) -> dict[int, Group]:
-        """Generate every world_size-th prompt. The clock of `stop` counts this rank's decoding steps over all batches."""
-        mine = list(prompts)[self._rank :: self._world_size]
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
+        """Generate every world_size-th group. The clock of `stop` counts this rank's decoding steps over all batches."""
+        sampling, stop = request.sampling, request.stop
+        mine = list(request.groups)[self._rank :: self._world_size]
         if stop is None:
             # Batches of prompts of similar length need less padding. With `stop` there is no sorting, because the last batches
             # may never start, and they must not always have the longest prompts.
-            mine.sort(key=lambda key: len(prompts[key].token_ids))
+            mine.sort(key=lambda prompt_index: len(request.groups[prompt_index].prompt.token_ids))
         per_batch = self.max_concurrent
         if not sampling.longest_first:  # batches of whole groups run each prompt once
             per_batch = max(1, per_batch // sampling.group_size) * sampling.group_size
-        schedule = schedule_of(sampling, per_batch, len(mine))
-        groups = {key: schedule.add(key, prompts[key], earlier.get(key)) for key in mine}
+        schedule = schedule_of(request, per_batch, len(mine))
+        for prompt_index in mine:
+            schedule.add(prompt_index)
         clock = 0
-        while (stop is None or not stop.is_met(clock)) and (batch := schedule.take()):
-            under_way = [(key, sample) for key, samples in batch.items() for sample in samples]
+        while (stop is None or not stop.is_met(clock)) and (taken := schedule.take()):
+            batch = [(prompt_index, sample) for prompt_index, samples in taken.items() for sample in samples]
             if stop is not None:
-                stop.start_clocks |= {(key, sample.index): clock for key, sample in under_way}
-            clock = self._generate_batch(under_way, groups, schedule, sampling, step, on_sample, stop, clock)
-        schedule.return_to(groups)
-        for group in groups.values():
-            group.samples.sort(key=lambda s: s.index)
-        return groups
+                stop.start_clocks |= {(prompt_index, sample.index): clock for prompt_index, sample in batch}
+            clock = self._generate_batch(batch, request, schedule, clock)
+        return schedule.finish()
 
     def _generate_batch(
-        self,
-        under_way: Sequence[tuple[int, Sample]],
-        groups: Mapping[int, Group],
-        schedule: Schedule,
-        sampling: Sampling,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None,
-        clock: int,
+        self, batch: Sequence[tuple[int, Sample]], request: RolloutRequest, schedule: Schedule, clock: int
     ) -> int:
-        """Decode until all samples end or `stop` is met. Return the clock. Unfinished samples go back to the schedule."""
-        samples = [sample for _, sample in under_way]
+        """Decode until all samples end or the phase stops. Return the clock. Unfinished samples go back to the schedule."""
+        samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
         longest, first_clock = sampling.max_response_length, clock
         self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
         rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == earlier] for earlier in (False, True)]
         states = [_Decoding.prefill(self._model, samples, rows, self._recorder) for rows in rows_by_kind if rows]
-        streams = _streams(samples, sampling, step, self.device)
+        streams = _streams(samples, sampling, request.step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
         is_stop[list(sampling.stop_token_ids)] = True
         first_B = torch.tensor([sample.response_len for sample in samples], device=self.device)
         tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)
         logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
 
-        def so_far(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
-            key, sample = under_way[row]
-            tokens, logprobs = tokens_BT[row, : clock - first_clock].tolist(), logprobs_BT[row, : clock - first_clock].tolist()
-            routes = self._recorder.routes(row, sample, len(tokens) - 1)  # the last token was not fed to the model
-            return key, _extended(sample, tokens, logprobs, reason, self.version, routes)
+        def extended(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
+            (prompt_index, sample), num_tokens = batch[row], clock - first_clock
+            end = sample.response_len + num_tokens
+            return prompt_index, replace(
+                sample,
+                response_ids=[*sample.response_ids, *tokens_BT[row, :num_tokens].tolist()],
+                rollout_logprobs=[*sample.rollout_logprobs, *logprobs_BT[row, :num_tokens].tolist()],
+                finish_reason=reason,
+                spans=[*sample.spans, Span(self.version, sample.response_len, end)],
+                routes=self._recorder.routes(row, sample, num_tokens - 1),  # the last token was not fed to the model
+            )
 
         while states:
             position, clock = clock - first_clock, clock + 1
             for state in states:
                 rows = state.rows
-                places = (first_B[rows] + position).clamp_(max=longest - 1)  # finished sequences still have a row
-                uniform = None if streams is None else streams[rows, places]
+                positions = (first_B[rows] + position).clamp_(max=longest - 1)  # finished sequences still have a row
+                uniform = None if streams is None else streams[rows, positions]
                 state.tokens, logprobs_BT[rows, position] = draw(
                     state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
                 )
                 tokens_BT[rows, position] = state.tokens
                 is_stopped = is_stop[state.tokens]
-                ended = (is_stopped | (places + 1 == longest)) & state.is_live
+                ended = (is_stopped | (positions + 1 == longest)) & state.is_live
                 for row, stopped in zip(rows[ended].tolist(), is_stopped[ended].tolist(), strict=True):
-                    key, sample = so_far(row, "stop" if stopped else "length")
-                    schedule.ended(key, sample)
-                    groups[key].samples.append(sample)
-                    on_sample(sample, groups[key])
-                    if stop is not None and len(groups[key].samples) == sampling.group_size:
-                        stop.done(key, clock)
+                    schedule.ended(*extended(row, "stop" if stopped else "length"), clock)
                 state.is_live &= ~ended
             states = [state for state in states if state.is_live.any()]
             if stop is not None and states and stop.is_met(clock):
                 for row in (row for state in states for row in state.rows[state.is_live].tolist()):
-                    key, sample = so_far(row, None)
-                    schedule.left_over(key, [sample])
+                    prompt_index, sample = extended(row, None)
+                    schedule.left_over(prompt_index, [sample])
                 break
             for state in states:
                 state.advance(self._model)
                 self._recorder.fed(state.rows, position)
         return clock
-
-
-def _experts_implementation(shape: ModelShape, dtype: torch.dtype) -> dict[str, str]:
-    """Select transformers' loop over experts if its default, torch.grouped_mm, does not support the row sizes."""
-    widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
-    is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
-    return {} if is_aligned else {"experts_implementation": "eager"}
-
-
-def _extended(
-    sample: Sample,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    reason: FinishReason | None,
-    version: int,
-    routes: Routes | None,
-) -> Sample:
-    start = sample.response_len
-    return replace(
-        sample,
-        response_ids=[*sample.response_ids, *tokens],
-        rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
-        finish_reason=reason,
-        spans=[*sample.spans, Span(version, start, start + len(tokens))],
-        routes=routes,
-    )
 
 
 def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:

@@ -1,4 +1,6 @@
-"""Buffers of buckets that a server on the same machine reads: anonymous shared memory on a CPU, CUDA IPC on a GPU.
+"""The trainer's side of a sync to a server on the same machine: buffers of buckets, and tables of the server's parameters.
+
+Buffers are anonymous shared memory on a CPU, CUDA IPC on a GPU.
 
 A rank fills the buffers, and its engine's process on the same device opens them. Memory on the CPU belongs to file descriptors
 of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
+from collections.abc import Collection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -17,6 +21,10 @@ import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
+from grpo_mega.weights.boxes import Index, RankShards
+from grpo_mega.weights.fp8_blocks import SCALES, VALUES
+from grpo_mega.weights.receive import scales_name
+from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 
 class HostBuckets:
@@ -89,3 +97,31 @@ def payload(request: str, handle: Tensor) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump([(request, handle)])
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
+    """Return shape and dtype of the server's parameters: one per shard, and scales for tensors stored as FP8 `blocks`.
+
+    Local tensors "name[0]", "name[1]", ... are parts of one parameter, along a new first dim.
+    """
+    result: dict[str, tuple[Index, str]] = {}
+
+    def add(name: str, shape: Index, dtype: torch.dtype) -> None:
+        base, bracket, index = name.partition("[")
+        if bracket:
+            known = result[base][0][0] if base in result else 0
+            shape = (max(int(index[:-1]) + 1, known), *shape)
+        result[base] = shape, str(dtype)
+
+    for name, tensor in shards.items():
+        if name in blocks:
+            add(name, tensor.shape, VALUES)
+            add(scales_name(name), num_blocks(tensor.shape), SCALES)
+        else:
+            add(name, tensor.shape, torch.float32 if name.endswith(FLOAT32) else dtype)
+    return result
+
+
+def padded(shards: RankShards) -> list[str]:
+    """Return the names of tensors with elements that no bucket fills."""
+    return [name for name, t in shards.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]

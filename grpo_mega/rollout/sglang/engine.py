@@ -1,8 +1,9 @@
 """An SGLang server as the engine of `rollout.tp` neighbouring ranks, on the devices of these ranks.
 
 The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill their
-buckets of a sync. A server failure is stored in `failure`, never raised inside a collective. Other ranks learn of the failure
-at the next rendezvous. The job's store only counts the prompts, because the engine's ranks have a separate group (EngineRanks).
+buckets of a sync. The first failure of a server is stored in `failure`, with the phase and the end of the server's log. It is
+never raised, because other ranks wait for this one; they learn of it at the next rendezvous. After a failure, calls do nothing
+until `restart`. The job's store only counts the prompts, because the engine's ranks have a separate group (EngineRanks).
 
 In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and posts them
 as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one bucket is loaded while
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+import queue
+import time
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +27,19 @@ from torch import Tensor
 from grpo_mega.distributed.peers import EngineRanks
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import NO_EARLIER_GROUPS, Engine, OnSample, Sampling
-from grpo_mega.rollout.schedule import schedule_of
-from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, payload
-from grpo_mega.rollout.sglang.client import Client
+from grpo_mega.rollout.engine import Engine, RolloutRequest
+from grpo_mega.rollout.schedule import Schedule, schedule_of
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, padded, parameters, payload
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
-from grpo_mega.rollout.sglang.settings import EngineSettings
-from grpo_mega.rollout.stop_condition import StopCondition
-from grpo_mega.types import Group, Prompt
+from grpo_mega.rollout.sglang.server import EngineSettings, Server
+from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.types import Group
 from grpo_mega.weights.apply import Bucket, Entry
-from grpo_mega.weights.boxes import Index, RankShards
-from grpo_mega.weights.fp8_blocks import SCALES, VALUES
 from grpo_mega.weights.layout import ShardLayout
-from grpo_mega.weights.receive import scales_name
-from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
+LOOK_S = 0.2  # interval of checks that the server is alive
+STOP_LOOK_S = 0.05  # interval of checks of a stop condition
 Posted = tuple[int, Future[Any] | None]  # number of a request; its response, only on the leader
 
 
@@ -48,10 +47,16 @@ class SGLangEngine(Engine):
     is_server = True
 
     def __init__(
-        self, settings: EngineSettings, side: ShardLayout, rendezvous: Rendezvous, buckets: HostBuckets | DeviceBuckets
+        self,
+        settings: EngineSettings,
+        side: ShardLayout,
+        rendezvous: Rendezvous,
+        buckets: HostBuckets | DeviceBuckets,
+        server: Server | None = None,
     ) -> None:
-        """Launch the server if this rank is the leader, without waiting for it. `wait_until_ready` waits."""
-        self._settings, self._side, self._rendezvous, self._buckets = settings, side, rendezvous, buckets
+        """Launch the server if this rank is the leader, without waiting for it. A running `server` needs no launch."""
+        super().__init__(side)
+        self._settings, self._rollout, self._rendezvous, self._buckets = settings, settings.rollout, rendezvous, buckets
         self._peers = EngineRanks(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
         self._num_phases = self._num_requests = 0
@@ -61,108 +66,174 @@ class SGLangEngine(Engine):
         self._num_loaded = 0
         self._checksums: list[Entry] = []
         self._differing: list[str] = []  # differences in FP8 blocks that the server has reported, only on the leader
-        self._client = Client(settings) if settings.is_leader else None
-
-    @property
-    def failure(self) -> str | None:
-        return self._client.failure if self._client else None
+        self._session: Session | None = None  # only on the leader, once the server is ready
+        self._server = server
+        if settings.is_leader and server is None:
+            self._server = Server(settings)
+            self._server.start()
 
     def wait_until_ready(self) -> None:
         """Wait for the server's start. Raise EngineError on the leader if it fails. A second call does nothing."""
-        if self._client:
-            self._client.wait_until_ready()
+        if self._server and self._session is None:
+            self._server.wait_until_healthy()
+            self._session = Session(
+                self._server.url,
+                self._server.headers,
+                num_connections=self._rollout.max_concurrent,
+                is_seeded=self._settings.is_seeded,
+                routers=self._settings.routers,
+            )
 
     def restart(self, failed: Collection[int]) -> None:
-        if self._settings.leader in failed:
-            self.version, self._has_weights = -1, False
-            self._opened.clear()
-            if self._client:
-                self._client.restart()
+        if self._settings.leader not in failed:
+            return
+        self.version, self._has_weights = -1, False
+        self._opened.clear()
+        if self._server:
+            self._stop()
+            self.failure, self._server = None, Server(self._settings)
+            try:
+                self._server.start()
+                self.wait_until_ready()
+            except EngineError as error:
+                self._fail(str(error))
 
     def close(self) -> None:
-        if self._client:
-            self._client.close()
+        self._stop()
         self._buckets.close()
 
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        earlier: Mapping[int, Group] = NO_EARLIER_GROUPS,
-    ) -> dict[int, Group]:
-        """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them."""
-        self._check_lengths(prompts, sampling)
+    def _stop(self) -> None:
+        if self._session:
+            self._session.close()
+        self._session = None
+        if self._server:
+            self._server.stop()
+
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
+        """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them.
+
+        All engines share a counter of groups. Each engine takes the next group while its schedule wants one, so no engine is
+        idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are aborted, and the server
+        is idle with an empty cache. If the server fails, even during the abort, only its complete groups are returned.
+        """
+        self._check_lengths(request)
         self._num_phases += 1
-        if self._client is None:
+        server, session = self._server, self._session
+        if server is None:
             return {}
         counter = f"prompts/{self._num_phases}"
         if self._settings.rank == 0:  # no rank reads the counter of the previous phase any more
             self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
-        equal_share = math.ceil(len(prompts) / self._settings.num_engines)
-        return self._client.generate(
-            prompts,
-            sampling,
-            step,
-            next_number=lambda: self._rendezvous.fetch_add(counter),
-            schedule=schedule_of(sampling, self._settings.rollout.max_concurrent, equal_share),
-            on_sample=on_sample,
-            stop=stop,
-            earlier=earlier,
-        )
+        equal_share = math.ceil(len(request.groups) / self._settings.num_engines)
+        schedule = schedule_of(request, self._rollout.max_concurrent, equal_share)
+        phase, indices, has_more = f"generating in step {request.step}", list(request.groups), True
+        started_at = heard = time.monotonic()
+        while self.failure is None:
+            assert session is not None, "wait_until_ready was not called"
+            if request.stop is not None and request.stop.is_met():
+                if self._abort(f"aborting stragglers in step {request.step}", schedule, session):
+                    return schedule.finish()
+                break
+            while has_more and schedule.wants_group:
+                number = self._rendezvous.fetch_add(counter)
+                has_more = number < len(indices)
+                if has_more:
+                    schedule.add(indices[number])
+            for prompt_index, samples in schedule.take().items():
+                session.generate(prompt_index, samples, request.sampling, request.step)
+            if not schedule.num_running:
+                break
+            try:
+                event = session.events.get(timeout=LOOK_S if request.stop is None else STOP_LOOK_S)
+            except queue.Empty:
+                heard = self._check_alive(phase, heard, started_at, server)
+                continue
+            heard = time.monotonic()
+            if event.sample is not None:
+                schedule.ended(event.prompt_index, event.sample)
+            else:
+                self._fail(f"{phase}: {event.error}")
+        group_size = request.sampling.group_size
+        return {index: group for index, group in schedule.finish().items() if group.is_complete(group_size)}
 
-    def _check_lengths(self, prompts: Mapping[int, Prompt], sampling: Sampling) -> None:
+    def _check_lengths(self, request: RolloutRequest) -> None:
         """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent yet."""
-        for prompt in prompts.values():
-            longest = len(prompt.token_ids) + sampling.max_response_length
+        for prompt in (group.prompt for group in request.groups.values()):
+            longest = len(prompt.token_ids) + request.sampling.max_response_length
             if longest > self._settings.context_length:
                 raise EngineError(
-                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of {sampling.max_response_length} "
-                    f"exceed the engine's {self._settings.context_length}; lower data.max_prompt_length"
+                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of "
+                    f"{request.sampling.max_response_length} exceed the engine's {self._settings.context_length}; lower "
+                    "data.max_prompt_length"
                 )
+
+    def _check_alive(self, phase: str, heard: float, started_at: float, server: Server) -> float:
+        """Check that the server is alive, and check its health if there was no event since `heard` for too long.
+
+        Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the phase's
+        deadline. Times are from time.monotonic.
+        """
+        now, deadline = time.monotonic(), self._rollout.stall_deadline_s
+        if not server.is_alive():
+            self._fail(f"{server.url} died, {phase}")
+        elif now - started_at > self._rollout.phase_deadline_s:
+            self._fail(f"{server.url} is not done after {now - started_at:.0f} s, {phase}")
+        elif now - heard > deadline:
+            if self._await(f"{phase}, asked for its health", self._start(lambda session: session.is_healthy(deadline / 2))):
+                return time.monotonic()
+            self._fail(f"{server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
+        return heard
+
+    def _abort(self, phase: str, schedule: Schedule, session: Session) -> bool:
+        """Abort the running samples and return them to the schedule with their tokens. Return False if the server fails."""
+        started_at, session.is_aborting = time.monotonic(), schedule.num_running > 0
+        while schedule.num_running and self.failure is None:
+            # Repeat the call, because a request may reach the server after an abort.
+            self._post(phase, "/abort_request", {"abort_all": True})
+            pause_ends = time.monotonic() + LOOK_S
+            while schedule.num_running and (seconds := pause_ends - time.monotonic()) > 0:
+                try:
+                    event = session.events.get(timeout=seconds)
+                except queue.Empty:
+                    break
+                if event.error is not None:
+                    self._fail(f"{phase}: {event.error}")
+                    break
+                if event.sample is not None:
+                    schedule.ended(event.prompt_index, event.sample)
+                else:
+                    schedule.left_over(event.prompt_index, event.aborted or ())
+            if schedule.num_running and time.monotonic() - started_at > self._rollout.stall_deadline_s:
+                self._fail(f"{phase}: {schedule.num_running} samples do not end")
+        if session.is_aborting:
+            self._flush_when_idle(phase)
+        session.is_aborting = False
+        return self.failure is None
 
     def sleep(self) -> None:
         """Wait until the server is idle, then make it sleep. A busy server would end itself.
 
         With overlapped scheduling the server stays busy for about one decode step after the last sample.
         """
-
-        def act(client: Client) -> None:
-            client.flush_cache_when_idle("waiting until it is idle")
-            client.post("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE]})
-
-        self._switch("going to sleep", act)
+        if self._settings.has_memory_saver:
+            self._flush_when_idle("waiting until it is idle")
+            self._post("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE]})
+            self._peers.broadcast("going to sleep", "")
 
     def wake_weights(self) -> None:
-        phase = "waking its weights"
-        self._switch(phase, lambda client: client.post(phase, "/resume_memory_occupation", {"tags": [WEIGHTS]}))
+        if self._settings.has_memory_saver:
+            self._post("waking its weights", "/resume_memory_occupation", {"tags": [WEIGHTS]})
+            self._peers.broadcast("waking its weights", "")
 
     def wake_cache(self) -> None:
-        def act(client: Client) -> None:
-            client.post("waking its cache", "/resume_memory_occupation", {"tags": [CACHE]})
-            client.post("flushing its cache", "/flush_cache", {})
-
-        self._switch("waking its cache", act)
-
-    def _switch(self, phase: str, act: Callable[[Client], None]) -> None:
-        """Call `act` on the leader while the engine's other ranks wait. Do nothing without a memory saver."""
         if self._settings.has_memory_saver:
-            self._lead(phase, act)
-
-    def _lead(self, phase: str, act: Callable[[Client], str | None]) -> str:
-        """Call `act` on the leader while the engine's other ranks wait. Return its result on all of them."""
-        return self._peers.broadcast(phase, (self._client and act(self._client)) or "")
-
-    def shard_layout(self) -> ShardLayout:
-        return self._side
+            self._post("waking its cache", "/resume_memory_occupation", {"tags": [CACHE]})
+            self._post("flushing its cache", "/flush_cache", {})
+            self._peers.broadcast("waking its cache", "")
 
     def start_update(self) -> list[str]:
         self._posted, self._num_loaded, self._checksums, self._differing = [], 0, [], []
-        if self._client:
-            self._client.post("starting an update", "/begin_weight_update")
+        self._post("starting an update", "/begin_weight_update")
         if self._has_weights:
             return []
         shards = self._side.rank_shards(self._settings.rank)
@@ -192,94 +263,98 @@ class SGLangEngine(Engine):
             "dtype": str(bucket.dtype),
             "verify": self._settings.verify,
         }
-        self._posted.append(self._post(request, torch.empty(0) if is_opened else handle))
+        self._posted.append(self._send(request, torch.empty(0) if is_opened else handle))
 
     def end_update(self, version: int) -> list[str]:
         """Wait for all buckets and verify them. Return the tensors that differ, with their tensor-parallel rank."""
         self._wait_until_loaded(len(self._posted) - 1)
         problems = self._request({"action": "verify", "entries": self._checksums}, version=str(version))
-        if self._client:
-            self._client.post("ending an update", "/end_weight_update")
+        self._post("ending an update", "/end_weight_update")
         if not problems and self.failure is None:
             self.version = version
         return problems
 
     def _wait_until_loaded(self, index: int) -> None:
         """Wait until the server has read the buckets of the sync up to `index`."""
+        phase = "loading a bucket"
         while self._num_loaded <= index:
-            posted = self._posted[self._num_loaded]
-            self._lead("loading a bucket", partial(self._await_bucket, posted))
+            problems, has_failed = self._reports(phase, self._posted[self._num_loaded])
+            if has_failed:
+                self._fail(f"{phase}: {'; '.join(problems)}")
+            self._differing += problems
+            self._peers.broadcast(phase, "")
             self._num_loaded += 1
-
-    def _await_bucket(self, posted: Posted, client: Client) -> None:
-        problems, has_failed = self._reports(client, "loading a bucket", posted)
-        if has_failed:
-            client.fail(f"loading a bucket: {'; '.join(problems)}")
-        self._differing += problems
 
     def _request(self, request: dict[str, Any], version: str | None = None) -> list[str]:
         """Send a request to all processes of the server. Return their problems, identical on all ranks of the engine."""
         phase = f"at {request['action']}"
-        posted = self._post(request, torch.empty(0), version)
-
-        def await_problems(client: Client) -> str:
-            problems, _ = self._reports(client, phase, posted)
-            return json.dumps([] if client.failure else self._differing + problems)
-
-        problems: list[str] = json.loads(self._lead(phase, await_problems))
+        found, _ = self._reports(phase, self._send(request, torch.empty(0), version))
+        problems: list[str] = json.loads(
+            self._peers.broadcast(phase, json.dumps([] if self.failure else self._differing + found))
+        )
         return problems
 
-    def _post(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
+    def _send(self, request: dict[str, Any], handle: Tensor, version: str | None = None) -> Posted:
         """Send this rank's part of a request to the leader. The leader posts the parts of all ranks.
 
         With `version` the server flushes cached prefixes and reports this version with its later samples.
         """
         self._num_requests += 1
-        number = self._num_requests
-        request |= {"number": number, "tp_rank": self._settings.tp_rank}
+        request |= {"number": self._num_requests, "tp_rank": self._settings.tp_rank}
         payloads = self._peers.gather("gathering a bucket", payload(json.dumps(request), handle))
-        if self._client is None:
-            return number, None
         body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": self._settings.weight_loader}
         body |= {"flush_cache": False} if version is None else {"flush_cache": True, "weight_version": version}
-        return number, self._client.begin_post("/update_weights_from_tensor", body)
+        return self._num_requests, self._start(lambda session: session.post("/update_weights_from_tensor", body))
 
-    def _reports(self, client: Client, phase: str, posted: Posted) -> tuple[list[str], bool]:
-        """Await a request. Return the problems that the server's processes reported, and True if a process failed."""
+    def _reports(self, phase: str, posted: Posted) -> tuple[list[str], bool]:
+        """Await a request. Return the problems that the server's processes reported, and True if a process failed.
+
+        Other ranks than the leader return no problems.
+        """
         number, response = posted
-        client.await_response(phase, response)
+        self._await(phase, response)
         problems, has_failed = list[str](), False
-        for tp_rank in range(self._settings.rollout.tp if client.failure is None else 0):
-            report = json.loads(report_path(client.server.private_folder, number, tp_rank).read_text())
-            assert report["number"] == number, "a report of another request"
-            problems += [f"{problem} (tensor-parallel rank {tp_rank})" for problem in report["problems"]]
-            has_failed = has_failed or report["has_failed"]
+        if self._server and self.failure is None:
+            for tp_rank in range(self._rollout.tp):
+                report = json.loads(report_path(self._server.private_folder, number, tp_rank).read_text())
+                assert report["number"] == number, "a report of another request"
+                problems += [f"{problem} (tensor-parallel rank {tp_rank})" for problem in report["problems"]]
+                has_failed = has_failed or report["has_failed"]
         return problems, has_failed
 
+    def _fail(self, reason: str) -> None:
+        if self.failure is None and self._server:
+            self.failure = f"{reason}; {self._server.tail()}"
 
-def parameters(shards: RankShards, blocks: Collection[str], dtype: torch.dtype) -> dict[str, tuple[Index, str]]:
-    """Return shape and dtype of the server's parameters: one per shard, and scales for tensors stored as FP8 `blocks`.
+    def _post(self, phase: str, path: str, body: dict[str, Any] | None = None) -> None:
+        """Call an endpoint of the server and await its response."""
+        self._await(phase, self._start(lambda session: session.post(path, body)))
 
-    Local tensors "name[0]", "name[1]", ... are parts of one parameter, along a new first dim.
-    """
-    result: dict[str, tuple[Index, str]] = {}
+    def _flush_when_idle(self, phase: str) -> None:
+        self._await(phase, self._start(lambda session: session.flush_cache_when_idle()))
 
-    def add(name: str, shape: Index, dtype: torch.dtype) -> None:
-        base, bracket, index = name.partition("[")
-        if bracket:
-            known = result[base][0][0] if base in result else 0
-            shape = (max(int(index[:-1]) + 1, known), *shape)
-        result[base] = shape, str(dtype)
+    def _start(self, call: Callable[[Session], Coroutine[Any, Any, Any]]) -> Future[Any] | None:
+        """Start a call to the server. Return None if the server has failed before, or this rank is not the leader."""
+        if self.failure is not None or self._session is None:
+            return None
+        return self._session.start(call(self._session))
 
-    for name, tensor in shards.items():
-        if name in blocks:
-            add(name, tensor.shape, VALUES)
-            add(scales_name(name), num_blocks(tensor.shape), SCALES)
-        else:
-            add(name, tensor.shape, torch.float32 if name.endswith(FLOAT32) else dtype)
-    return result
-
-
-def padded(shards: RankShards) -> list[str]:
-    """Return the names of tensors with elements that no bucket fills."""
-    return [name for name, t in shards.items() if sum(p.box.size for p in t.pieces) < math.prod(t.shape)]
+    def _await(self, phase: str, response: Future[Any] | None) -> Any:
+        """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return None."""
+        deadline_s = self._rollout.stall_deadline_s
+        until = time.monotonic() + deadline_s
+        while response is not None and self.failure is None and self._server:
+            url = self._server.url
+            try:
+                return response.result(timeout=LOOK_S)
+            except TimeoutError:
+                if response.done():  # the session's deadline for the call has passed
+                    self._fail(f"{url} did not answer in time, {phase}")
+                elif not self._server.is_alive():
+                    self._fail(f"{url} died, {phase}")
+                elif time.monotonic() > until:
+                    response.cancel()
+                    self._fail(f"{url} gave no answer for {deadline_s:.0f} s, {phase}")
+            except Exception as error:  # the session may raise any error
+                self._fail(f"{url} failed, {phase} ({error})")
+        return None

@@ -4,6 +4,15 @@ SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is 
 buckets, if it is sent by CUDA IPC. A buffer is sent once and stays open. An exception here would end the server, so problems
 are written to a file in the server's folder, and the trainer reads the file. Differences in FP8 blocks are reported with their
 bucket; the trainer keeps them until the update ends.
+
+After a load SGLang may rearrange FP8 blocks for its kernels (`process_weights_after_loading`). On Hopper, and with its Triton
+kernels on any GPU, it does not change 128 x 128 blocks with float32 scales. A sync then writes the blocks in place, so the
+addresses in CUDA graphs stay valid. Other kernels change shapes and dtypes or move bytes: DeepGEMM on Blackwell packs scales as
+powers of two, and Marlin, on GPUs older than an L40, repacks the weights. `check_formats` detects all such changes before the
+first bucket, by processing a pattern.
+
+A model with FP8 weights also has scales for an FP8 KV cache. No checkpoint has these scales. A dummy load leaves random values,
+and sleep loses them, so this module sets them to SGLang's default, 1.
 """
 
 from __future__ import annotations
@@ -18,12 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.rollout.sglang import fp8_params as blocks
+from grpo_mega.weights.fp8_blocks import VALUES
 from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
 Request = dict[str, Any]
 MAX_NAMED = 20  # maximum number of problems in a report
+REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"
 NUM_BUFFERS = 2  # one buffer is loaded while the other is filled
+_CACHE_SCALES = ("k_scale", "v_scale")
 _buffers: dict[int, Tensor] = {}  # the trainer's buffers by slot; a global, because SGLang passes no state between calls
 
 
@@ -45,12 +56,12 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
     actual = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
     problems = [
         f"{name}: the server has {actual.get(name, without)}, the table {wanted.get(name, without)}"
-        f"{f'; {blocks.REMEDY}' if name.endswith('_scale_inv') else ''}"
+        f"{f'; {REMEDY}' if name.endswith('_scale_inv') else ''}"
         for name in sorted(wanted.keys() | actual.keys())
         if wanted.get(name) != actual.get(name)
     ]
     if not problems:
-        problems = blocks.check_formats(model)
+        problems = check_formats(model)
     if not problems:
         for name in request["padded"]:
             subtensor(parameters, name).zero_()
@@ -79,8 +90,48 @@ def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[st
     """
     derive: Callable[[], None] = getattr(model, "post_load_weights", lambda: None)
     derive()
-    blocks.reset_cache_scales(model)
+    for name, parameter in model.named_parameters():
+        if _is_cache_scale(name):
+            parameter.fill_(1.0)  # sleep may have lost it
     return mismatched_tensors(_entries(request), _parameters(model))
+
+
+@torch.no_grad()
+def check_formats(model: torch.nn.Module) -> list[str]:
+    """Set the cache's scales and return the FP8 parameters that SGLang rearranges. The model must not have weights yet."""
+    problems = []
+    for path, module in model.named_modules():
+        method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
+        if method is None:
+            continue
+        for name in own.keys() & set(_CACHE_SCALES):
+            own[name].fill_(-1.0)  # SGLang's value for a scale that was not loaded
+        sent = {name: p for name, p in own.items() if p.dtype == VALUES or name.endswith("_scale_inv")}
+        before = {name: _stamp(p) for name, p in sent.items()}
+        if sent or own.keys() & set(_CACHE_SCALES):
+            method.process_weights_after_loading(module)
+        after = dict(module.named_parameters(recurse=False))
+        problems += [
+            f"{path}.{name}: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
+            for name, p in sent.items()
+            if name not in after or after[name].data_ptr() != p.data_ptr() or not torch.equal(_bytes(after[name]), before[name])
+        ]
+    return problems
+
+
+def _stamp(parameter: Tensor) -> Tensor:
+    """Write a pattern without equal neighbours, and return its bytes."""
+    numbers = torch.arange(parameter.numel(), device=parameter.device).remainder_(113).add_(1).view(parameter.shape)
+    parameter.copy_(numbers.to(torch.float32))
+    return _bytes(parameter).clone()
+
+
+def _bytes(parameter: Tensor) -> Tensor:
+    return parameter.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _is_cache_scale(name: str) -> bool:
+    return name.endswith(tuple(f".attn.{scale}" for scale in _CACHE_SCALES))
 
 
 def _entries(request: Request) -> list[Entry]:
@@ -95,7 +146,7 @@ _ACTIONS: dict[str, Callable[[torch.nn.Module, Request, Tensor], list[str]]] = {
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if not blocks.is_cache_scale(name)}
+    return {name: p for name, p in model.named_parameters() if not _is_cache_scale(name)}
 
 
 def report_path(folder: Path, number: int, tp_rank: int) -> Path:

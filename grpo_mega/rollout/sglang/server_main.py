@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import os
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from grpo_mega import temporary
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
-from grpo_mega.rollout.sglang import compat, leftovers
+from grpo_mega.rollout.sglang import compat
 
 KEY_VARIABLE = "GRPO_MEGA_SERVER_KEY"  # not an argument, because all users can see the arguments of a process
 SECONDS_BETWEEN_LOOKS = 0.2
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_PREFIXES = ("sglang_loads_", "sgl_shm_")  # SGLang's load snapshots and message queues
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -34,7 +39,7 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # blocked signals stay pending until sigtimedwait
     adopt_orphans()
-    leftovers.remove_unused()
+    remove_unused()
     key = os.environ.pop(KEY_VARIABLE, None)
     guardian = os.getpid()
     server = os.fork()
@@ -48,8 +53,32 @@ def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
     code = _wait_for_end(server, owner, watched)
     kill_descendants()
     os.close(lock)
-    leftovers.remove_unused()
+    remove_unused()
     return code
+
+
+def remove_unused() -> None:
+    """Remove the temporary folders and the shared memory of servers that are gone.
+
+    SGLang ends its processes with SIGKILL even without an error, so it never cleans up. Each server has a folder of
+    temporary.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An unlocked
+    folder, or memory that no process has open, belongs to a dead server, so no record of servers is needed.
+    """
+    temporary.remove_unused()
+    segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]
+    in_use = _open_files() if segments else set()
+    for segment in segments:
+        if str(segment) not in in_use:
+            with contextlib.suppress(OSError):
+                segment.unlink()
+
+
+def _open_files() -> set[str]:
+    paths = set()
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            paths.add(os.readlink(link))
+    return paths
 
 
 def serve(arguments: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 The session runs an event loop in a separate thread. Its owner submits samples and takes events from a queue, so rewards and
 bookkeeping stay in the owner's thread. If a connection breaks, the session requests the missing samples again. It does not
-repeat a request that the server refuses, and repeats nothing while samples are aborted.
+repeat a request that the server refuses, and repeats nothing while samples are aborted. The server of a teacher, which the
+trainer does not start, only returns log-probs.
 
 SGLang 0.5.17, 0.5.21 and 0.5.23 differ. The session reads the server's list of endpoints instead of a version number.
 """
@@ -15,14 +16,14 @@ import hashlib
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import aiohttp
 
-from grpo_mega.errors import EngineError
+from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import extended as extended_routes
@@ -40,6 +41,8 @@ MOST_BYTES = 1 << 28  # limit for other answers; log-probs of a million tokens a
 MOST_BYTES_OF_INFO = 1 << 20  # limit for an answer of /server_info
 MOST_BYTES_OF_ERROR = 1 << 16  # number of bytes read from the answer to a failed request
 MAX_WORDS = 500  # maximum number of characters of a server's answer in an error message
+TEACHER_CONNECTIONS = 64  # maximum number of concurrent requests per rank to a teacher
+TEACHER_DEADLINE_S = 300.0  # deadline of one request to a teacher
 SPARE_CONNECTIONS = 4  # connections for calls that must not wait behind samples, such as health checks
 
 # Before 0.5.21 these endpoints do not exist. From 0.5.21 on a server refuses an update without them.
@@ -54,7 +57,7 @@ class RefusedError(EngineError):
 class Event:
     """A sample that ended, or the last event of a request, with `error` or `aborted`."""
 
-    key: int  # group key
+    prompt_index: int
     sample: Sample | None = None
     error: str | None = None  # why this server cannot generate the samples
     aborted: tuple[Sample, ...] | None = None  # unfinished samples at the time of the abort
@@ -191,22 +194,22 @@ class Session:
             raise EngineError(f"{self.url}/generate returned log-probs of other tokens than requested")
         return [entry[0] for entry in last]
 
-    def generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+    def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         """Start or continue samples of a group in one request.
 
         Each sample that ends is an event. An event with `error` or `aborted` is the last of the request.
         """
-        self.start(self._generate(key, samples, sampling, step))
+        self.start(self._generate(prompt_index, samples, sampling, step))
 
-    async def _generate(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+    async def _generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         try:
-            await self._generate_or_raise(key, samples, sampling, step)
+            await self._generate_or_raise(prompt_index, samples, sampling, step)
         except EngineError as error:
-            self.events.put(Event(key, error=str(error)))
+            self.events.put(Event(prompt_index, error=str(error)))
         except Exception as error:  # without an event the owner would wait for ever
-            self.events.put(Event(key, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
+            self.events.put(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
 
-    async def _generate_or_raise(self, key: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+    async def _generate_or_raise(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         missing = {sample.index: sample for sample in samples}
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
@@ -219,7 +222,7 @@ class Session:
                     if not sample.is_finished:
                         missing[sample.index] = sample
                     elif missing.pop(sample.index, None):
-                        self.events.put(Event(key, sample))
+                        self.events.put(Event(prompt_index, sample))
                 if not missing:
                     return
                 problem = f"its answer lacks {len(missing)} samples"
@@ -230,7 +233,7 @@ class Session:
                 pause *= 2
         if not self.is_aborting:
             raise EngineError(f"prompt {samples[0].prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-        self.events.put(Event(key, aborted=tuple(missing.values())))
+        self.events.put(Event(prompt_index, aborted=tuple(missing.values())))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError if another attempt cannot help."""
@@ -252,6 +255,29 @@ class Session:
                 if finish["type"] not in ("stop", "length") and not self.is_aborting:
                     raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")
                 yield {"index": 0, **answer}
+
+
+def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
+    """Return a teacher's log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request fails."""
+    with contextlib.closing(Session(url, {}, num_connections=TEACHER_CONNECTIONS, deadline_s=TEACHER_DEADLINE_S)) as session:
+        gate = asyncio.Semaphore(TEACHER_CONNECTIONS)
+
+        async def ask(sample: Sample) -> list[float]:
+            async with gate:
+                return await session.logprobs([*sample.prompt.token_ids, *sample.response_ids], sample.response_len)
+
+        found = []
+        for answer in [session.start(ask(sample)) for sample in samples]:
+            found.append(answer.result())
+            on_answer()
+        return found
+
+
+def check_server(name: str, url: str) -> None:
+    """Raise ConfigError if no SGLang server answers at a teacher's url."""
+    with contextlib.closing(Session(url, {})) as session:
+        if not session.run(session.is_healthy(30.0)):
+            raise ConfigError(f"teachers.{name}.url={url}: no SGLang server answers there; start it, or correct the url")
 
 
 def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is_seeded: bool) -> dict[str, Any]:

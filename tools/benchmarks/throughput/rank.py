@@ -26,7 +26,6 @@ from grpo_mega.observe.writers import Level
 from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
-from grpo_mega.rollout.phase import Generator
 from grpo_mega.run.engines import ranks_per_node
 from grpo_mega.run.job import Job, open_job
 from grpo_mega.run.model_files import read_tokenizer
@@ -219,9 +218,7 @@ def _replace_sampling(job: Job, lengths: Lengths) -> None:
     layout, config = job.runtime.layout, job.config
     vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model)))
     made = SyntheticEngine(job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size)
-    job.colocation.engine = engine = cast(Engine, made)
-    deadline_s = config.rollout.phase_deadline_s
-    job.rollouts.generator = Generator(engine, job.rollouts.rendezvous, job.colocation.recover, phase_deadline_s=deadline_s)
+    job.colocation.engine = job.rollouts.engine = cast(Engine, made)
     names = [function.name for function in config.rewards.functions]
     job.rollouts.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.types import Group, Prompt, Sample, Span
 
 if TYPE_CHECKING:
-    from grpo_mega.rollout.engine import Engine, OnSample, Sampling
-    from grpo_mega.rollout.stop_condition import StopCondition
+    from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 
 KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
 MISMATCH_WARN = 1e30  # nats per token; never warn, because synthetic log-probs have no meaning
@@ -86,28 +85,18 @@ class SyntheticEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(
-        self,
-        prompts: Mapping[int, Prompt],
-        sampling: Sampling,
-        *,
-        step: int,
-        on_sample: OnSample,
-        stop: StopCondition | None = None,
-        earlier: Mapping[int, Group] | None = None,
-    ) -> dict[int, Group]:
-        """Make the responses of every world_size-th prompt. A group's clock is its longest response. All groups finish."""
-        assert not earlier or not any(group.samples for key, group in earlier.items() if key in prompts)
-        found: dict[int, Group] = {}
-        for key in list(prompts)[self._rank :: self._world_size]:
-            prompt = prompts[key]
-            group = Group(prompt, [])
-            for index in range(sampling.group_size):
-                group.samples.append(self._sample(prompt, index, sampling, step))
-                on_sample(group.samples[-1], group)
-            if stop is not None:
-                stop.done(key, max(s.response_len for s in group.samples))
-            found[key] = group
+    def generate(self, request: RolloutRequest) -> dict[int, Group]:
+        """Make the responses of every world_size-th group. A group's clock is its longest response. All groups finish."""
+        sampling, found = request.sampling, dict[int, Group]()
+        for index in list(request.groups)[self._rank :: self._world_size]:
+            prompt = request.groups[index].prompt
+            assert not request.groups[index].samples
+            group = found[index] = Group(prompt, [])
+            for number in range(sampling.group_size):
+                group.samples.append(self._sample(prompt, number, sampling, request.step))
+                request.on_sample(group.samples[-1], group)
+            if request.stop is not None:
+                request.stop.done(index, max(s.response_len for s in group.samples))
         return found
 
     def _sample(self, prompt: Prompt, index: int, sampling: Sampling, step: int) -> Sample:
@@ -129,7 +118,7 @@ class RandomRewards:
         """If `has_steps`, also set the reward of one step that ends with the response."""
         self._names, self._has_steps = tuple(names), has_steps
         self._samples: list[Sample] = []
-        self.has_warned = True  # there are no failures to report
+        self.warned_of = {"zero", "missing"}  # there are no failures to report
 
     def submit(self, sample: Sample) -> None:
         pass

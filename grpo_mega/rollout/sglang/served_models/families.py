@@ -1,8 +1,28 @@
-"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in deepseek_v2)."""
+"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in deepseek_v2).
 
+This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. The last three are for servers on a CPU.
+
+Router choices: without its layer number a Mixtral router records the experts of all layers in the same place.
+
+Multi-latent attention: SGLang would compute prompts with expanded keys and values, as for Triton, but the torch_native backend
+has only latents in its cache. This patch selects the absorbed form for prompts too, so attention uses the latents. DeepSeek's
+rotary embedding on a CPU supports only YaRN; without YaRN this patch uses the embedding of other models.
+
+Expert parallelism: a token's experts on other ranks have the id -1, and SGLang's plain torch experts would use it as an index.
+This patch passes each choice of a token as a separate token, and leaves out the choices of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.models import mixtral
+import torch
+from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.models import deepseek_v2, mixtral
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
@@ -19,8 +39,37 @@ DeepseekV2Config.scoring_func = "softmax"
 DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
 
 
+Forward = Callable[[torch.nn.Module, torch.Tensor, Any, Any], torch.Tensor]
+
+
+def own_experts_alone(forward: Forward) -> Forward:
+    """Return a forward pass for a part of the experts, from one that needs all experts."""
+
+    def of_a_part(layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+        weights, ids, _ = topk_output
+        if bool((ids >= 0).all()):
+            return forward(layer, x, topk_output, config)
+        token, choice = (ids >= 0).nonzero(as_tuple=True)
+        own = topk_output._replace(topk_weights=weights[token, choice, None], topk_ids=ids[token, choice, None])
+        result = torch.zeros_like(x)
+        return result.index_add_(0, token, forward(layer, x[token], own, config)) if len(token) else result
+
+    return of_a_part
+
+
+def with_plain_angles(get_yarn: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Return a constructor of rotary embeddings with or without YaRN, from a constructor that needs YaRN."""
+
+    def made(*sizes: int, rope_scaling: dict[str, Any] | None, device: str, **settings: Any) -> torch.nn.Module:
+        if rope_scaling is None and device == "cpu":
+            return get_rope(*sizes, rope_scaling=None, **settings)
+        return get_yarn(*sizes, rope_scaling=rope_scaling, device=device, **settings)
+
+    return made
+
+
 class NumberedMixtralMoE(mixtral.MixtralMoE):
-    """Sets the layer number of its router. Without it SGLang records the experts of all layers in the same place."""
+    """Sets the layer number of its router."""
 
     def __init__(self, *args: Any, layer_id: int, **kwargs: Any) -> None:
         super().__init__(*args, layer_id=layer_id, **kwargs)
@@ -28,6 +77,9 @@ class NumberedMixtralMoE(mixtral.MixtralMoE):
 
 
 mixtral.MixtralMoE = NumberedMixtralMoE
+deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
+AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+fused_moe_native.moe_forward_native = own_experts_alone(fused_moe_native.moe_forward_native)
 
 EntryClass = [
     DeepseekV2ForCausalLM,

@@ -1,0 +1,149 @@
+"""The transformers model of the embedded engine: fast linear layers, names of its weights, and its routers' choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from grpo_mega.rollout.embedded.compat import scale_attention
+from grpo_mega.rollout.routes import RouterSizes, extended
+from grpo_mega.types import Routes, Sample
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
+
+GROUPED_MM_ROW_BYTES = 16  # torch.grouped_mm needs rows of a multiple of 16 bytes
+MOST_ROWS = 64  # with more rows torch's product is as fast as `linear`
+_TILE = 4096  # weight rows per tile
+
+
+def make_model(hf_config: Any, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the model with random weights. Leave torch's random state as it is."""
+    widths = (shape.hidden, shape.moe_ffn) if shape.num_experts else ()
+    is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
+    # transformers' default for experts is torch.grouped_mm, which does not support all row sizes.
+    experts = {} if is_aligned else {"experts_implementation": "eager"}
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa", **experts)
+    model = model.to(device).eval().requires_grad_(False)
+    speed_up(model)
+    scale_attention(model)
+    return model
+
+
+def speed_up(model: nn.Module) -> None:
+    """Replace the forward of every linear layer of an untrained model by `linear`."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(linear, module)  # type: ignore[method-assign]
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Apply a layer to [..., in] and return [..., out]. On a CPU multiply one tile of the weight's rows at a time.
+
+    For the few rows of decoding and a whole vocabulary torch takes up to twice as long, because its library is tuned for
+    products of many rows.
+    """
+    rows_RI = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows_RI)
+    if num_rows > MOST_ROWS or x.device.type != "cpu":
+        return F.linear(x, layer.weight, layer.bias)
+    rows_RI = F.pad(rows_RI, (0, 0, 0, _padded(num_rows) - num_rows))
+    out_OR = torch.empty((layer.out_features, len(rows_RI)), dtype=x.dtype, device=x.device)
+    for weight_oI, out_oR in zip(layer.weight.split(_TILE), out_OR.split(_TILE), strict=True):
+        torch.mm(weight_oI, rows_RI.t(), out=out_oR)
+    out_RO = out_OR[:, :num_rows].t().contiguous()
+    if layer.bias is not None:
+        out_RO += layer.bias
+    return out_RO.view(*x.shape[:-1], -1)
+
+
+def _padded(num_rows: int) -> int:
+    """Round up to 1, 2, 4, 8 or a multiple of 16, because 15 rows take twice as long as 16."""
+    return -(-num_rows // 16) * 16 if num_rows > 8 else 1 << max(num_rows - 1, 0).bit_length()
+
+
+def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
+    """Return the parameters of `model`, views of expert parameters, and router biases, by the names of `family.hf_tensors`.
+
+    transformers stores all experts of an MoE layer in one parameter, and the bias of DeepSeek-V3's router in a float32 buffer.
+    """
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name.endswith(FLOAT32):
+            buffer.data = buffer.data.float()  # transformers also loads it in float32
+            parameters[name] = buffer
+    if not shape.num_experts:
+        return parameters
+    tensors: dict[str, Tensor] = {}
+    for layer in dict(shape.spans(range(shape.num_layers)))["moe"]:
+        tensors |= dict(_moe_layer(parameters, family, shape, layer))
+    return tensors | parameters
+
+
+def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """Remove a layer's router and experts from `parameters` and yield them under their names in the family's table."""
+    router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
+    block = f"model.layers.{layer}.mlp"
+    yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")
+    gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]
+    downs = parameters.pop(f"{block}.experts.down_proj")  # [experts, hidden, moe_ffn]
+    for expert in range(shape.num_experts):
+        for name, part in zip(gate_up, gates_ups[expert].chunk(2), strict=True):
+            yield name.format(i=layer, e=expert), part
+        yield down[0].format(i=layer, e=expert), downs[expert]
+
+
+class Recorder:
+    """Records experts by hooks. While it is on, the engine must call `prefilled` or `fed` after every forward pass."""
+
+    def __init__(self, model: Any, routers: RouterSizes | None) -> None:
+        """`routers`: the model's routers; None for a dense model."""
+        self._routers, self._is_on = routers, False
+        blocks = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+        self._chosen: list[Tensor | None] = [None] * len(blocks)  # experts chosen in the last forward pass, by MoE layer
+        for number, experts in enumerate(blocks):
+            experts.register_forward_pre_hook(partial(self._note, number))
+
+    def start(self, num_sequences: int, longest: int, device: torch.device, *, is_on: bool) -> None:
+        """Start a batch. The model reads fewer than `longest` tokens of each sequence after its context."""
+        self._is_on = is_on and self._routers is not None
+        if self._routers and self._is_on:
+            of_token = (len(self._chosen), self._routers.top_k)
+            self._contexts: list[Tensor] = [torch.empty(0)] * num_sequences
+            self._fed_BT = torch.empty((num_sequences, longest, *of_token), dtype=torch.int16, device=device)
+
+    def prefilled(self, rows: Sequence[int], source: Sequence[int], lengths: Sequence[int]) -> None:
+        """Record a prefill of contexts with these lengths, padded on the left. `source` has the index of each row's context."""
+        if self._is_on:
+            taken = self._take(len(lengths))
+            for row, context in zip(rows, source, strict=True):
+                self._contexts[row] = taken[context, taken.shape[1] - lengths[context] :]
+
+    def fed(self, rows: Tensor, position: int) -> None:
+        """Record that the model has read one token of each of these rows, at this position after the context."""
+        if self._is_on:
+            self._fed_BT[rows, position] = self._take(len(rows))[:, 0]
+
+    def routes(self, row: int, sample: Sample, num_fed: int) -> Routes | None:
+        """Return the sample's routes, extended by its context and the tokens fed. Return them unchanged if recording is off."""
+        if not self._routers or not self._is_on:
+            return sample.routes
+        experts = torch.cat((self._contexts[row], self._fed_BT[row, :num_fed])).cpu().numpy()
+        return extended(sample.routes, experts.astype(self._routers.dtype))
+
+    def _note(self, number: int, module: Any, inputs: tuple[Tensor, ...]) -> None:
+        if self._is_on:
+            assert self._chosen[number] is None, "the experts of a forward pass were not taken"
+            self._chosen[number] = inputs[1]
+
+    def _take(self, num_sequences: int) -> Tensor:
+        """Return the experts of the last forward pass [sequences, tokens, MoE layers, top_k] int16."""
+        layers = [chosen for chosen in self._chosen if chosen is not None]
+        assert len(layers) == len(self._chosen), "a layer did not report its experts"
+        self._chosen = [None] * len(layers)
+        return torch.stack(layers, dim=1).short().unflatten(0, (num_sequences, -1))

@@ -1,0 +1,315 @@
+"""Generate and score: prompts in, scored groups out, on every rank.
+
+A phase that wants fewer groups than prompts ends when enough groups are done over all ranks, and the rest is aborted. Done
+groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts. The choice is the
+same on every rank. With the embedded engine the choice depends only on the samples and the number of ranks, so a resumed run
+repeats it. With servers the choice depends on their speed.
+
+Groups with a long response are aborted more often, so kept groups are shorter and easier than the average started group.
+`flush_stats` reports the difference, as far as it is known. Partial rollouts (backlog.py) continue aborted groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from grpo_mega.config import Config
+from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import SyncError
+from grpo_mega.observe.progress import progress
+from grpo_mega.observe.timers import Timers
+from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
+from grpo_mega.rollout import exchange
+from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, StopCondition, StopWhenTrainersArrive
+from grpo_mega.rollout.routes import cut
+from grpo_mega.types import Group, Sample, StepMetrics
+
+_SAMPLES_PER_COUNTER = 2**24  # exceeds the number of samples of any phase
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The result of a generation phase on one rank, before samples are scored and shared."""
+
+    before: Sequence[Group]  # groups before the phase
+    mine: dict[int, Group]  # groups that this rank generated, keyed by prompt index
+    kept: list[int]  # prompt indices of all kept groups, ascending; the same on every rank
+    shared: list[int]  # prompt indices of the groups that ranks share, ascending; the same on every rank
+    group_size: int
+    step: int
+    description: str
+
+
+@dataclass
+class Rollouts:
+    """Generates with the engines of all ranks and scores the samples. All ranks call every method together."""
+
+    config: Config
+    engine: Engine
+    recover: Callable[[int], None]  # restarts failed engines, and loads this policy version into all engines again
+    rendezvous: Rendezvous
+    scorer: Scorer
+    sampling: Sampling  # sampling parameters of training
+    decode: Callable[[Sequence[int]], str]  # token ids of a response -> text
+    timers: Timers
+    warn: Callable[[str], None]
+    ranks: dist.ProcessGroup | None  # all ranks
+    raise_on_all_ranks: Callable[[], AbstractContextManager[None]]  # for an error that only some ranks raise
+    _stats: Counter[str] = field(
+        default_factory=Counter, init=False
+    )  # counts of phases with oversampling since the last flush_stats
+
+    def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
+        """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them.
+
+        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken.
+        """
+        rollout = self.config.rollout
+        needed = backlog.needed(oldest=step - rollout.max_staleness) if rollout.keeps_unfinished else []
+        num_started = max(rollout.num_started(wanted), 1 + max(needed, default=-1))
+        before = backlog.groups[:num_started]
+        kept, rest = self.score(self.generate(before, step, description, wanted=wanted, needed=needed))
+        if rollout.keeps_unfinished:
+            return kept, backlog.after_phase(before, kept, rest)
+        return kept, replace(backlog, groups=backlog.groups[num_started:])
+
+    def generate(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        description: str,
+        *,
+        wanted: int | None = None,
+        needed: Collection[int] = (),
+        sampling: Sampling | None = None,
+    ) -> Phase:
+        """Generate until `wanted` groups (None: all) are complete, including the prompt indices `needed`.
+
+        Earlier phases may have started groups: the engines continue unfinished ones, and complete ones count as done. Samples
+        go to the reward functions when they finish. If an engine fails, its unfinished groups are generated again. Raise
+        EngineError on all ranks if `recover` raises it.
+        """
+        sampling = sampling or self.sampling
+        wanted = len(groups) if wanted is None else min(wanted, len(groups))
+        todo = _incomplete(groups, sampling)
+        # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by clock.
+        done = {index: (g.oldest_version or 0, 0, 0) for index, g in enumerate(groups) if index not in todo}
+        mine, reports = dict[int, Group](), dict[int, _Report]()
+        attempt = 0
+        with self._listening(len(groups), step, description, sampling) as on_sample:
+            while len(done) < wanted or not done.keys() >= set(needed):
+                attempt += 1
+                version, missing = self.engine.version, max(0, wanted - len(done))
+                stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
+                request = RolloutRequest(todo, sampling, step, on_sample, stop)
+                found = self.engine.generate(request)
+                new = self._gather_reports(found, request)
+                ended = {report.prompt_index: report.clock for report in new if report.clock is not None}
+                if stop is not None:
+                    end = stop.end([(clock, index) for index, clock in ended.items()])
+                    if end is not None:
+                        ended = {index: clock for index, clock in ended.items() if clock <= end}
+                        found = _as_of(end, found, todo, stop.start_clocks)
+                    stop.close()
+                mine = {index: group for index, group in mine.items() if index not in todo} | found
+                reports |= {report.prompt_index: report for report in new}
+                done |= {index: (reports[index].oldest_version, attempt, clock) for index, clock in ended.items()}
+                todo = {index: group for index, group in todo.items() if index not in ended}
+                self.recover(version)
+        kept = sorted(sorted(done, key=lambda index: (index not in needed, done[index], index))[:wanted])
+        if wanted < len(groups):
+            self._count(reports.values(), kept)
+        shared = sorted(reports if self.config.rollout.keeps_unfinished else reports.keys() & kept)
+        return Phase(groups, mine, kept, shared, sampling.group_size, step, description)
+
+    def generate_ahead(self, backlog: Backlog, step: int, num_groups: int) -> Backlog:
+        """Let engine ranks generate until the trainer ranks have trained `step` and also call this. Return the new backlog.
+
+        If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are generated again.
+        """
+        before, description = backlog.groups[:num_groups], "sampling ahead"
+        if not before:
+            return backlog
+        stop = StopWhenTrainersArrive(self.rendezvous, self.rendezvous.world_size - self.config.layout.engine_ranks)
+        with self._listening(len(before), step, description, self.sampling) as on_sample:
+            request = RolloutRequest(_incomplete(before, self.sampling), self.sampling, step, on_sample, stop)
+            mine = self.engine.generate(request)
+            shared = sorted(report.prompt_index for report in self._gather_reports(mine, request))
+            stop.close()
+        phase = Phase(before, mine, [], shared, self.sampling.group_size, step, description)
+        return backlog.after_phase(before, *self.score(phase))
+
+    def score(self, phase: Phase) -> tuple[list[Group], list[Group]]:
+        """Return the scored groups that the phase kept, and all other groups, for training.
+
+        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken. Warn of each kind of
+        failure once, because metrics count the failures of each step.
+        """
+        kept, rest = self.share(phase, self.scorer.check)
+        self.warn_of_failures(kept, phase.description, self.scorer.warned_of)
+        return kept, rest
+
+    def share(self, phase: Phase, check: Callable[[], None] = lambda: None) -> tuple[list[Group], list[Group]]:
+        """Wait for the scores. Return the groups that the phase kept, and all other groups, in their order, on every rank.
+
+        `check` may raise a UserError, and every rank then raises it. Samples of unfinished groups are scored in the phase that
+        finishes their group. Raise SyncError if an engine had another policy.
+        """
+        mine = {index: phase.mine[index] for index in phase.shared if index in phase.mine}
+        self.scorer.keep(group for group in mine.values() if group.is_complete(phase.group_size))
+        with self.timers("reward"), self.raise_on_all_ranks():
+            self.scorer.finish(recorder().beat)
+            check()
+        with self.timers("exchange"):
+            prompts = {index: phase.before[index].prompt for index in phase.shared}
+            found = exchange.gather(mine, prompts, VERDICTS, self.rendezvous.unique_key("exchange"), self.ranks)
+        rest = dict(enumerate(phase.before)) | found
+        kept = [rest.pop(index) for index in phase.kept]
+        has_earlier = any(group.samples for group in phase.before)
+        check_versions(kept, phase.step - self.config.rollout.max_staleness if has_earlier else phase.step, phase.step)
+        return kept, list(rest.values())
+
+    def warn_of_failures(self, groups: Sequence[Group], description: str, known: set[str]) -> None:
+        """Warn with the first error of a reward function on any rank, unless `known` has all kinds of failures. Add them.
+
+        All ranks call it.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        failures = [kinds for sample in samples if (kinds := failures_of(sample))]
+        kinds = set[str]().union(*failures)
+        if kinds <= known:
+            return
+        known |= kinds
+        texts = self.rendezvous.all_gather("scoring", self.scorer.first_error, self.config.rollout.phase_deadline_s)
+        self.warn(
+            f"{description}: reward functions failed on {len(failures)} of {len(samples)} samples; "
+            f"{sum('missing' in one for one in failures)} have no score and are excluded, the others have 0; "
+            f"the first: {next(filter(None, texts), 'a worker process ended')}"
+        )
+
+    def flush_stats(self) -> StepMetrics:
+        """Return counts of kept and aborted groups of phases with oversampling since the last call; {} without such phases.
+
+        Lengths are means in tokens. Lengths of aborted groups are a lower bound, because their samples did not finish.
+        """
+        sums, self._stats = self._stats, Counter()
+        if not sums:
+            return {}
+        return {
+            "rollout/begun_groups": float(sums["kept_groups"] + sums["aborted_groups"]),
+            "rollout/aborted_groups": float(sums["aborted_groups"]),
+            "rollout/kept_tokens": float(sums["kept_tokens"]),
+            "rollout/aborted_tokens": float(sums["aborted_tokens"]),
+            "rollout/kept_length": sums["kept_tokens"] / max(1, sums["kept_samples"]),
+            "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
+        }
+
+    @contextmanager
+    def _listening(
+        self, num_groups: int, step: int, description: str, sampling: Sampling
+    ) -> Iterator[Callable[[Sample, Group], None]]:
+        """Yield a function that submits a finished sample to the reward functions and shows the phase's progress."""
+        is_main = self.rendezvous.rank == 0
+        is_shown = is_main and self.config.log.progress
+        with self.timers("sample"), progress(num_groups * sampling.group_size, description, is_shown) as bar:
+            num_shown = tokens_shown = 0
+            counter = f"{description} of step {step}"
+
+            def on_sample(sample: Sample, group: Group) -> None:
+                nonlocal num_shown, tokens_shown
+                self.scorer.submit(sample)
+                if len(group.samples) == sampling.group_size:
+                    self.scorer.submit_group(group.samples)
+                if not self.config.log.progress:
+                    return
+                # One number stores both counts over all ranks, because each request to the store takes time.
+                added = _SAMPLES_PER_COUNTER * sample.response_len + 1
+                before = self.rendezvous.fetch_add(counter, added)
+                tokens, num_done = divmod(before + added, _SAMPLES_PER_COUNTER)
+                bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)
+                num_shown, tokens_shown = num_done, tokens
+
+            yield on_sample
+            if is_main:  # no rank uses the counter any more
+                self.rendezvous.delete(counter)
+
+    def _gather_reports(self, mine: Mapping[int, Group], request: RolloutRequest) -> list[_Report]:
+        """Return reports on the groups of all ranks that have at least one sample. `mine` has this rank's groups."""
+        reports = []
+        for index, group in mine.items():
+            is_complete = group.is_complete(request.sampling.group_size)
+            clock = (request.stop.clocks[index] if request.stop else 0) if is_complete else None
+            if group.oldest_version is not None:
+                reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
+        by_rank = self.rendezvous.all_gather("generation", reports, self.config.rollout.phase_deadline_s)
+        return [_Report(*row) for rows in by_rank for row in rows]
+
+    def _count(self, reports: Collection[_Report], kept: Collection[int]) -> None:
+        for report in reports:
+            name = "kept" if report.prompt_index in kept else "aborted"
+            self._stats.update(
+                {f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens}
+            )
+
+
+class _Report(NamedTuple):
+    """Describes one group to the other ranks."""
+
+    prompt_index: int
+    clock: int | None  # None: not finished
+    oldest_version: int
+    num_samples: int  # with at least one token
+    num_tokens: int
+
+
+def check_versions(groups: Sequence[Group], oldest: int, newest: int) -> None:
+    """Raise SyncError with the first sample that has tokens of a policy version outside `oldest` to `newest`."""
+    for sample in (s for g in groups for s in g.samples):
+        if wrong := [span.version for span in sample.spans if not oldest <= span.version <= newest]:
+            wanted = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
+            raise SyncError(
+                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not {wanted}; "
+                "continue from the last checkpoint with --resume"
+            )
+
+
+def _incomplete(groups: Sequence[Group], sampling: Sampling) -> dict[int, Group]:
+    return {index: group for index, group in enumerate(groups) if not group.is_complete(sampling.group_size)}
+
+
+def _as_of(
+    end: int, found: Mapping[int, Group], before: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
+) -> dict[int, Group]:
+    """Return the groups as they were when the phase ended, at the clock `end`. `before` has the groups before the phase.
+
+    A rank decodes a few more tokens before it learns of the end, and their number depends on its speed. `clocks` has the clock
+    at which each sample was started or continued. It is empty if the engine has no clock.
+    """
+    result = dict(found)
+    for index in {index for index, _ in clocks}:
+        earlier = {sample.index: sample for sample in before[index].samples}
+        most = {sample.index: max(0, end - clocks.get((index, sample.index), end)) for sample in found[index].samples}
+        samples = [_cut(sample, earlier.get(sample.index), most[sample.index]) for sample in found[index].samples]
+        result[index] = Group(found[index].prompt, [sample for sample in samples if sample is not None])
+    return result
+
+
+def _cut(sample: Sample, before: Sample | None, most: int) -> Sample | None:
+    """Return the sample with at most `most` more tokens than before the phase; None if it has no tokens then."""
+    length = most + (before.response_len if before else 0)
+    if sample.response_len <= length:
+        return sample
+    if most == 0:
+        return before
+    spans = [*sample.spans[:-1], sample.spans[-1]._replace(end=length)]
+    ids, logprobs = sample.response_ids[:length], sample.rollout_logprobs[:length]
+    routes = cut(sample.routes, len(sample.prompt.token_ids) + length - 1) if sample.routes else None
+    return replace(sample, response_ids=ids, rollout_logprobs=logprobs, finish_reason=None, spans=spans, routes=routes)
