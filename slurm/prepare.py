@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 from grpo_mega import config as configs
 from grpo_mega import console, preflight
-from grpo_mega.commands.options import PlanOptions
+from grpo_mega.commands.options import PlanOptions, RewardOptions, add_options, read_options
 from grpo_mega.commands.plan import prepare as plan_setup
-from grpo_mega.commands.trl_flags.rewards import add_reward_flags, overrides_of
+from grpo_mega.commands.train import overrides_of
 from grpo_mega.errors import UserError
-from grpo_mega.paths import user_path
 from grpo_mega.planner.plan import Plan, make_plan
 
 LEAST_LEAD_S = 600
@@ -26,16 +25,14 @@ MARGIN_S = 180  # time for a weight sync, the last files of a save, and Slurm it
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=user_path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[])
-    add_reward_flags(parser)
+    add_options(parser, RewardOptions)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
     parser.add_argument("--disk-gbps", type=float, required=True, help="GB/s that all nodes together write to the run's folder")
     parser.add_argument("--gpu", default="h100")
     options = parser.parse_args()
     try:
-        config = configs.load(options.config, overrides_of(options))
+        config = configs.load(options.config, overrides_of(read_options(RewardOptions, options)))
         preflight.check(config, preflight.Machine(options.world_size, options.ranks_per_node))
         plan_options = PlanOptions(
             options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node

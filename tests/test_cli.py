@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,10 +12,10 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
-from grpo_mega.errors import ConfigError, RewardError
+from grpo_mega.errors import RewardError
+from grpo_mega.preflight.layout import world_size_problems
 
 HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
 
@@ -76,8 +77,10 @@ def test_help_imports_nothing_heavy() -> None:
         assert not modules & (HEAVY | {"pydantic", "yaml"})
 
 
-def test_a_config_error_is_found_without_importing_anything_heavy(config_file: Path) -> None:
-    modules, code = modules_after(["train", str(config_file), "--set", "steps=0"])
+@pytest.mark.parametrize("command", ["train", "eval", "check --layouts tp=2"])
+def test_a_config_error_is_found_without_importing_anything_heavy(config_file: Path, command: str) -> None:
+    name, *more = command.split()
+    modules, code = modules_after([name, str(config_file), *more, "--set", "steps=0"])
     assert code == 2
     assert not modules & HEAVY
 
@@ -95,27 +98,42 @@ def test_a_user_error_is_one_line_with_exit_code_2(
 def test_a_missing_model_is_an_error_before_any_process_starts(
     config_file: Path, no_rank: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)
+    monkeypatch.setattr("grpo_mega.distributed.launch.run_ranks", None)
     assert cli.main(["train", str(config_file), "--set", "model.path=/none", "--set", "layout.tp=2"]) == 2
     assert "model.path=/none" in capsys.readouterr().err
 
 
-def test_one_rank_runs_in_this_process(config_file: Path, no_rank: None, trained: list[Config]) -> None:
+def test_one_rank_runs_in_this_process(
+    config_file: Path, no_rank: None, monkeypatch: pytest.MonkeyPatch, trained: list[Config]
+) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(sys.modules["grpo_mega.train"], "run", lambda config: environments.append(dict(os.environ)))
     assert cli.main(["train", str(config_file), "--set", "steps=3"]) == 0
-    assert [config.steps for config in trained] == [3]
-    assert (cli.os.environ["RANK"], cli.os.environ["WORLD_SIZE"]) == ("0", "1")
-    assert cli.os.environ["MASTER_PORT"].isdecimal()
+    (environment,) = environments
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert environment["MASTER_PORT"].isdecimal() and "RANK" not in os.environ
 
 
-def test_several_ranks_are_launched_with_the_same_arguments(
+def test_several_ranks_are_launched_with_the_same_config(
     config_file: Path, no_rank: None, trained: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launched: list[tuple[list[str], int, Path]] = []
-    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", lambda *arguments: launched.append(arguments) or 5)
-    arguments = ["train", str(config_file), "--set", "layout.tp=2", "--set", "layout.dp=3"]
-    assert cli.main(arguments) == 5
-    assert launched == [(arguments, 6, tmp_path / "run/logs")]
-    assert trained == []
+    """Run the command line that the launcher starts, as rank 3."""
+    launched: list[tuple[int, Path]] = []
+
+    def run_ranks(command: list[str], world_size: int, log_dir: Path, stdin: int) -> int:
+        launched.append((world_size, log_dir))
+        assert command[1:3] == ["-m", "grpo_mega.cli"]
+        with monkeypatch.context() as rank:
+            rank.setattr("grpo_mega.distributed.launch.REQUEST", Path(f"/proc/self/fd/{stdin}"))
+            rank.setenv("RANK", "3")
+            rank.setenv("WORLD_SIZE", "6")
+            assert cli.main(command[3:]) == 0
+        return 5
+
+    monkeypatch.setattr("grpo_mega.distributed.launch.run_ranks", run_ranks)
+    assert cli.main(["train", str(config_file), "--set", "layout.tp=2", "--set", "layout.dp=3"]) == 5
+    assert launched == [(6, tmp_path / "run/logs")]
+    assert [config.layout for config in trained] == [LayoutConfig(tp=2, dp=3)]
 
 
 def test_under_torchrun_the_command_is_one_rank(
@@ -160,18 +178,35 @@ def test_an_error_of_another_rank_names_the_rank(
         ("5", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=5 less layout\.engine_ranks=2 is not .* start 4 or 6 processes"),
         ("2", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=2 less layout\.engine_ranks=2 is not .* start 4 processes"),
         ("4", {"dp": 3, "engine_ranks": 2}, r"WORLD_SIZE=4 contradicts .*dp=3, engine_ranks=2; start 5 processes"),
-        ("", {}, r"RANK=0 is set but WORLD_SIZE=''; start with torchrun, or unset RANK"),
     ],
 )
 def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, layout: dict[str, int], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check_world_size({"RANK": "0", "WORLD_SIZE": world_size}, LayoutConfig(**layout))
+    (found,) = world_size_problems(LayoutConfig(**layout), int(world_size))
+    assert re.search(problem, found)
 
 
 def test_world_sizes_that_fit_are_accepted() -> None:
-    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2))
-    check_world_size({"WORLD_SIZE": "8"}, LayoutConfig(tp=2, pp=2, dp=2))
-    check_world_size({"WORLD_SIZE": "11"}, LayoutConfig(tp=2, pp=2, engine_ranks=3))
+    for world_size, layout in ((8, {}), (8, {"dp": 2}), (11, {"engine_ranks": 3})):
+        assert not list(world_size_problems(LayoutConfig(tp=2, pp=2, **layout), world_size))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_without_a_world_size_is_an_error(
+    config_file: Path, no_rank: None, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert cli.main(["train", str(config_file)]) == 2
+    assert f"RANK={rank} is set but WORLD_SIZE=''; start with torchrun, or unset RANK" in capsys.readouterr().err
+
+
+def test_torchruns_world_size_is_one_of_the_rules_that_are_listed(
+    config_file: Path, no_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert cli.main(["train", str(config_file), "--set", "layout.tp=2", "--set", "data.train=/none.jsonl"]) == 2
+    lines = capsys.readouterr().err
+    assert "WORLD_SIZE=3 is not a multiple of layout.tp=2" in lines and "/none.jsonl" in lines
 
 
 def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

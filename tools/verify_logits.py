@@ -22,8 +22,8 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
+from grpo_mega.processes import private_folder
 from grpo_mega.rollout.embedded.compat import scale_attention
-from grpo_mega.temporary import private_folder
 from grpo_mega.weights.apply import load_shards
 
 ROOT = Path(__file__).resolve().parents[1]

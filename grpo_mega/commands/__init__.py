@@ -1,1 +1,1 @@
-"""The commands of `grpo-mega` beside train: eval, export, check, plan, and the flags of TRL and open-r1."""
+"""The commands of `grpo-mega`, one file each. options.py defines their options; cli.py has the table of commands."""

@@ -2,33 +2,36 @@
 
 `check(config, layouts)` generates one rollout with a single rank. For every layout it then computes log-probs of policy and
 reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank.
-Layouts of equal world size share one launch of ranks, which run `python -m grpo_mega.commands.check_rank FOLDER`.
+Layouts of equal world size share one launch of ranks. They run all of its cases, one after another in the same processes.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from grpo_mega import config as configs
-from grpo_mega import preflight
+from grpo_mega.commands.options import CheckOptions
+from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
-from grpo_mega.distributed.launch import run_ranks
+from grpo_mega.distributed.launch import launch_processes
 from grpo_mega.errors import ConfigError, raise_all
-from grpo_mega.formats.reader import open_hf_reader
-from grpo_mega.temporary import private_folder
-from grpo_mega.types import StepMetrics
+from grpo_mega.processes import private_folder
+from grpo_mega.types import Group, StepMetrics
 from grpo_mega.weights.boxes import Box
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_mega.megatron.runtime import Runtime
+
 UPDATES = 3
-SampleKey = tuple[int, int]  # prompt id, index in its group
+SampleKey = tuple[int, int]  # prompt id, index in its group; it does not depend on the order of packing
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # covers the rounding of sharp models; a wrong layout is off by far more
 
 
@@ -47,7 +50,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """The results of a case. Log-probs cover the response tokens, by sample."""
+    """The results of a case. Log-probs cover the response tokens of each sample."""
 
     updates: list[StepMetrics]
     logprobs: dict[str, dict[SampleKey, Tensor]]  # keyed by old_, ref_ or teacher_logprobs, then sample; [response_len]
@@ -80,16 +83,18 @@ class Difference:
         return is_close and self.clipped_tokens <= 1.5 + tolerance * self.num_tokens
 
 
-def run(path: Path, overrides: Sequence[str], layouts: Sequence[str]) -> int:
+def run(options: CheckOptions) -> int:
     """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a difference."""
-    config = configs.load(path, list(overrides))
-    differences, tolerance = check(config, layouts), TOLERANCE[config.model.dtype]
+    config = configs.load(options.config, list(options.overrides))
+    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
     print(table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
 
 
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raise ConfigError for a bad layout."""
+    from grpo_mega import preflight
+
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}), "run_dir": Path("unused")}
     )
@@ -113,17 +118,71 @@ def with_layout(config: Config, text: str) -> Config:
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     """Return the outcome of every case, with one launch per world size. The first case, a single rank, generates the groups."""
+    import torch
+
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
-        torch.save(members, folder / "cases.pt")
-        code = run_ranks(
-            [sys.executable, "-m", "grpo_mega.commands.check_rank", str(folder)], world_size, folder / f"logs-{world_size}"
-        )
+        code = launch_processes(run_members, (members, folder), world_size, folder / f"logs-{world_size}")
         if code:
             names = [c.name for i, c in members.items() if not (folder / str(i) / "outcome.pt").exists()]
             failed = names[0] if names else "the end of the launch"
             raise ConfigError(f"{failed}: its ranks ended with code {code}; see above")
     return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]
+
+
+def run_members(launched: tuple[dict[int, Case], Path]) -> None:
+    """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and checkpoint."""
+    members, folder = launched
+    first = next(iter(members.values())).config
+    with rank_imports(first):
+        import torch
+        import torch.distributed as dist
+
+        from grpo_mega.megatron import runtime as runtimes
+        from grpo_mega.run.job import open_job
+
+    if not (folder / "groups.pt").exists():  # the first launch has a single rank
+        with open_job(first.model_copy(update={"run_dir": folder / "run"})) as job:
+            job.colocation.sync_weights(version=0)
+            prompts = [turn.prompt for turn in job.draw(0)][: first.batch.prompts_per_step]
+            generated = job.rollouts.generate([Group(prompt, []) for prompt in prompts], 0, "sampling")
+            torch.save(job.rollouts.score(generated)[0], folder / "groups.pt")
+    device = runtimes.join(first)
+    for index, case in members.items():
+        groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
+        runtime = runtimes.arrange(case.config, device)
+        run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+    dist.barrier()
+    runtimes.stop()
+
+
+def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
+    """Write the case's outcome to `folder`. All ranks of the layout call this."""
+    import torch
+
+    from grpo_mega.megatron.gather import gather_responses
+    from grpo_mega.observe.timers import Timers
+    from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
+    from grpo_mega.run.model_files import build_policy, export_policy, read_model
+
+    model = read_model(case.config)
+    policy = build_policy(case.config, model, runtime)
+    samples = [sample for group in groups for sample in group.samples]
+    if not policy.algorithm.has_kl_reward:
+        assign_advantages(case.config, policy.algorithm, groups)
+    batches = pack(case.config, groups, policy)
+    batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers())
+    outcome = Outcome([], {"old_logprobs": {}, "ref_logprobs": {}, "teacher_logprobs": {}}, folder / "hf")
+    for name, by_sample in outcome.logprobs.items():
+        values_of = attrgetter(name)
+        has_values = torch.tensor(float(any(values_of(b) is not None for mini in batches for b in mini)))
+        if runtime.max(has_values.to(runtime.device.torch_device)):
+            values = gather_responses(values_of, batches, samples, runtime)
+            by_sample.update({(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)})
+    outcome.updates = policy.update(batches)
+    export_policy(policy, model, outcome.checkpoint)
+    if runtime.rank == 0:
+        torch.save(outcome, folder / "outcome.pt")
 
 
 def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
@@ -161,6 +220,8 @@ def _is_plain(name: str) -> bool:
 
 def _weights_difference(new: Path, old: Path) -> float:
     """Return the norm of the difference of two checkpoints, relative to the norm of the second one, tensor by tensor."""
+    from grpo_mega.formats.reader import open_hf_reader
+
     difference = norm = 0.0
     with open_hf_reader(new) as new_reader, open_hf_reader(old) as old_reader:
         for name in sorted(old_reader.names):
@@ -184,4 +245,6 @@ def _worst(values: Iterable[float]) -> float:
 
 
 def _mean_abs(values: Iterable[Tensor]) -> float:
+    import torch
+
     return float(torch.cat(list(values)).abs().mean())

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from grpo_mega.commands.options import KeyOptions
 from grpo_mega.config import Config
 from grpo_mega.config.base import Section, inner_section
 from grpo_mega.errors import ConfigError
@@ -30,15 +31,16 @@ class Key:
     description: str
 
 
-def run(key: str | None, is_markdown: bool) -> int:
+def run(options: KeyOptions) -> int:
     """Print a key, the keys of a section, or all keys. Raise ConfigError for an unknown key."""
+    key = options.key
     keys = list(find_keys(Config))
     chosen = [k for k in keys if key is None or _is_in(k.name, key)]
     if not chosen:
         close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.6)
         remedy = f"did you mean {close[0]}?" if close else f"use one of {', '.join(Config.model_fields)}, or a key in one"
         raise ConfigError(f"{key!r} is not a key of the config; {remedy}")
-    print(markdown(chosen) if is_markdown else "\n\n".join(map(as_text, chosen)))
+    print(markdown(chosen) if options.is_markdown else "\n\n".join(map(as_text, chosen)))
     return 0
 
 

@@ -1,81 +1,265 @@
 """`grpo-mega eval`: answer prompts with a run's checkpoint or a config's model. Trains nothing and changes no run.
 
-Like `train` it is one rank if torchrun has set RANK, and otherwise starts the ranks of the layout itself. The ranks' logs and
-the servers' files are in a temporary folder that is kept only if a rank fails.
+Before anything heavy is imported, `make_request` turns the options into a config that trains nothing. Layout, engine, rewards
+and seed come from the run. The prompts to answer are its data.train, or the held-out prompts split off from data.train. All
+ranks then run `evaluate`: load the policy without reference and optimizer, sync it to the engine, and generate.
+
+Logs of ranks and files of servers are in a temporary folder that is kept only if a rank fails.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import signal
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from grpo_mega import preflight
-from grpo_mega.commands.eval_request import EvalRequest, make_request
+from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
-from grpo_mega.commands.ranks import check_world_size, heavy_imports, prepare_rank
-from grpo_mega.distributed.launch import launch_local, only_rank
-from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from grpo_mega.paths import LOGS
-from grpo_mega.temporary import KEEP, private_folder
+from grpo_mega.commands.train import check_config, rank_imports
+from grpo_mega.config import Config
+from grpo_mega.distributed.launch import current_rank, launch
+from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
+from grpo_mega.formats.checkpoint_files import (
+    check_model,
+    find,
+    find_finished,
+    read_manifest,
+    without_checkpoints,
+)
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, LOGS, STATE
+from grpo_mega.processes import KEEP, private_folder
 
-FOLDER = "GRPO_MEGA_EVAL_FOLDER"  # temporary folder of the ranks, set by the launcher
+if TYPE_CHECKING:
+    from grpo_mega.megatron.policy import Policy
+    from grpo_mega.megatron.runtime import Runtime
+    from grpo_mega.run.evaluation import Evaluated
+    from grpo_mega.run.job import Job
+    from grpo_mega.run.model_files import ModelFiles
+    from grpo_mega.types import Prompt
 
 
-def run(options: EvalOptions, argv: list[str]) -> int:
-    """Evaluate as one rank, or start the ranks with `argv`; return the exit code."""
+@dataclass
+class EvalRequest:
+    config: Config
+    checkpoint: Path | None  # a run's checkpoint; None: the model in the config
+    set_names: tuple[str, ...] | None  # names of the sets in data.train; None: the held-out prompts split off from data.train
+    description: str  # description of the prompts, for the log
+    out: Path | None
+    step: int = 0  # step after which the policy was saved; known from the start if a finished run wrote the config's model
+    note: str | None = None  # message for the user
+
+    def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
+        """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
+        import torch.distributed as dist
+
+        from grpo_mega.megatron.policy import Policy
+        from grpo_mega.run.checkpoints import verify
+        from grpo_mega.run.model_files import build_policy
+
+        chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
+        dist.broadcast_object_list(chosen)
+        (self.checkpoint,) = chosen
+        if self.checkpoint is None and config.model.init == "random":
+            return build_policy(config, model, runtime)
+        folder = model.folder
+        if self.checkpoint is not None:
+            manifest = read_manifest(self.checkpoint)
+            check_model(self.checkpoint, manifest.model, model.shape)
+            verify(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+            self.step, folder = manifest.step, self.checkpoint / STATE
+        policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+        try:
+            model.read_weights(policy.load_weights, folder)
+        except FileNotFoundError as error:
+            raise ResumeError(
+                f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints only: "
+                "evaluate a newer one"
+            ) from None
+        return policy
+
+
+def run(options: EvalOptions) -> int:
+    """Evaluate on all ranks. Return the exit code."""
     request = make_request(options)
-    if FOLDER in os.environ:
-        return _evaluate(request, Path(os.environ[FOLDER]))
-    if request.note is not None and os.environ.get("RANK", "0") == "0":
+    if request.note is not None and not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
-        return _under_torchrun(request)
-    preflight.check(request.config, preflight.this_machine(request.config.layout))
-    return _start(request, argv)
-
-
-def _start(request: EvalRequest, argv: list[str]) -> int:
+    check_config(request.config)
     with private_folder() as folder:
-        return _start_in(folder, request, argv)
+        request.config = request.config.model_copy(update={"run_dir": folder / "run"})
+        code = 1  # exit code after an unexpected exception
+        try:
+            code = launch(evaluate, request, request.config.layout.world_size, folder / LOGS)
+            return code
+        except (UserError, KeyboardInterrupt):
+            code = 0
+            raise
+        finally:
+            if code not in (0, EXIT_USER_ERROR, EXIT_INTERRUPTED):
+                (folder / KEEP).touch()
+                print(f"grpo-mega: logs of the ranks are in {folder}", file=sys.stderr, flush=True)
 
 
-def _start_in(folder: Path, request: EvalRequest, argv: list[str]) -> int:
-    code = 1  # exit code after an unexpected exception
-    try:
-        if request.config.layout.world_size == 1:
-            with only_rank():
-                code = _evaluate(request, folder)
-        else:
-            os.environ[FOLDER] = str(folder)
-            try:
-                code = launch_local(argv, request.config.layout.world_size, folder / LOGS)
-            finally:
-                del os.environ[FOLDER]
-        return code
-    except (UserError, KeyboardInterrupt):
-        code = 0
-        raise
-    finally:
-        if code not in (0, EXIT_USER_ERROR, EXIT_INTERRUPTED):
-            (folder / KEEP).touch()
-            print(f"grpo-mega: logs of the ranks are in {folder}", file=sys.stderr, flush=True)
+def make_request(options: EvalOptions) -> EvalRequest:
+    """Return the request. Raise ConfigError or ResumeError in one line if it cannot be evaluated. Writes nothing."""
+    if options.prompts is not None and options.prompts < 1:
+        raise ConfigError(f"--prompts {options.prompts} leaves nothing to evaluate; give at least 1")
+    is_run = options.target.is_dir()
+    if is_run and not (options.target / CONFIG_FILE).is_file():
+        raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file")
+    path = options.target / CONFIG_FILE if is_run else options.target
+    config = configs.load(path, ["run_dir=unused", *options.overrides])
+    finished = find_finished(options.target, options.step) if is_run and options.model is None else None
+    checkpoint = _checkpoint(options, is_run) if finished is None else None
+    _check_out(options.out)
+    raw = config.model_dump(mode="json")
+    raw["eval"] |= _eval_settings(options, raw["eval"])
+    set_names, description = _choose_data(raw, config, options)
+    model = options.model or finished
+    if model is not None:
+        raw["model"] |= {"path": str(model), "init": "checkpoint"}
+    elif checkpoint is not None:
+        raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
+    # The trainer's side only holds weights: it neither computes nor steps.
+    raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
+    raw["precision"] = {}
+    raw["optimizer"] |= {"moments_dtype": "float32"}
+    raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
+    raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
+    raw["checkpoint"] |= {"interval": 0}
+    raw["log"] |= {"wandb": False}
+    from grpo_mega.run.folder import last_step
+
+    return EvalRequest(
+        config=configs.validate(raw),
+        checkpoint=checkpoint,
+        set_names=set_names,
+        description=description,
+        out=options.out,
+        step=last_step(options.target) if finished else 0,
+        note=without_checkpoints(finished) if finished else None,
+    )
 
 
-def _under_torchrun(request: EvalRequest) -> int:
-    """Evaluate with a separate folder for each rank."""
-    check_world_size(os.environ, request.config.layout)
-    if os.environ["RANK"] == "0":
-        preflight.check(request.config, preflight.this_machine(request.config.layout, os.environ))
-    with private_folder() as folder:
-        return _evaluate(request, folder)
+def _checkpoint(options: EvalOptions, is_run: bool) -> Path | None:
+    if options.model is not None:
+        if options.step is not None:
+            raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
+        return None
+    if is_run:
+        return find(options.target / CHECKPOINTS, options.step)
+    if options.step is not None:
+        raise ConfigError(
+            f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
+        )
+    return None
 
 
-def _evaluate(request: EvalRequest, folder: Path) -> int:
-    with heavy_imports():
-        prepare_rank(request.config)
-        from grpo_mega.commands.eval_rank import evaluate_checkpoint
+def _check_out(out: Path | None) -> None:
+    if out is None:
+        return
+    if out.exists():
+        raise ConfigError(f"--out {out} exists; name a file that does not")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
 
-    evaluate_checkpoint(replace(request, config=request.config.model_copy(update={"run_dir": folder / "run"})))
-    return 0
+
+def _eval_settings(options: EvalOptions, given: dict[str, Any]) -> dict[str, Any]:
+    names = ("samples", "temperature", "top_p", "greedy", "ks")
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.samples is not None:
+        settings.setdefault("ks", None)  # the config's ks fit its number of samples, not this one
+    is_configs_choice = options.data is None and not options.train_set
+    return settings | {"num_prompts": options.prompts or (given["num_prompts"] if is_configs_choice else None)}
+
+
+def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> tuple[tuple[str, ...] | None, str]:
+    """Set data.train to the prompts to evaluate, if they are separate sets. Return their names and a description."""
+    data = raw["data"]
+    data |= {"pass_rates": None, "min_pass_rate": None, "max_pass_rate": None}
+    if options.train_set:
+        if options.data is not None:
+            raise ConfigError(f"--data {options.data} and --train-set name two sets; give one of them")
+        data |= {"heldout": None, "heldout_sets": {}}
+        return ("",) * len(config.data.train), "training prompts"
+    sources = {name: source.model_dump() for name, source in config.data.heldout_sources.items()}
+    if options.data is not None:
+        sources = {"": {"path": options.data}}
+    if sources:
+        data |= {"train": list(sources.values()), "heldout": None, "heldout_sets": {}}
+        data |= {"heldout_size": None, "heldout_fraction": None}
+        return tuple(sources), "held-out prompts" if options.data is None else f"prompts of {options.data}"
+    if data["heldout_size"] is None and data["heldout_fraction"] is None:
+        raise ConfigError(f"{options.target} has no held-out prompts; name a data set by --data, or give --train-set")
+    return None, "held-out prompts"
+
+
+def evaluate(request: EvalRequest) -> None:
+    """Evaluate as one rank. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
+    with rank_imports(request.config):
+        from grpo_mega.run.evaluation import evaluate_set, write_rows
+        from grpo_mega.run.job import open_job
+
+    started_at = time.monotonic()
+    with open_job(request.config, request.build_policy) as job:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
+            signal.signal(number, signal.default_int_handler)
+        job.colocation.sync_weights(version=request.step)
+        sets = prompts_of(job, request)
+        results = {name: evaluate_set(job.rollouts, name, prompts, request.step) for name, prompts in sets.items()}
+        if job.is_main:
+            if request.out is not None:
+                write_rows(request.out, [row for one in results.values() for row in one.rows])
+            title = f"{request.checkpoint} (step {request.step})" if request.checkpoint else request.config.model.path
+            print(f"\n{title}, {request.description}", flush=True)
+            print(table(results), flush=True)
+            print(json.dumps(summary(request, results, time.monotonic() - started_at)), flush=True)
+
+
+def prompts_of(job: Job, request: EvalRequest) -> dict[str, list[Prompt]]:
+    """Return the sets to evaluate, keyed by name."""
+    if request.set_names is None:
+        return job.heldout
+    from grpo_mega.data.load import IDS_PER_SET
+
+    sets: dict[str, list[Prompt]] = {name: [] for name in request.set_names}
+    for prompt in job.data.train:
+        sets[request.set_names[prompt.id // IDS_PER_SET]].append(prompt)
+    return {name: prompts[: job.config.eval.num_prompts] for name, prompts in sets.items()}
+
+
+def table(results: Mapping[str, Evaluated]) -> str:
+    """Return the metrics as text, one column per set."""
+    found = results.values()
+    rows = {"": [name or "value" for name in results], "prompts": [str(len(one.rows)) for one in found]}
+    if any(one.num_unusable for one in found):
+        rows["without a gold answer"] = [str(one.num_unusable) for one in found]
+    for name in dict.fromkeys(name for one in found for name in one.metrics):
+        rows[name] = [f"{one.metrics[name]:.4f}" if name in one.metrics else "" for one in found]
+    label, widths = max(map(len, rows)), [max(8, len(head)) for head in rows[""]]
+    return "\n".join(
+        "  ".join([f"{name:{label}}", *(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))])
+        for name, texts in rows.items()
+    )
+
+
+def summary(request: EvalRequest, results: Mapping[str, Evaluated], seconds: float) -> dict[str, object]:
+    settings = request.config.eval
+    return {
+        "model": str(request.checkpoint or request.config.model.path),
+        "step": request.step if request.checkpoint or request.step else None,
+        "prompts": request.description,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "sets": {
+            name or "all": {"num_prompts": len(one.rows), "num_unusable": one.num_unusable} | one.metrics
+            for name, one in results.items()
+        },
+        "out": str(request.out) if request.out else None,
+        "seconds": round(seconds, 1),
+    }

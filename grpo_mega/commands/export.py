@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 
 from grpo_mega import config as configs
+from grpo_mega.commands.options import ExportOptions
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.checkpoint_files import find, find_finished, read_manifest, without_checkpoints
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, STATE
 
 
-def export(run_dir: Path, out: Path, step: int | None) -> None:
-    """Write `out` and print a line. Raise ResumeError if the checkpoint does not exist or is damaged."""
+def run(options: ExportOptions) -> int:
+    """Write the folder and print a line. Raise ResumeError if the checkpoint does not exist or is damaged."""
+    run_dir, out, step = options.run_dir, options.out, options.step
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = configs.load(run_dir / CONFIG_FILE)
@@ -27,7 +29,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> None:
         print(f"grpo-mega: note: {without_checkpoints(finished)}", file=sys.stderr, flush=True)
         _copy_folder(finished, out)
         print(f"policy of {finished} written to {out}")
-        return
+        return 0
     checkpoint = find(run_dir / CHECKPOINTS, step)
     manifest = read_manifest(checkpoint)
     import torch.distributed as dist  # needed only to read a checkpoint
@@ -42,6 +44,7 @@ def export(run_dir: Path, out: Path, step: int | None) -> None:
         dist.destroy_process_group()
     convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     print(f"policy after step {manifest.step} written to {out}")
+    return 0
 
 
 def _copy_folder(source: Path, out: Path) -> None:

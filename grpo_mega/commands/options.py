@@ -1,115 +1,156 @@
 """The options of commands, as dataclasses that define flags, types, defaults and help for argparse. Imports nothing heavy."""
 
+# ruff: noqa: RUF009  # `flag` and `positional` return fields, as dataclasses.field does
+
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from grpo_mega.paths import user_path
 
 Options = TypeVar("Options")
+TYPES = {"int": int, "float": float, "str": str, "Path": user_path}
 
 
-@dataclass(frozen=True)
-class Argument:
-    flag: str | None  # None: a positional argument with the field's name
-    help: str
-    metavar: str | None = None
-    choices: Sequence[str] | None = None
+def positional(help: str, metavar: str, **default: Any) -> Any:
+    return field(**default, metadata={"help": help, "metavar": metavar})
 
 
-OVERRIDES = "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
+def flag(help: str, metavar: str | None = None, default: Any = None, *, names: str = "", **settings: Any) -> Any:
+    """Return the field of a flag. `names` are its spellings, if they differ from the field's name."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "names": names, **settings})
+
+
+def overrides() -> Any:
+    text = "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
+    return flag(text, "KEY=VALUE", (), names="--set", action="append")
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    config: Annotated[Path, Argument(None, "YAML file; see examples/*.yaml", "CONFIG")]
-    overrides: Annotated[Sequence[str], Argument("--set", OVERRIDES, "KEY=VALUE")] = ()
+    config: Path = positional("YAML file; see examples/*.yaml", "CONFIG")
+    overrides: Sequence[str] = overrides()
+
+
+@dataclass(frozen=True)
+class RewardOptions(ConfigOptions):
+    reward_funcs: Sequence[str] | None = flag(
+        "reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function; "
+        "options that the file gives a function stay",
+        "NAME",
+        names="--reward-funcs --reward_funcs",
+    )
+    reward_weights: Sequence[str] | None = flag(
+        "their weights, in the same order; 1 by default", "W", names="--reward-weights --reward_weights"
+    )
+
+
+@dataclass(frozen=True)
+class TrainOptions(RewardOptions):
+    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
+    profile: str | None = flag("steps to trace into RUN_DIR/trace, like 3 or 3-4", "STEPS")
+    argv: Sequence[str] = ()  # the whole command line
+
+
+@dataclass(frozen=True)
+class TrlOptions:
+    argv: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class CheckOptions(ConfigOptions):
+    layouts: str = flag(
+        'layouts to compare, for example "tp=2 pp=2 tp=2,pp=2,sequence_parallel=true"', '"LAYOUT ..."', required=True
+    )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    run_dir: Path = positional("the run_dir of its config", "RUN_DIR")
+
+
+@dataclass(frozen=True)
+class ExportOptions(RunOptions):
+    out: Path = positional("folder to write, which must not exist", "OUT")
+    step: int | None = flag("the checkpoint after this step; default: the latest")
+
+
+@dataclass(frozen=True)
+class KeyOptions:
+    key: str | None = positional("a key or a section, like rollout.top_p; default: all keys", "KEY", default=None)
+    is_markdown: bool = flag("print them as a table in Markdown", default=False, names="--markdown")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    pass
 
 
 @dataclass(frozen=True)
 class EvalOptions:
     """The options of eval. None means: as in the config."""
 
-    target: Annotated[
-        Path, Argument(None, "a run's folder: its checkpoint, or its hf; a config: its model", "RUN_DIR_OR_CONFIG")
-    ]
-    overrides: Annotated[Sequence[str], Argument("--set", OVERRIDES, "KEY=VALUE")] = ()
-    step: Annotated[int | None, Argument("--step", "the run's checkpoint after this step; default: the latest")] = None
-    model: Annotated[Path | None, Argument("--model", "checkpoint folder to evaluate in place of the run's", "FOLDER")] = None
-    data: Annotated[str | None, Argument("--data", "data set in place of the config's held-out prompts", "PATH")] = None
-    train_set: Annotated[bool, Argument("--train-set", "evaluate data.train; --out is then a file for data.pass_rates")] = False
-    prompts: Annotated[int | None, Argument("--prompts", "only the first N of each set", "N")] = None
-    samples: Annotated[int | None, Argument("--samples", "sampled responses per prompt; default: eval.samples", "N")] = None
-    ks: Annotated[
-        Sequence[int] | None, Argument("--k", "the K of pass@K and majority@K; default: powers of two up to N", "K")
-    ] = None
-    temperature: Annotated[
-        float | None, Argument("--temperature", "of the sampled responses; default: eval.temperature", "T")
-    ] = None
-    top_p: Annotated[float | None, Argument("--top-p", "of the sampled responses; default: eval.top_p", "P")] = None
-    greedy: Annotated[bool | None, Argument("--greedy", "one greedy response per prompt; default: eval.greedy")] = None
-    out: Annotated[Path | None, Argument("--out", "JSON lines to write, one per prompt; must not exist", "FILE")] = None
+    target: Path = positional("a run's folder: its checkpoint, or its hf; a config: its model", "RUN_DIR_OR_CONFIG")
+    overrides: Sequence[str] = overrides()
+    step: int | None = flag("the run's checkpoint after this step; default: the latest")
+    model: Path | None = flag("checkpoint folder to evaluate in place of the run's", "FOLDER")
+    data: str | None = flag("data set in place of the config's held-out prompts", "PATH")
+    train_set: bool = flag("evaluate data.train; --out is then a file for data.pass_rates", default=False)
+    prompts: int | None = flag("only the first N of each set", "N")
+    samples: int | None = flag("sampled responses per prompt; default: eval.samples", "N")
+    ks: Sequence[int] | None = flag("the K of pass@K and majority@K; default: powers of two up to N", "K", names="--k")
+    temperature: float | None = flag("of the sampled responses; default: eval.temperature", "T")
+    top_p: float | None = flag("of the sampled responses; default: eval.top_p", "P")
+    greedy: bool | None = flag("one greedy response per prompt; default: eval.greedy", action=argparse.BooleanOptionalAction)
+    out: Path | None = flag("JSON lines to write, one per prompt; must not exist", "FILE")
 
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
-    gpu: Annotated[str, Argument("--gpu", "default: h100", choices=("a100", "h100", "h200", "b200"))] = "h100"
-    world_size: Annotated[int | None, Argument("--world-size", "number of GPUs; default: the layout's", "N")] = None
-    gpus_per_node: Annotated[int, Argument("--gpus-per-node", "default: 8", "N")] = 8
-    model: Annotated[
-        str | None, Argument("--model", "well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...", "NAME")
-    ] = None
-    model_config: Annotated[
-        Path | None, Argument("--model-config", "a config.json to plan with in place of model.path's", "FILE")
-    ] = None
-    mean_prompt: Annotated[float | None, Argument("--mean-prompt", "mean length of prompts; for times", "TOKENS")] = None
-    mean_response: Annotated[float | None, Argument("--mean-response", "mean length of responses; for times", "TOKENS")] = None
-    lengths: Annotated[
-        str | None,
-        Argument(
-            "--lengths", "lengths of responses: percentiles like p50=700,p99=12000, or a run's samples", "LENGTHS_OR_RUN_DIR"
-        ),
-    ] = None
-    is_json: Annotated[bool, Argument("--json", "print JSON")] = False
-    suggests: Annotated[bool, Argument("--suggest", "search other layouts, and name the fastest that fit")] = False
-    rehearses: Annotated[bool, Argument("--rehearse", "compare with real Megatron on a few ranks, without a GPU")] = False
-    ranks: Annotated[Sequence[int], Argument("--ranks", "to rehearse; default: one of some pipeline stages", "N")] = ()
-    explains: Annotated[bool, Argument("--explain", "print every figure's formula and inputs, and all assumptions")] = False
+    gpu: str = flag("default: h100", default="h100", choices=("a100", "h100", "h200", "b200"))
+    world_size: int | None = flag("number of GPUs; default: the layout's", "N")
+    gpus_per_node: int = flag("default: 8", "N", 8)
+    model: str | None = flag("well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...", "NAME")
+    model_config: Path | None = flag("a config.json to plan with in place of model.path's", "FILE")
+    mean_prompt: float | None = flag("mean length of prompts; for times", "TOKENS")
+    mean_response: float | None = flag("mean length of responses; for times", "TOKENS")
+    lengths: str | None = flag(
+        "lengths of responses: percentiles like p50=700,p99=12000, or a run's samples", "LENGTHS_OR_RUN_DIR"
+    )
+    is_json: bool = flag("print JSON", default=False, names="--json")
+    suggests: bool = flag("search other layouts, and name the fastest that fit", default=False, names="--suggest")
+    rehearses: bool = flag("compare with real Megatron on a few ranks, without a GPU", default=False, names="--rehearse")
+    ranks: Sequence[int] = flag("to rehearse; default: one of some pipeline stages", "N", ())
+    explains: bool = flag("print every figure's formula and inputs, and all assumptions", default=False, names="--explain")
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add an argument for each field of `options`."""
-    hints = get_type_hints(options, include_extras=True)
-    for one in fields(options):
-        hint, argument = get_args(hints[one.name])
-        settings = {"help": argument.help} | _settings_of(hint, is_repeated=argument.flag == "--set")
-        settings |= {name: value for name in ("metavar", "choices") if (value := getattr(argument, name)) is not None}
-        if argument.flag is None:
+    """Add an argument for each field of `options` that has help. Its type is read from the annotation."""
+    for one in (one for one in fields(options) if one.metadata):
+        settings = {name: value for name, value in one.metadata.items() if value is not None}
+        names = settings.pop("names", None)
+        (kind,) = re.findall("bool|int|float|str|Path", str(one.type))
+        if kind != "bool":
+            settings["type"] = TYPES[kind]
+        elif "action" not in settings:
+            settings["action"] = "store_true"
+        if "Sequence" in str(one.type) and "action" not in settings:
+            settings["nargs"] = "+"
+        if names is None:
+            settings |= {} if one.default is MISSING else {"nargs": "?"}
             parser.add_argument(one.name, **settings)
         else:
             default = list(one.default) if isinstance(one.default, tuple) else one.default
-            parser.add_argument(argument.flag, dest=one.name, default=default, **settings)
+            spellings = names.split() or ["--" + one.name.replace("_", "-")]
+            parser.add_argument(*spellings, dest=one.name, default=default, **settings)
 
 
 def read_options(options: type[Options], parsed: argparse.Namespace) -> Options:
     """Return the options from the arguments that argparse read."""
     given = {one.name: getattr(parsed, one.name) for one in fields(options)}  # type: ignore[arg-type]
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-
-def _settings_of(hint: Any, *, is_repeated: bool) -> dict[str, Any]:
-    """Return the arguments of `add_argument` that follow from a field's type."""
-    if hint is bool:
-        return {"action": "store_true"}
-    if hint == bool | None:
-        return {"action": argparse.BooleanOptionalAction}
-    kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
-    if get_origin(kind) is Sequence:
-        (kind,) = get_args(kind)
-        return {"action": "append", "type": kind} if is_repeated else {"nargs": "+", "type": kind}
-    return {"type": user_path if kind is Path else kind}

@@ -33,7 +33,7 @@ from grpo_mega.config.run import (
     OptimizerConfig,
 )
 from grpo_mega.errors import ConfigError
-from grpo_mega.files import read_file
+from grpo_mega.paths import read_file
 from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
 __all__ = [

@@ -25,7 +25,7 @@ from grpo_mega.data.chat import Renderer, find_prefill
 from grpo_mega.data.rows import is_same, read_conversations
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.errors import ConfigError
-from grpo_mega.json_lines import read_json_lines
+from grpo_mega.text import read_json_lines
 from grpo_mega.types import Prompt
 
 IDS_PER_SET = 10**9  # ids of set n start at n times this, so they do not change when another set grows

@@ -29,7 +29,7 @@ from typing import Any
 
 from grpo_mega.config.data import DataConfig, DataSource
 from grpo_mega.errors import ConfigError
-from grpo_mega.files import parse_json
+from grpo_mega.paths import parse_json
 from grpo_mega.text import find_surrogate
 
 DEFAULT_SPLIT = "train"

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import main
 
 from grpo_mega import console
-from grpo_mega.distributed.store import address_to_bind, open_store
+from grpo_mega.distributed.process_groups import address_to_bind, open_store
 
 
 def _store(host: str, port: int, world_size: int, is_master: bool, timeout: timedelta, **options: Any) -> TCPStore:

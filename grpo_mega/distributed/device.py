@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from grpo_mega.distributed.driver import unusable_gpu_problems
+from grpo_mega.distributed.environment import unusable_gpu_problems
 from grpo_mega.errors import ConfigError
 
 

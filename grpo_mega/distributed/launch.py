@@ -1,4 +1,7 @@
-"""Start the ranks of a run on this machine: one process per rank, one exit code for all. torchrun does it on many machines.
+"""Start the ranks of a job: `launch(act, request, ...)` runs `act(request)` on each of them, and returns one exit code for all.
+
+A process becomes a rank in one of three ways, and runs the same function in each: torchrun or Slurm has set its RANK, it is the
+only rank of its job, or a launcher has started it as `grpo-mega rank` with the function in stdin.
 
 Rank 0 writes to the terminal, and other ranks write to log_dir/rank_N.log. When a rank fails, the other ranks get SIGTERM and
 10 s later SIGKILL, and one line reports the rank, its exit code and the end of its log. A signal to the launcher is forwarded
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import secrets
 import signal
@@ -17,24 +21,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TypeVar
 
-from grpo_mega import temporary
-from grpo_mega.errors import EXIT_USER_ERROR
+from grpo_mega import processes
+from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
 from grpo_mega.processes import die_with_parent
 
 KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
+REQUEST = Path("/dev/stdin")  # opening it starts at the beginning in every rank, although all ranks share the file
 PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_FAIL = 10.0
 LINES_OF_LOG = 5
+Request = TypeVar("Request")
 
 
 @dataclass
@@ -46,24 +52,57 @@ class Rank:
     is_signalled: bool = False  # the launcher has forwarded its signal to this rank
 
 
-def launch_local(argv: list[str], world_size: int, log_dir: Path) -> int:
-    """Run `grpo-mega *argv` as `world_size` local ranks. Return 0, or the exit code of the first rank that failed."""
-    return run_ranks([sys.executable, "-m", "grpo_mega.cli", *argv], world_size, log_dir)
+def current_rank() -> int | None:
+    """Return the rank that a launcher has set for this process; None without one. Raise ConfigError without WORLD_SIZE."""
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is None:
+        return None
+    if not world_size.isdecimal():
+        raise ConfigError(f"RANK={rank} is set but WORLD_SIZE={world_size!r}; start with torchrun, or unset RANK")
+    return int(rank)
 
 
-def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
+def launch(act: Callable[[Request], None], request: Request, world_size: int, log_dir: Path) -> int:
+    """Run `act(request)` on all ranks. Return 0, or the exit code of the first local rank that failed.
+
+    The only rank of a job, and a rank of torchrun, run it in this process.
+    """
+    if current_rank() is not None:
+        act(request)
+    elif world_size == 1:
+        with only_rank():
+            act(request)
+    else:
+        return launch_processes(act, request, world_size, log_dir)
+    return 0
+
+
+def launch_processes(act: Callable[[Request], None], request: Request, world_size: int, log_dir: Path) -> int:
+    """Run `act(request)` in `world_size` new processes. `act` is a function of a module. Return the exit code, as `launch`."""
+    with open(os.memfd_create("request"), "wb", buffering=0) as file:
+        file.write(pickle.dumps((act, request)))
+        return run_ranks([sys.executable, "-m", "grpo_mega.cli", "rank"], world_size, log_dir, stdin=file.fileno())
+
+
+def run_request() -> None:
+    """Run the function that `launch_processes` has passed to this rank."""
+    act, request = pickle.loads(REQUEST.read_bytes())
+    act(request)
+
+
+def run_ranks(command: list[str], world_size: int, log_dir: Path, stdin: int = subprocess.DEVNULL) -> int:
     """Run `command` as `world_size` local ranks. Return 0, or the exit code of the first rank that failed.
 
     The exit code of a rank that was killed by a signal is 128 + the signal's number.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    temporary.remove_unused()
+    processes.remove_unused_folders()
     environments = rank_environments(os.environ, world_size)
     ranks: list[Rank] = []
     with _signals_passed_on(ranks) as caught:
         try:
             for number, environment in enumerate(environments):
-                ranks.append(_start(number, command, environment, log_dir))
+                ranks.append(_start(number, command, environment, log_dir, stdin))
                 if caught:  # the signal may have come before the rank was in the list
                     _pass_on(ranks, caught[0])
             return _wait(ranks, caught)
@@ -71,7 +110,7 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path) -> int:
             for rank in ranks:
                 _kill_group(rank)
                 rank.process.wait()
-            temporary.remove_unused()  # killed ranks leave folders
+            processes.remove_unused_folders()  # killed ranks leave folders
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
@@ -152,7 +191,7 @@ def die_with_launcher(launcher: int) -> None:
         die_with_parent(launcher)
 
 
-def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: Path) -> Rank:
+def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: Path, stdin: int) -> Rank:
     log = None if rank == 0 else log_dir / rank_log(rank)
     start = log.stat().st_size if log is not None and log.exists() else 0
     with contextlib.ExitStack() as stack:
@@ -160,7 +199,7 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
         process = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=None if log is None else subprocess.STDOUT,
             process_group=0,  # Ctrl-C reaches only the launcher, and the launcher forwards it once

@@ -1,5 +1,6 @@
-"""End a stuck run, and report the collective in which each rank waits. A thread on every rank watches the run.
+"""End a run early: after a step if someone asks for it (StopRequest), or at once if it is stuck (HangWatch).
 
+A thread on every rank watches the run. It ends a stuck run, and reports the collective in which each rank waits.
 If a rank sees no progress on any rank for longer than its phase allows, it asks all other ranks for a report. Progress of other
 ranks counts, because a rank that waits for a slow rank is not stuck. Rank 0 also asks if another rank's thread sends no
 heartbeat, in any phase. Each rank answers from its watch thread with its phase, its last collective and its position in the
@@ -13,17 +14,20 @@ from __future__ import annotations
 import faulthandler
 import os
 import platform
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
+import torch
+import torch.distributed as dist
 from torch.distributed import Store
 
 from grpo_mega.config import Config
@@ -31,7 +35,7 @@ from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import EngineError
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import HANG
+from grpo_mega.paths import HANG, STOP_FILE
 
 EXIT_HANG = 3
 LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
@@ -40,6 +44,32 @@ SECONDS_AFTER_FIRST = 20.0  # other ranks wait longer than rank 0, so rank 0 ask
 SECONDS_TO_REPORT = 60.0  # if the rank that asked has not reported by then, another rank reports
 SECONDS_TO_WRITE = 5.0
 PACKAGE = Path(__file__).parents[1]
+
+
+class StopRequest:
+    """A request to stop between steps: SIGTERM or SIGINT to any rank, or a file RUN_DIR/stop.
+
+    Once this object exists, the signals set a flag and do not end the process.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / STOP_FILE
+        self._is_raised = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._raise)
+
+    def requested(self) -> bool:
+        """Return True if any rank got a signal or sees the file. The result is identical on all ranks."""
+        flag = torch.tensor([int(self._is_raised or self._file.exists())])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def clear(self) -> None:
+        """Remove the file, so the next start does not stop at once."""
+        self._file.unlink(missing_ok=True)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._is_raised = True
 
 
 class HangWatch:
@@ -174,11 +204,11 @@ class HangWatch:
     def _end(self, reason: str, lines: list[str]) -> NoReturn:
         """Print the report and end this process, even if something fails."""
         try:
-            found = _attempt(self._last_checkpoint)
-            last = found.result or f"the last checkpoint cannot be read ({found.problem})"
+            last, problem = _attempt(self._last_checkpoint)
+            last = last or f"the last checkpoint cannot be read ({problem})"
             head = f"grpo-mega: {reason}, reported by rank {self._rank}; the run ends here"
             text = "\n  ".join([head, *lines, f"stacks are in {self._folder}; {last}"])
-            problem = _attempt(partial(self._write_report, text + "\n")).problem
+            _, problem = _attempt(partial(self._write_report, text + "\n"))
             if problem:
                 text = "\n  ".join([head, *lines, f"stacks cannot be written to {self._folder} ({problem}); {last}"])
             _attempt(partial(print, text, file=sys.stderr, flush=True))
@@ -190,27 +220,24 @@ class HangWatch:
         (self._folder / "report.txt").write_text(text)
 
 
-@dataclass
-class _Attempt:
-    result: str | None = None
-    problem: str = f"no answer in {SECONDS_TO_WRITE:.0f} s"  # "" if it succeeded
+def _attempt(act: Callable[[], str | None]) -> tuple[str | None, str]:
+    """Return what `act` returns, and its problem, "" if it succeeded.
 
-
-def _attempt(act: Callable[[], str | None]) -> _Attempt:
-    """Call `act` in a separate thread and wait at most SECONDS_TO_WRITE, because a file system may never answer."""
-    attempt = _Attempt()
+    Call it in a separate thread and wait at most SECONDS_TO_WRITE, because a file system may never answer.
+    """
+    outcome: tuple[str | None, str] = None, f"no answer in {SECONDS_TO_WRITE:.0f} s"
 
     def run() -> None:
+        nonlocal outcome
         try:
-            attempt.result = act()
-            attempt.problem = ""
+            outcome = act(), ""
         except BaseException as error:
-            attempt.problem = str(error) or repr(error)
+            outcome = None, str(error) or repr(error)
 
     thread = threading.Thread(target=run, name="hang report", daemon=True)
     thread.start()
     thread.join(SECONDS_TO_WRITE)
-    return attempt
+    return outcome
 
 
 def _place(frame: object) -> str:

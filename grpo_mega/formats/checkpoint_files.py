@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError
-from grpo_mega.files import read_json, read_name
-from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, LATEST, MANIFEST
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, LATEST, MANIFEST, read_json, read_name
 
 FORMAT = 1  # format number of checkpoints; increase it with every change that readers must handle
 _CLOCK_TICK_S = 1e-3

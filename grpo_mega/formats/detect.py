@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
-from grpo_mega.files import MAX_JSON_BYTES, read_file, read_name
 from grpo_mega.formats.checkpoint_files import Manifest, read_manifest, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.dtypes import TORCH_NAMES
 from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, EXPORT_DIR, LATEST, MANIFEST, STATE
+from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, EXPORT_DIR, LATEST, MANIFEST, MAX_JSON_BYTES, STATE, read_file, read_name
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml

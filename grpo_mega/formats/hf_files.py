@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.files import read_json
 from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.extra_layers import extra_names
 from grpo_mega.formats.safetensors_files import TensorInfo
+from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"

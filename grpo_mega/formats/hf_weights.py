@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.files import check_regular, read_json
 from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
 from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, check_shapes, shards_of, weight_files
 from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
 from grpo_mega.formats.slices import Extent, Part, Scale, matrix
+from grpo_mega.paths import check_regular, read_json
 from grpo_mega.weights.boxes import Index, whole
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

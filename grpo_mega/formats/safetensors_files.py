@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.files import check_regular
 from grpo_mega.formats.dtypes import ITEM_BYTES
+from grpo_mega.paths import check_regular
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
 

@@ -24,7 +24,6 @@ from grpo_mega.config import Config
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import process_groups
 from grpo_mega.distributed.messages import shared_key
-from grpo_mega.distributed.store import job_store
 from grpo_mega.errors import UserError
 from grpo_mega.megatron.loaded_kernels import check as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
@@ -118,13 +117,14 @@ def start(config: Config) -> Runtime:
         return arrange(config, join(config))
     device = _select_device(config)
     with _joining(config) as (store, rank, world_size):
-        joined = process_groups.join(device.backend, store, rank, world_size, config.layout.engine_ranks, _timeout(config))
-    if joined.trains:
+        num_trainers = world_size - config.layout.engine_ranks
+        everyone = process_groups.join_sides(device.backend, store, rank, world_size, num_trainers, _timeout(config))
+    store = dist.PrefixStore("job", store)
+    if rank < num_trainers:
         runtime = arrange(config, device)
     else:
-        layout = megatron_layout(config.layout, joined.num_trainers)
-        runtime = Runtime(device, layout, joined.rank, joined.store)
-    return replace(runtime, store=joined.store, num_engine_ranks=config.layout.engine_ranks, everyone=joined.everyone)
+        runtime = Runtime(device, megatron_layout(config.layout, num_trainers), rank, store)
+    return replace(runtime, store=store, num_engine_ranks=config.layout.engine_ranks, everyone=everyone)
 
 
 def join(config: Config) -> devices.Device:
@@ -173,7 +173,7 @@ def _select_device(config: Config) -> devices.Device:
 def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the job's store, this process's rank and the number of ranks. Inside, all ranks have the same key."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = job_store(rank, _timeout(config))
+    store = process_groups.job_store(rank, _timeout(config))
     with shared_key(store, rank, world_size, config.run_dir):
         yield store, rank, world_size
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.json_lines import read_json_lines
 from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
+from grpo_mega.text import read_json_lines
 
 Curve = dict[int, float]  # step -> value
 Curves = dict[str, Curve]

@@ -30,8 +30,6 @@ from typing import Any, TypeVar
 from grpo_mega import config as configs
 from grpo_mega import console
 from grpo_mega.errors import ConfigError
-from grpo_mega.files import read_json
-from grpo_mega.json_lines import parse_json_line, read_json_lines
 from grpo_mega.observe.curves import Curves, curves, findings, series, steps_done
 from grpo_mega.paths import (
     CONFIG_FILE,
@@ -43,9 +41,10 @@ from grpo_mega.paths import (
     RUN_FILE,
     SAMPLES_FILE,
     heldout_files,
+    read_json,
     write_atomically,
 )
-from grpo_mega.text import well_formed
+from grpo_mega.text import parse_json_line, read_json_lines, well_formed
 from grpo_mega.yaml_text import parse_yaml
 
 PAGE = Path(__file__).with_name("page")

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_mega.config import Config
-from grpo_mega.json_lines import json_line
 from grpo_mega.observe.report import write_report
 from grpo_mega.paths import (
     EXPERTS_FILE,
@@ -33,7 +32,7 @@ from grpo_mega.paths import (
     WANDB_ID_FILE,
     write_atomically,
 )
-from grpo_mega.text import well_formed
+from grpo_mega.text import json_line, well_formed
 from grpo_mega.types import StepMetrics
 
 LINE_WIDTH = 120  # maximum number of columns of a step line

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.json_lines import read_json_lines
 from grpo_mega.paths import SAMPLES_FILE, user_path
+from grpo_mega.text import read_json_lines
 
 
 @dataclass(frozen=True)

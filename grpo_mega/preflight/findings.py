@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
-from grpo_mega.distributed.driver import unusable_gpu_problems
+from grpo_mega.distributed.environment import unusable_gpu_problems
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.kernels import Machine

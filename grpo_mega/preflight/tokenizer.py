@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.files import read_file, read_json
+from grpo_mega.paths import read_file, read_json
 from grpo_mega.preflight import render_template
 from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
 

@@ -27,7 +27,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, forkserver
 
-from grpo_mega import temporary
+from grpo_mega import processes
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.processes import descendants, die_with_parent
@@ -53,7 +53,7 @@ class ForkServer(forkserver.ForkServer):
     """
 
     def __init__(self, imports_math_verify: bool) -> None:
-        temporary.enter()  # the server listens on a socket below TMPDIR
+        processes.enter_private_folder()  # the server listens on a socket below TMPDIR
         super().__init__()
         self.set_forkserver_preload([GUARDIAN, *([MATH_VERIFY] if imports_math_verify else [])])
         self._connecting = threading.Lock()

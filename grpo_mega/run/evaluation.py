@@ -24,7 +24,6 @@ from typing import Any
 
 from grpo_mega.config import RewardsConfig
 from grpo_mega.data.load import text_hash
-from grpo_mega.json_lines import json_line
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.paths import heldout_file, write_atomically
@@ -34,6 +33,7 @@ from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.job import Job
+from grpo_mega.text import json_line
 from grpo_mega.types import Group, Prompt, Sample, StepMetrics
 
 MOST_SAMPLES = 16384  # samples per generation phase; at its end every rank holds all of them

@@ -22,8 +22,7 @@ from grpo_mega.data.load import RunData, load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.distributed.stop import StopRequest
-from grpo_mega.distributed.watchdog import HangWatch
+from grpo_mega.distributed.watchdog import HangWatch, StopRequest
 from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
 from grpo_mega.formats.checkpoint_files import Manifest, check_model, latest, read_manifest, tell_latest
 from grpo_mega.megatron import runtime as runtimes

@@ -17,11 +17,11 @@ from functools import partial
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import die_with_launcher
 from grpo_mega.errors import ConfigError, RefreshError
-from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.paths import LOGS, REPLAY_FILE, ROLLOUTS_FILE, refresh_log, write_atomically
+from grpo_mega.processes import shared_folder
 from grpo_mega.rewards.reward_model import check_reachable
 from grpo_mega.run.job import Job
-from grpo_mega.temporary import shared_folder
+from grpo_mega.text import json_line, read_json_lines
 from grpo_mega.types import Group
 
 # Prefixes of variables that are only for the ranks.

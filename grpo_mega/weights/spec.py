@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.files import read_json
+from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
 from grpo_mega.weights.hf_config import resolve
 

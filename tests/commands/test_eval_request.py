@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.commands.eval_request import make_request
+from grpo_mega.commands.eval import make_request
 from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
 from grpo_mega.errors import ConfigError, UserError
@@ -200,7 +199,6 @@ def test_the_command_ends_with_code_2_and_leaves_nothing(
     output = capsys.readouterr()
     assert output.out == "" and sum(problem in line for line in output.err.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
-    assert "GRPO_MEGA_EVAL_FOLDER" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """One rank of the layout tests: all cases of one world size run one after another in the same processes.
 
 `python layouts_worker.py RANK WORLD_SIZE FOLDER` reads cases.pt. A logits case compares the policy's logits with transformers'
-logits, computed by the parent, and writes the largest difference. An update case is a case of commands.check_rank. It also
+logits, computed by the parent, and writes the largest difference. An update case is a case of commands.check. It also
 writes the gradient norms by layer and compares their total with Megatron's norm.
 """
 
@@ -21,8 +21,7 @@ from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack
-from grpo_mega.commands.check import Case
-from grpo_mega.commands.check_rank import run_case
+from grpo_mega.commands.check import Case, run_case
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_mega.distributed import device as devices
-from grpo_mega.distributed import driver
+from grpo_mega.distributed import environment
 from grpo_mega.distributed.device import Device, PeakMemory
 from grpo_mega.errors import ConfigError
 
@@ -50,14 +50,14 @@ def tools(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_gpu_is_detected_by_files_of_its_driver(sign: str, tmp_path: Path) -> None:
-    assert driver.gpu_sign({}, tmp_path) is None
+    assert environment.gpu_sign({}, tmp_path) is None
     (tmp_path / sign).parent.mkdir(parents=True)
     (tmp_path / sign).touch()
-    found = driver.gpu_sign({}, tmp_path)
+    found = environment.gpu_sign({}, tmp_path)
     assert found is not None and f"/{sign}".startswith(found)
     for hidden in ("", "-1", " "):
-        assert driver.gpu_sign({"CUDA_VISIBLE_DEVICES": hidden}, tmp_path) is None
-    assert driver.gpu_sign({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == found
+        assert environment.gpu_sign({"CUDA_VISIBLE_DEVICES": hidden}, tmp_path) is None
+    assert environment.gpu_sign({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == found
 
 
 def test_a_rank_does_not_train_on_the_cpu_if_a_gpu_is_unusable(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_an_unusable_gpu_is_refused_before_any_rank_starts(command: str, tools: 
     data = "{train: none.jsonl, heldout: none.jsonl}"
     config.write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {data}}}")
     words = [command, str(config), *(["--layouts", "tp=2"] if command == "check" else [])]
-    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    variables = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     run = [sys.executable, "-m", "grpo_mega.cli", *words]
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("grpo-mega: error: device=auto: this machine has "), done.stderr
     assert done.stderr.count("device=auto") == 1 and not (tmp_path / "run").exists()
-    done = subprocess.run(run, cwd=ROOT, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    done = subprocess.run(run, cwd=ROOT, env=variables | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and "device" not in done.stderr, done.stderr

@@ -11,7 +11,8 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from grpo_mega.distributed.launch import launch_local, rank_environments, run_ranks
+from grpo_mega.config import load
+from grpo_mega.distributed.launch import launch, rank_environments, run_ranks
 
 LAUNCHER = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
 LAUNCHER += "sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])))"
@@ -190,9 +191,16 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher.communicate(timeout=60)
 
 
-@pytest.mark.usefixtures("patient")
-def test_launch_local_runs_the_command_line_in_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch_local(["train", str(tmp_path / "none.yaml")], 2, tmp_path) == 2
-    assert "No such file" in capfd.readouterr().err
-    assert (tmp_path / "rank_1.log").exists()  # empty if rank 0 failed first
+def test_launch_runs_the_function_of_a_module_on_every_rank(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    assert launch(os.mkdir, path, 1, tmp_path) == 0 and path.is_dir()
+    assert launch(os.rmdir, path, 2, tmp_path / "logs") != 0, "one of two ranks finds no folder"
+    assert not path.exists() and (tmp_path / "logs/rank_1.log").exists()
     assert os.environ.get("RANK") is None
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_error_of_the_function_that_the_user_can_fix_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(load, tmp_path / "none.yaml", 2, tmp_path) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("grpo-mega: error: ") and "No such file" in line

@@ -43,8 +43,8 @@ IMPORTS = (
     "tokenizers",
     "math_verify",
     "grpo_mega.train",
-    "grpo_mega.commands.eval_rank",
-    "grpo_mega.commands.check_rank",
+    "grpo_mega.commands.eval",
+    "grpo_mega.commands.check",
     "grpo_mega.commands.export",
     "grpo_mega.rollout.embedded.engine",
     "grpo_mega.preflight",
@@ -61,7 +61,7 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.check_rank", "grpo_mega.commands.eval_rank")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo")
 CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
 arguments = sys.argv[1:]

@@ -331,10 +331,10 @@ def folder(good_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     shutil.copytree(good_run, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in (*rank_environments({}, world_size=1)[0], cli.CLAIMED):
+    for name in rank_environments({}, world_size=1)[0]:
         monkeypatch.setenv(name, "")  # so that what the run sets is undone
         monkeypatch.delenv(name)
-    monkeypatch.setattr("grpo_mega.distributed.launch.launch_local", None)  # several ranks are never started
+    monkeypatch.setattr("grpo_mega.distributed.launch.run_ranks", None)  # several ranks are never started
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path
     for number, handler in handlers.items():

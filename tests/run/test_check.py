@@ -52,12 +52,12 @@ def test_check_prints_a_line_per_layout_and_succeeds_if_all_are_equal(tmp_path: 
 
 
 def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_ranks(*_: Any) -> int:
+    def fail(*_: Any) -> int:
         (tmp_path / "0").mkdir()
         torch.save(None, tmp_path / "0" / "outcome.pt")
         return 3
 
-    monkeypatch.setattr(check, "run_ranks", run_ranks)
+    monkeypatch.setattr(check, "launch_processes", fail)
     config = load(kills.write_inputs(tmp_path, "tp=1"), ["run_dir=unused"])
     with pytest.raises(ConfigError, match=r"^reversed: its ranks ended with code 3"):
         check.run_cases([check.Case("tp=1", config), check.Case("reversed", config, True), check.Case("x", config)], tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega import temporary
+from grpo_mega import processes
 from grpo_mega.processes import descendants
 from grpo_mega.rollout.sglang import server_main
 from tests.helpers.servers import is_true_within
@@ -16,14 +16,14 @@ from tests.helpers.servers import is_true_within
 
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(temporary, "_bases", lambda: [tmp_path])
-    monkeypatch.setattr(temporary, "_check_socket", lambda folder: None)  # pytest's folders have long names
+    monkeypatch.setattr(processes, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr(processes, "_check_socket", lambda folder: None)  # pytest's folders have long names
     monkeypatch.setattr(server_main, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: Path) -> None:
-    folder, lock = temporary.make_folder()
+    folder, lock = processes.make_folder()
     (folder / "socket").touch()
     child = os.fork()
     if child == 0:
@@ -39,7 +39,7 @@ def test_a_folder_stays_as_long_as_a_process_forked_from_its_maker_lives(base: P
 
 
 def test_folders_of_killed_makers_go_and_folders_of_others_stay(base: Path) -> None:
-    (base / f"{temporary._prefix()}dead").mkdir()
+    (base / f"{processes._prefix()}dead").mkdir()
     (base / "someone-elses").mkdir()
     server_main.remove_unused()
     assert [path.name for path in base.iterdir()] == ["someone-elses"]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from grpo_mega import temporary
+from grpo_mega import processes
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.rewards import NoScore, Score, Step
 from grpo_mega.rewards.reward_model import reward_model
@@ -78,7 +78,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[str]:
     words = ["--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), "--context-length", "512"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"]
-    private, lock = temporary.make_folder()
+    private, lock = processes.make_folder()
     owner = [str(os.getpid()), str(private), str(lock)]
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_mega.rollout.sglang.server_main", *owner, *words, *arguments],

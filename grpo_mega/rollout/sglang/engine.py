@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.distributed.peers import EngineRanks
-from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.engine import Engine, RolloutRequest
 from grpo_mega.rollout.schedule import Schedule, schedule_of

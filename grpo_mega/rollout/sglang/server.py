@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import temporary
+from grpo_mega import processes
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.environment import loopback_sockets, server_cache
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
@@ -178,7 +178,7 @@ class Server:
         self._name = f"policy-{secrets.token_hex(8)}"
         self._num_starts += 1
         arguments = server_arguments(self._settings, self._name, port)
-        self.private_folder, lock = temporary.make_folder()
+        self.private_folder, lock = processes.make_folder()
         # On CPUs with AMX, SGLang names its shared memory by MASTER_ADDR and MASTER_PORT, so the port must be unique.
         own = {server_main.KEY_VARIABLE: self.key, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         owner = [str(os.getpid()), str(self.private_folder), str(lock)]
@@ -327,7 +327,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
     # The trainer's temporary folder is removed with the trainer, so the server needs another one.
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary.shared_folder())} | loopback_sockets()
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(processes.shared_folder())} | loopback_sockets()
     # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from grpo_mega import temporary
+from grpo_mega import processes
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.rollout.sglang import compat
 
@@ -61,10 +61,10 @@ def remove_unused() -> None:
     """Remove the temporary folders and the shared memory of servers that are gone.
 
     SGLang ends its processes with SIGKILL even without an error, so it never cleans up. Each server has a folder of
-    temporary.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An unlocked
+    processes.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An unlocked
     folder, or memory that no process has open, belongs to a dead server, so no record of servers is needed.
     """
-    temporary.remove_unused()
+    processes.remove_unused_folders()
     segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]
     in_use = _open_files() if segments else set()
     for segment in segments:

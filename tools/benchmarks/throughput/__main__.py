@@ -39,8 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 
 from grpo_mega import config as configs
 from grpo_mega import paths, preflight
-from grpo_mega.cli import CLAIMED
-from grpo_mega.commands.ranks import check_world_size
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
@@ -168,8 +166,6 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         raise ConfigError(
             "rollout.placement=separate: must be colocated here; tools/benchmarks/async.py measures ranks that generate"
         )
-    if is_rank:
-        check_world_size(os.environ, config.layout)
     preflight.check(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
@@ -196,15 +192,13 @@ def started(config: Config, argv: Sequence[str]) -> int:
     """Start the layout's ranks and return their exit code."""
     path = config.run_dir / paths.CONFIG_FILE
     assert configs.validate(parse_yaml(path.read_text())) == config
-    own = {CLAIMED: str(os.getpid()), FOLDER: str(path)}
-    os.environ.update(own)
+    os.environ[FOLDER] = str(path)
     try:
         return run_ranks(
             [sys.executable, str(Path(__file__).resolve()), *argv], config.layout.world_size, config.run_dir / "logs"
         )
     finally:
-        for name in own:
-            del os.environ[name]
+        del os.environ[FOLDER]
 
 
 def measure(config: Config, options: argparse.Namespace) -> int:

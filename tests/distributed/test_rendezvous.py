@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from grpo_mega.distributed.peers import EngineRanks
-from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
 
 TEXT = "\u2028 a line\nof \ud800 its own"

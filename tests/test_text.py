@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.json_lines import json_line, read_json_lines
 from grpo_mega.observe.curves import read_curves
 from grpo_mega.observe.report import read_run
 from grpo_mega.run.folder import trim
-from grpo_mega.text import find_surrogate, well_formed
+from grpo_mega.text import find_surrogate, json_line, read_json_lines, well_formed
 from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 
 RECORD = {"step": 3, f"a{LINE_ENDS}": f"é€😀{LINE_ENDS}", "b": [1.5, float("nan"), {"c": "\ud83d"}], "d": SURROGATES}

@@ -1,0 +1,329 @@
+"""`grpo-mega grpo`, or `python -m grpo_mega.grpo`: train with the flags of TRL and open-r1 (trl_flags.py).
+
+The flags become the config that `grpo-mega train` would read from a file. TRL counts optimizer steps and batches of samples.
+The config counts rollouts (`steps`), prompts per rollout and optimizer steps per rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mega import config as configs
+from grpo_mega.commands.options import TrlOptions
+from grpo_mega.commands.train import reward_override, train
+from grpo_mega.commands.trl_flags import FLAGS, LOSS_TYPES, Values, parse
+from grpo_mega.config import Config
+from grpo_mega.data.rows import read_rows
+from grpo_mega.distributed.launch import current_rank
+from grpo_mega.errors import ConfigError
+from grpo_mega.paths import read_json, user_path
+
+Keys = dict[str, Any]  # values of the config by dotted key, before validation
+PROMPT_COLUMNS = ("prompt", "problem", "question")  # default columns: the first one that the set has
+_FORMATS = (".jsonl", ".json", ".parquet")
+_HUB_NAME = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
+# All files of a checkpoint that may be read: no weights in other formats, and no code.
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_PER_DEVICE_DEFAULT = 8  # TRL's default
+_BATCH_FLAGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+
+
+def run(options: TrlOptions) -> int:
+    """Train with the flags after "grpo" on the command line. Return the exit code."""
+    config, resume, notes = read(options.argv[1:], os.environ)
+    if not current_rank():
+        for note in notes:
+            print(f"grpo-mega: note: {note}", file=sys.stderr)
+    return train(config, resume, options.argv)
+
+
+def read(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Config, bool, list[str]]:
+    """Return the flags' config, whether to resume, and notes for the user. Download the model if necessary.
+
+    Under torchrun, the number of data-parallel ranks follows from WORLD_SIZE in `environ`. Raise ConfigError if flags
+    contradict each other or this trainer does not support them.
+    """
+    values, notes = parse(arguments)
+    raw = _nested(_to_keys(values, _data_parallel_size(values, environ)))
+    rewards = reward_override(values.get("reward_funcs"), values.get("reward_weights"))
+    for override in [*rewards, *values.get("set", [])]:
+        configs.apply_override(raw, override)
+    config = configs.validate(raw)  # raises before anything is downloaded
+    data = config.data
+    if _evaluates(values) and not (data.heldout_sources or data.heldout_size or data.heldout_fraction):
+        raise ConfigError(
+            f"--eval_steps {values['eval_steps']} has nothing to evaluate on; name --dataset_test_split, or set data.heldout "
+            "or data.heldout_size by --set"
+        )
+    model = find_model(str(config.model.path), values.get("model_revision"))
+    raw["model"]["path"] = str(model)
+    if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
+        raw["model"]["dtype"] = _own_dtype(model)
+    return configs.validate(raw), values.get("resume", False), notes
+
+
+def find_model(name: str, revision: str | None) -> Path:
+    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raise ConfigError."""
+    if Path(name).is_dir():
+        if revision is not None:
+            raise ConfigError(f"--model_revision {revision} is for models of the hub, but {name} is a folder; leave it out")
+        return Path(name)
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--model_name_or_path {name} is no folder; name one, or a model of the Hugging Face hub (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_MODEL_FILES))
+    except Exception as error:  # raised by the hub's client, the network or the disk
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"--model_name_or_path {name} is neither a local folder nor available from the Hugging Face hub ({reason}); "
+            "check name, revision and network, or download it elsewhere and name its folder"
+        ) from None
+
+
+def find_data(name: str, config: str | None, split: str | None) -> str:
+    """Return the value of data.train for a file, a folder or a name on the hub. Raise ConfigError."""
+    path = user_path(name)
+    is_local = path.exists() or path.suffix in _FORMATS or not _HUB_NAME.fullmatch(name.removeprefix("hub:"))
+    if not is_local:
+        return f"hub:{name.removeprefix('hub:')}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
+    if config is not None:
+        raise ConfigError(f"--dataset_config {config} is for data sets of the hub, but {name} is a path; leave it out")
+    if split is None:
+        return str(path)
+    if not path.is_dir():
+        raise ConfigError(f"split {split!r} of {name}: a file has no splits; leave it out, or set data.heldout by --set")
+    return f"{path}@{split}"
+
+
+def _own_dtype(model: Path) -> str:
+    """Return float32 if the model's config.json has this dtype, else bfloat16."""
+    try:
+        fields = read_json(model / "config.json")
+    except (OSError, ValueError):
+        return "bfloat16"  # preflight reports the problem with the file
+    dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def _data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
+    """Return --data_parallel, or torchrun's ranks divided by the sizes of the other dimensions."""
+    world_size = environ.get("WORLD_SIZE", "")
+    if "data_parallel" in values or not world_size.isdecimal():
+        return max(1, values.get("data_parallel", 1))
+    ranks = max(1, values.get("tensor_parallel", 1)) * max(1, values.get("pipeline_parallel", 1))
+    return max(1, int(world_size) // ranks)
+
+
+def _evaluates(values: Values) -> bool:
+    return "eval_steps" in values and values.get("eval_strategy") != "no"
+
+
+def _nested(keys: Keys) -> dict[str, Any]:
+    raw: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, leaf = key.split(".")
+        section = raw
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return raw
+
+
+def _to_keys(values: Values, dp_size: int) -> Keys:
+    """Return the config's values for the flags."""
+    keys: Keys = {key: values[name] for name, flag in FLAGS.items() if name in values and (key := flag.key) is not None}
+    _model_and_data(values, keys)
+    keys |= {f"algorithm.{name}": value for name, value in _algorithm(values).items()}
+    _batch(values, keys, dp_size)
+    num_updates = _get(keys, "batch.mini_batches") * _get(keys, "batch.epochs")  # optimizer steps per rollout
+    _reference(values, keys, num_updates)
+    _length(values, keys, num_updates)
+    _optimizer(values, keys, num_updates)
+    _intervals(values, keys, num_updates)
+    return keys
+
+
+def _get(keys: Keys, key: str) -> Any:
+    """Return the value of a key, or its default."""
+    section, _, name = key.partition(".")
+    schema: Any = Config.model_fields[section].annotation
+    return keys.get(key, schema.model_fields[name].default)
+
+
+def _model_and_data(values: Values, keys: Keys) -> None:
+    keys["model.path"] = values["model_name_or_path"]
+    dtype = values.get("dtype")
+    if "bf16" in values:
+        from_bf16 = "bfloat16" if values["bf16"] else "float32"
+        if dtype not in (None, "auto", from_bf16):
+            raise ConfigError(f"--bf16 {str(values['bf16']).lower()} contradicts --dtype {dtype}; give one of them")
+        dtype = from_bf16
+    if dtype not in (None, "auto"):
+        keys["model.dtype"] = dtype
+    if "gradient_checkpointing" in values:
+        keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
+    name, config = values["dataset_name"], values.get("dataset_config")
+    keys["data.train"] = train = find_data(name, config, values.get("dataset_train_split"))
+    if "data.prompt_column" not in keys:
+        first = next(iter(read_rows(train)), None)
+        if column := next((column for column in PROMPT_COLUMNS if first and column in first.values), None):
+            keys["data.prompt_column"] = column
+    has_splits = train.startswith("hub:") or user_path(name).is_dir()
+    split = values.get("dataset_test_split", "test" if _evaluates(values) and has_splits else None)
+    if split is not None:
+        keys["data.heldout"] = find_data(name, config, split)
+
+
+def _algorithm(values: Values) -> Keys:
+    """Return the values of the keys in `algorithm`."""
+    name = values.get("loss_type", "grpo")
+    if name not in LOSS_TYPES:
+        raise ConfigError(
+            f"--loss_type {name} is not among {', '.join(LOSS_TYPES)}; for other methods see --set algorithm.recipe="
+        )
+    found = dict(LOSS_TYPES[name]) if "loss_type" in values else {}
+    is_per_sequence = values.get("importance_sampling_level") == "sequence"
+    for flag, value in (("importance_sampling_level", "sequence" * is_per_sequence), ("delta", values.get("delta"))):
+        if value and name in ("cispo", "sapo"):
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ConfigError(f"--{flag} {shown} cannot be combined with --loss_type {name}; leave one out")
+    if is_per_sequence:
+        found["loss_type"] = "gspo"
+    if "epsilon_high" in values:
+        # cispo limits the ratio itself, not its distance from 1
+        found["ratio_clip_eps_high"] = values["epsilon_high"] - (name == "cispo")
+        if name == "cispo" and values["epsilon_high"] <= 1:
+            raise ConfigError(
+                f"--epsilon_high {values['epsilon_high']:g} is the largest ratio of --loss_type cispo; "
+                "give one above 1, for example 5"
+            )
+    if "delta" in values:
+        if is_per_sequence:
+            raise ConfigError(
+                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave one out"
+            )
+        found |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
+    if "scale_rewards" in values:
+        scale = values["scale_rewards"]
+        found |= {"normalize_by_std": scale not in ("none", "false"), "std_over": "batch" if scale == "batch" else "group"}
+    if values.get("multi_objective_aggregation") == "normalize_then_sum":
+        found["adv_type"] = "gdpo"
+    if values.get("entropy_coef"):
+        found |= {"entropy_bonus": values["entropy_coef"], "calculate_entropy": True}
+    if "use_bias_correction_kl" in values:
+        found["kl_penalty_type"] = "low_var_kl_weighted" if values["use_bias_correction_kl"] else "low_var_kl"
+    return found
+
+
+def _batch(values: Values, keys: Keys, dp_size: int) -> None:
+    """Set prompts per rollout with TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel rank."""
+    given = [name for name in _BATCH_FLAGS if name in values]
+    longest_sample = _get(keys, "data.max_prompt_length") + _get(keys, "rollout.max_response_length")
+    for name in given:
+        if values[name] < 1:
+            raise ConfigError(f"--{name} {values[name]} is not above 0; raise it")
+    if not given:
+        if longest_sample > _get(keys, "batch.tokens_per_micro_batch"):
+            keys["batch.tokens_per_micro_batch"] = longest_sample
+        return
+    _refuse_both(values, "steps_per_generation", "generation_batch_size")
+    per_device = values.get("per_device_train_batch_size", _PER_DEVICE_DEFAULT)
+    accumulation = values.get("gradient_accumulation_steps", 1)
+    per_pass = per_device * dp_size
+    num_samples = values.get("generation_batch_size", per_pass * values.get("steps_per_generation", accumulation))
+    passes, rest = divmod(num_samples, per_pass)
+    if rest:
+        raise ConfigError(
+            f"--generation_batch_size {num_samples} is not a multiple of per_device_train_batch_size="
+            f"{per_device} x {dp_size} data-parallel ranks; use {passes * per_pass or per_pass} or {(passes + 1) * per_pass}"
+        )
+    mini_batches, rest = divmod(passes, accumulation)
+    if rest:
+        raise ConfigError(
+            f"--gradient_accumulation_steps {accumulation} does not divide the {passes} passes of a rollout "
+            f"(steps_per_generation); raise these to {(mini_batches + 1) * accumulation}"
+        )
+    group_size = _get(keys, "algorithm.group_size")
+    num_prompts, rest = divmod(num_samples, max(1, group_size))
+    if rest or num_prompts % mini_batches:
+        fitting = math.lcm(group_size * mini_batches, passes * dp_size) // (passes * dp_size)
+        raise ConfigError(
+            f"a rollout of per_device_train_batch_size={per_device} x {passes} passes x {dp_size} data-parallel ranks = "
+            f"{num_samples} samples is not {mini_batches} times whole groups of num_generations={group_size}; "
+            f"use --per_device_train_batch_size {fitting} or a multiple, or change --num_generations"
+        )
+    keys |= {"batch.prompts_per_step": num_prompts, "batch.mini_batches": mini_batches}
+    keys["batch.tokens_per_micro_batch"] = per_device * longest_sample
+
+
+def _refuse_both(values: Values, first: str, second: str) -> None:
+    if first in values and second in values:
+        raise ConfigError(f"--{first} and --{second} mean the same; give one of them")
+
+
+def _reference(values: Values, keys: Keys, num_updates: int) -> None:
+    """Set how the reference follows the policy, with TRL's defaults. A rollout has `num_updates` optimizer steps."""
+    if values.get("sync_ref_model"):
+        keys["algorithm.ref_model_sync_steps"] = math.ceil(values.get("ref_model_sync_steps", 512) / num_updates)
+        keys["algorithm.ref_model_mixup_alpha"] = values.get("ref_model_mixup_alpha", 0.6)
+        return
+    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
+        if name in values:
+            raise ConfigError(f"--{name} {values[name]:g} needs --sync_ref_model true; give it, or leave {name} out")
+
+
+def _length(values: Values, keys: Keys, num_updates: int) -> None:
+    if values.get("max_steps", -1) > 0:
+        keys["steps"] = math.ceil(values["max_steps"] / num_updates)
+        return
+    epochs = values.get("num_train_epochs", 1.0)
+    if not epochs > 0:
+        raise ConfigError(f"--num_train_epochs {epochs:g} is not above 0; raise it, or give --max_steps")
+    num_prompts = sum(1 for _ in read_rows(keys["data.train"]))
+    keys["steps"] = max(1, math.floor(epochs * num_prompts / _get(keys, "batch.prompts_per_step")))
+
+
+def _optimizer(values: Values, keys: Keys, num_updates: int) -> None:
+    if "lr_scheduler_type" in values:
+        keys["optimizer.schedule"] = values["lr_scheduler_type"].removesuffix("_with_warmup")
+    _refuse_both(values, "warmup_steps", "warmup_ratio")
+    warmup = values.get("warmup_ratio", values.get("warmup_steps"))
+    if warmup is not None:
+        if "warmup_ratio" in values and not 0 <= warmup <= 1:
+            raise ConfigError(f"--warmup_ratio {warmup:g} is not between 0 and 1; for a number of steps use --warmup_steps")
+        is_share = "warmup_ratio" in values or 0 < warmup < 1
+        keys["optimizer.warmup_steps"] = math.ceil(warmup * keys["steps"] * num_updates) if is_share else int(warmup)
+    first, second = _get(keys, "optimizer.betas")
+    keys["optimizer.betas"] = [values.get("adam_beta1", first), values.get("adam_beta2", second)]
+
+
+def _intervals(values: Values, keys: Keys, num_updates: int) -> None:
+    """Set the intervals of checkpoints and evaluations, and the run's log."""
+    for event, key in (("save", "checkpoint.interval"), ("eval", "eval.interval")):
+        strategy, interval = values.get(f"{event}_strategy"), values.get(f"{event}_steps")
+        if strategy == "steps" and interval is None:
+            raise ConfigError(f"--{event}_strategy steps needs --{event}_steps; give it")
+        if interval is not None and strategy != "no":
+            keys[key] = math.ceil(interval / num_updates)
+    if "report_to" in values:
+        for name in values["report_to"]:
+            if name not in ("wandb", "none", "all"):
+                raise ConfigError(
+                    f"--report_to {name} is not written; use wandb or none: output_dir/metrics.jsonl has all metrics"
+                )
+        keys["log.wandb"] = values["report_to"] != ["none"]
