@@ -14,7 +14,7 @@ PACKAGE = ROOT / "grpo_mega"
 # A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
 __init__ errors text console files yaml_text json_lines processes temporary http_client types paths config weights batching
-rewards data algorithm observe distributed formats preflight rollout megatron planner run commands train cli grpo
+rewards data algorithm observe distributed formats preflight rollout planner megatron run commands train cli grpo
 """
 
 # Third-party packages that only one folder of the package may import.

@@ -1,6 +1,7 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`make_plan` takes a PlannedJob whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic.
+`Plan` takes a PlannedJob whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic, done when it
+is asked for.
 """
 
 from __future__ import annotations
@@ -8,12 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from grpo_mega.planner.batch import Batch, batch
 from grpo_mega.planner.communication import Link, communication
-from grpo_mega.planner.engine import EngineMemory, engine_memory
 from grpo_mega.planner.figures import TracedNumber, total
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import HostMemory, StageMemory, checkpoint_bytes, device_memory, engine_device, host_memory
+from grpo_mega.planner.memory import (
+    EngineMemory,
+    HostMemory,
+    StageMemory,
+    checkpoint_bytes,
+    device_memory,
+    engine_device,
+    engine_memory,
+    host_memory,
+)
 from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Timing, timing
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
@@ -25,24 +33,48 @@ MARGIN = 0.08  # share of the device that a plan should leave free, because esti
 @dataclass(frozen=True)
 class Plan:
     setup: PlannedJob
-    stages: list[StageMemory]
-    engine: EngineMemory
-    engine_device: list[TracedNumber]  # memory of a separate engine's device; empty if engines are colocated
-    batch: Batch
-    links: list[Link]
+
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        return device_memory(self.setup)
+
+    @cached_property
+    def worst(self) -> StageMemory:
+        """Return the stage with the highest peak; of equal peaks (generation), the stage with the least room in training."""
+        return max(self.stages, key=lambda stage: (stage.peak, stage.totals["update"]))
+
+    @cached_property
+    def largest_state(self) -> State:
+        return max((stage.state for stage in self.stages), key=lambda state: state.elements + state.fp8_elements)
+
+    @cached_property
+    def engine(self) -> EngineMemory:
+        return engine_memory(self.setup)
+
+    @cached_property
+    def engine_device(self) -> list[TracedNumber]:
+        """Return the memory of a separate engine's device; empty if engines are colocated."""
+        return engine_device(self.setup)
+
+    @cached_property
+    def engine_total(self) -> TracedNumber:
+        return total("an engine's own device", self.engine_device)
+
+    @cached_property
+    def links(self) -> list[Link]:
+        return communication(self.setup, self.largest_state)
 
     @cached_property
     def timing(self) -> Timing:
-        return timing(self.setup, self.batch, self.links, _largest(self.stages), self.engine)
+        return timing(self.setup, self.links, self.largest_state, self.engine)
 
-    @property
-    def worst(self) -> StageMemory:
-        """Return the stage with the highest peak; of equal peaks (generation), the stage with the least room in training."""
-        return max(self.stages, key=lambda stage: (stage.peak.value, stage.totals["update"].value))
+    @cached_property
+    def host(self) -> HostMemory:
+        return host_memory(self.setup)
 
-    @property
-    def engine_total(self) -> TracedNumber:
-        return total("an engine's own device", "B", self.engine_device)
+    @cached_property
+    def checkpoint(self) -> TracedNumber:
+        return checkpoint_bytes(self.setup)
 
     @property
     def peak_gib(self) -> float:
@@ -64,20 +96,25 @@ class Plan:
     @property
     def shortfalls(self) -> list[str]:
         """Return the reasons why the job does not run although no rule is broken."""
+        worst, capacity = self.worst, self.capacity_gib
         reasons = [self.engine.shortfall] if self.engine.shortfall else []
-        if self.engine_total.gib > self.capacity_gib:
-            reasons.append(f"an engine's own device takes {self.engine_total.gib:.1f} GiB of {self.capacity_gib:.1f}")
-        if self.worst.peak.gib > self.capacity_gib:
-            largest = max(self.worst.phases[self.worst.peak_phase], key=lambda figure: figure.value)
+        if self.engine_total.gib > capacity:
+            reasons.append(f"an engine's own device takes {self.engine_total.gib:.1f} GiB of {capacity:.1f}")
+        if worst.peak.gib > capacity:
+            largest = max(worst.phases[worst.peak_phase])
             reasons.append(
-                f"{self.worst.peak_phase} takes {self.worst.peak.gib:.1f} GiB of {self.capacity_gib:.1f} on pipeline stage "
-                f"{self.worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
+                f"{worst.peak_phase} takes {worst.peak.gib:.1f} GiB of {capacity:.1f} on pipeline stage "
+                f"{worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
             )
         return reasons
 
     @property
     def fits(self) -> bool:
         return not self.shortfalls
+
+    @property
+    def is_tight(self) -> bool:
+        return self.fits and self.spare < MARGIN
 
     @property
     def both_fit(self) -> bool:
@@ -87,23 +124,10 @@ class Plan:
         is_asked = self.setup.takes_turns and self.setup.config.rollout.sleep == "auto"
         return is_asked and training + engine <= (1 - MARGIN) * self.capacity_gib
 
-    @property
-    def is_tight(self) -> bool:
-        return self.fits and self.spare < MARGIN
-
-    @cached_property
-    def host(self) -> HostMemory:
-        return host_memory(self.setup)
-
-    @cached_property
-    def checkpoint(self) -> TracedNumber:
-        return checkpoint_bytes(self.setup)
-
     @cached_property
     def sync_traffic(self) -> Traffic:
         """Return the sync's traffic between ranks, counted transfer by transfer."""
-        setup = self.setup
-        family, shape = setup.family, setup.shape
+        setup, family, shape = self.setup, self.setup.family, self.setup.shape
         source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
         quantise = setup.config.rollout.quantization is not None
         if setup.is_served:
@@ -112,20 +136,3 @@ class Plan:
             target = hf_shards(family, shape, setup.num_engine_ranks, quantise=quantise)
         target = target.after(setup.first_engine_rank)
         return plan_transfers(source, target, ranks_per_node=setup.gpus_per_node).traffic(setup.engine_itemsize)
-
-
-def make_plan(setup: PlannedJob) -> Plan:
-    stages = device_memory(setup)
-    engine = engine_memory(setup)
-    batches = batch(setup)
-    links = communication(setup, batches, _largest(stages))
-    return Plan(setup, stages, engine, engine_device(setup), batches, links)
-
-
-def _largest(stages: list[StageMemory]) -> State:
-    return max((stage.state for stage in stages), key=lambda state: state.elements + state.fp8_elements)
-
-
-def disk_bytes(plan: Plan) -> tuple[float, float]:
-    """Return the bytes of all kept checkpoints plus the one being written, and the free bytes that a save requires."""
-    return plan.checkpoint.value * (plan.setup.config.checkpoint.keep + 1), plan.checkpoint.value

@@ -1,21 +1,22 @@
-"""Other layouts and settings for the same job: all legal layouts, and single changes to the config."""
+"""Other settings for the same job: all legal layouts, single changes to the config, and the other placement of the engines."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from grpo_mega import config as configs
-from grpo_mega.config import Config
 from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.planner.plan import Plan
 from grpo_mega.preflight import Machine, job_problems
 
-Changes = dict[str, Any]  # values keyed by dotted config key
+Changes = dict[str, Any]  # values keyed by "section.key"
+NUM_SUGGESTED, NUM_FIRST_CHANGES = 5, 3
 MAX_VPP, MAX_CP = 4, 8
 
 
@@ -27,56 +28,69 @@ class Option:
     @property
     def flags(self) -> str:
         """Return the changes as command-line flags; empty for the config as it is."""
-        return " ".join(f"--set {key}={_text(value)}" for key, value in self.changes.items())
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.changes.items()}
+        return " ".join(f"--set {key}={text}" for key, text in texts.items())
 
     @property
     def rate(self) -> float:
-        return float(self.plan.timing.tokens_per_second_per_gpu.value)
+        return float(self.plan.timing.tokens_per_second_per_gpu)
 
 
-def suggest(setup: PlannedJob, count: int = 5) -> list[Option]:
+def suggest(setup: PlannedJob) -> list[Option]:
     """Return the fastest layouts that leave plan.MARGIN free, best first; if rates are equal, the smallest pp and tp first."""
-    options = [option for option in options_of(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
+    options = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
     options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
-    return options[:count]
+    return options[:NUM_SUGGESTED]
 
 
-def first_changes(plan: Plan, count: int = 3) -> list[Option]:
+def first_changes(plan: Plan) -> list[Option]:
     """Return single changes that make the plan fit with plan.MARGIN free; if it already does, changes that make it faster."""
-    options = [option for option in options_of(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
+    options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     if plan.fits and not plan.is_tight:
-        faster = 1.02 * plan.timing.tokens_per_second_per_gpu.value
+        faster = 1.02 * plan.timing.tokens_per_second_per_gpu
         options = [option for option in options if not option.plan.is_tight and option.rate > faster]
     else:
         options = [option for option in options if option.plan.spare > max(plan.spare + 0.005, 0.0)]
-    return sorted(options, key=lambda option: (option.plan.is_tight, -option.rate))[:count]
+    return sorted(options, key=lambda option: (option.plan.is_tight, -option.rate))[:NUM_FIRST_CHANGES]
 
 
-def changed(config: Config, changes: Changes) -> Config | None:
-    """Return the config with these values; None if they contradict one another."""
-    raw = config.model_dump(mode="json")
-    for key, value in changes.items():
-        node = raw
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            node = node[parent]
-        node[leaf] = value
-    try:
-        return configs.validate(raw)
-    except ConfigError:
+def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
+    """Compare engines on the trainer's devices and on separate devices of the same GPUs.
+
+    Return the faster plan, and the best option that fits with the other placement (None if none fits). Return None without a
+    distribution of lengths, because the longest responses decide.
+    """
+    setup = replace(plan.setup, lengths=plan.setup.response_lengths)
+    if setup.lengths is None:
         return None
+    options = [option for option in _options(setup, _other_placements(setup)) if option.plan.fits]
+    if not options:
+        return plan, None
+    # A search with shrinking strides: with fewer engine ranks generation takes longer; with more engine ranks training does.
+    place = stride = len(options) // 2
+    while stride:
+        near = [i for i in (place, place - stride, place + stride) if 0 <= i < len(options)]
+        place = min(near, key=lambda i: options[i].plan.timing.step)
+        stride //= 2
+    other = options[place]
+    return plan if plan.fits and plan.timing.step <= other.plan.timing.step else other.plan, other
 
 
-def options_of(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Option]:
+def _options(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Option]:
     """Yield an option for each candidate whose config breaks no rule."""
-    was = setup.config.model_dump(mode="json")
     machine = Machine(setup.world_size, setup.gpus_per_node, setup.card)
     for changes in candidates:
-        config = changed(setup.config, changes)
-        if config is None or any(job_problems(config, setup.shape, machine)):
+        raw, news = setup.config.model_dump(mode="json"), {}
+        for key, value in changes.items():
+            section, name = key.split(".")
+            if raw[section][name] != value:
+                raw[section][name] = news[key] = value
+        try:
+            config = configs.validate(raw)
+        except ConfigError:  # the values contradict one another
             continue
-        news = {key: value for key, value in changes.items() if _get(was, key) != value}
-        yield Option(news, make_plan(replace(setup, config=config)))
+        if not any(job_problems(config, setup.shape, machine)):
+            yield Option(news, Plan(replace(setup, config=config)))
 
 
 def _layouts(setup: PlannedJob) -> Iterator[Changes]:
@@ -153,13 +167,19 @@ def _engine_cut(setup: PlannedJob, tp: int) -> Changes:
     return {"rollout.tp": tp, "rollout.ep": min(tp, setup.config.rollout.ep)}
 
 
-def _get(raw: Any, key: str) -> Any:
-    for part in key.split("."):
-        raw = raw[part]
-    return raw
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _other_placements(setup: PlannedJob) -> Iterator[Changes]:
+    """Yield the changes that switch to the other placement, with the same tp, cp and pp."""
+    layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
+    unit = layout.tp * layout.cp * layout.pp
+    if setup.is_separate:
+        yield {"layout.engine_ranks": 0, "layout.dp": world // unit, "rollout.placement": "colocated"}
+        return
+    for ranks in range(rollout.tp, world, rollout.tp):
+        yield {
+            "layout.engine_ranks": ranks,
+            "layout.dp": (world - ranks) // unit,
+            "rollout.placement": "separate",
+            "rollout.partial": False,
+            "rollout.oversample": 1.0,
+            "rollout.max_staleness": rollout.max_staleness if rollout.partial else 1,
+        }

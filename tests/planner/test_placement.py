@@ -15,9 +15,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError
+from grpo_mega.megatron.rehearsal import default_ranks, request_of
 from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.planner.rehearsal import default_ranks, request_of
+from grpo_mega.planner.plan import Plan
 from grpo_mega.planner.report import sections
 from grpo_mega.planner.suggest import suggest
 from grpo_mega.planner.timing import decoding_step, token_seconds
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 def plan_of(path: Path, *overrides: str, **request: Any) -> Plan:
     setup, findings = prepare(PlanOptions(path, overrides=overrides, model="llama-3-70b", **request))
     assert setup is not None and not findings.violations
-    return make_plan(setup)
+    return Plan(setup)
 
 
 def command(path: Path, *overrides: str, options: tuple[str, ...] = ()) -> int:
@@ -110,10 +110,10 @@ def test_separate_plans_offload_nothing_and_engine_nodes_score_rewards(path: Pat
 
 def test_every_formula_of_a_plan_with_engine_ranks_gives_its_figure(path: Path) -> None:
     labels = set()
-    for section, figures in sections(plan_of(path, *SEPARATE)):
-        for figure in figures:
+    for section in sections(plan_of(path, *SEPARATE)):
+        for figure in section.figures:
             assert eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs}) == pytest.approx(figure.value)
-        labels.add(section)
+        labels.add(section.name)
     assert "memory, engine's own device" in labels
 
 
