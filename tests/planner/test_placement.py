@@ -182,7 +182,7 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     assert (
         "tp=4, pp=4, dp=3" in text and "64 x H100" in text and "2 of tp=8, each within a node; the first: ranks 48-55" in text
     )
-    assert "An engine's own device: " in text and "(assumed; give --lengths)" in text
+    assert "Memory, engine's own device (" in text and "(assumed; give --lengths)" in text
 
 
 def test_without_lengths_a_colocated_plan_does_not_compare_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
