@@ -15,8 +15,7 @@ from grpo_mega.planner import report
 from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.known_models import known_model, read_planned_model
-from grpo_mega.planner.plan import Plan
-from grpo_mega.planner.suggest import suggest
+from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all
 from grpo_mega.preflight.cards import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape

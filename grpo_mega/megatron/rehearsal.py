@@ -5,11 +5,9 @@ comparison covers parameters, buffers, communication by kind and the activations
 full length. It verifies the formulas of Megatron's local layers, but not the formulas of Transformer Engine's layers. Every
 expert of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
 
-The process reads requests from stdin, one line of JSON each: config, model (the fields of its config.json), rank, world_size,
-num_batches, num_tokens (per micro-batch) and segment (tokens per sample). For each request it prints a line of JSON with its
-counts: parameters, the bytes that this rank sends by group and kind, and the peak bytes that autograd keeps for the backward
-pass. No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes seconds. The process replaces
-functions of torch.distributed permanently.
+The process reads requests (`request_of`) from stdin, one line of JSON each. For each request it prints a line of JSON with its
+counts (`run_rank`). No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes seconds. The
+process replaces functions of torch.distributed permanently.
 """
 
 from __future__ import annotations
@@ -103,10 +101,8 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
 
 def render(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a table for a terminal of 100 columns."""
-    lines = [
-        f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)",
-        f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}",
-    ]
+    title = f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)"
+    lines = [title, f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}"]
     for c in comparisons:
         verdict = "" if c.agrees else f"  more than {c.tolerance:.0%}"
         lines.append(f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}")
@@ -114,7 +110,7 @@ def render(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
 
 
 def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request for a rank. Raise ConfigError if the rank does not exist."""
+    """Return the request for a rank, with tokens per micro-batch and per segment. Raise ConfigError for an unknown rank."""
     size = setup.layout.world_size
     if not 0 <= rank < size:
         trains = " that train" if setup.is_separate else ""
@@ -196,6 +192,7 @@ def main() -> None:
 
 
 def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
+    """Return parameters, buffers, peak bytes that autograd keeps, and bytes that the rank sends by group and function."""
     from transformers import AutoConfig
 
     from grpo_mega import config as configs

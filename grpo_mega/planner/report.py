@@ -1,7 +1,6 @@
 """A plan as sections of figures, printed as JSON or as text for a terminal of 100 columns.
 
-The JSON has the fields that scripts need most at the top level, then every figure with its formula and inputs. The text has the
-same figures with notes; with --explain also the formulas.
+The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with notes.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from grpo_mega.planner.communication import Link, groups
-from grpo_mega.planner.figures import GIB, TracedNumber
+from grpo_mega.planner.communication import groups
+from grpo_mega.planner.figures import TracedNumber
 from grpo_mega.planner.memory import PHASES
-from grpo_mega.planner.plan import MARGIN, Plan
-from grpo_mega.planner.suggest import Option, first_changes, other_placement
+from grpo_mega.planner.plan import MARGIN, Option, Plan, first_changes, other_placement
 from grpo_mega.preflight import Findings
 
 WIDTH, LABEL_WIDTH = 100, 26
+AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Section:
     detail: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)  # keyed by a figure's label
     remarks: Sequence[str] = ()
-    bytes_unit: str = "GiB"
     is_formula: bool = False  # shown in the text only with --explain
 
 
@@ -52,10 +50,10 @@ def sections(plan: Plan) -> Iterator[Section]:
     if host.peak.gib > usual:
         notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
     yield Section("host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes)
-    keep = setup.config.checkpoint.keep
-    kept = f"{_kept_bytes(plan) / 1e9:,.0f} GB with the {keep} kept and the one being written"
-    free = f"A save needs {plan.checkpoint / 1e9:,.0f} GB of free disk."
-    yield Section("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=[free], bytes_unit="GB")
+    size = f"{plan.checkpoint / 1e9:,.0f} GB"
+    kept = f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being written"
+    remarks = [f"A save needs {size} of free disk."]
+    yield Section("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
     yield _communication(plan)
     yield _time(plan)
 
@@ -75,12 +73,10 @@ def _batch(plan: Plan) -> Section:
 
 
 def _communication(plan: Plan) -> Section:
-    traffic = plan.sync_traffic
-
-    def where(link: Link) -> str:
-        spread = f"{link.num_crossing} of {link.num_groups} groups" if plan.setup.num_nodes > 1 else "no group"
-        return f"{'network' if link.crosses else 'NVLink'}; {spread} across nodes"
-
+    traffic, notes = plan.sync_traffic, {}
+    for link in plan.links:
+        where = f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
+        notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
     sync = (
         f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
         f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
@@ -89,9 +85,8 @@ def _communication(plan: Plan) -> Section:
         "communication",
         [figure for link in plan.links for figure in (link.sent, link.seconds)],
         "per step, sent by the busiest rank",
-        {link.kind: where(link) for link in plan.links},
+        notes,
         [sync] if plan.links else [],
-        "GB",
     )
 
 
@@ -108,13 +103,8 @@ def _time(plan: Plan) -> Section:
     )
 
 
-def _kept_bytes(plan: Plan) -> float:
-    """Return the bytes of all kept checkpoints plus the one being written."""
-    return plan.checkpoint * (plan.setup.config.checkpoint.keep + 1)
-
-
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
-    setup, layout, axes = plan.setup, plan.setup.layout, ("tp", "pp", "vpp", "cp", "dp", "ep")
+    setup, layout = plan.setup, plan.setup.layout
     places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
     report: dict[str, Any] = {
         "fits": plan.fits,
@@ -133,7 +123,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
-        "layout": {axis: getattr(layout, axis) for axis in axes},
+        "layout": {axis: getattr(layout, axis) for axis in AXES},
         "ranks": [{"tp": tp, "cp": layout.cp_rank(rank), "pp": pp, "dp": dp} for rank, (tp, pp, dp) in places],
         "engine_ranks": setup.config.layout.engine_ranks,
         "engines": setup.engine_layout.num_engines,
@@ -153,7 +143,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
         "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
         "checkpoint_gb": round(plan.checkpoint / 1e9, 1),
-        "checkpoints_held_gb": round(_kept_bytes(plan) / 1e9, 1),
+        "checkpoints_held_gb": round(plan.kept_bytes / 1e9, 1),
         "free_disk_asked_gb": round(plan.checkpoint / 1e9, 1),
         "communication": [
             {
@@ -194,9 +184,8 @@ def _placement_json(plan: Plan) -> dict[str, Any] | None:
     compared = other_placement(plan)
     if compared is None:
         return None
-    (faster, other), plans = compared, [plan]
-    if other is not None:
-        plans.append(other.plan)
+    faster, other = compared
+    plans = [plan, other.plan] if other else [plan]
     rollout = faster.setup.config.rollout
     return {
         "faster": rollout.placement,
@@ -220,14 +209,11 @@ def _option_json(option: Option) -> dict[str, Any]:
 def as_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
     found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
     batch, *rest = [_section_lines(section, explains=explains) for section in found]
-    parts = [_verdict(plan), _wrapped(findings.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
-    parts.append(_changes(plan))
+    notes = _wrapped(findings.notes, "note: ")
+    parts = [_verdict(plan), notes, _ranks_lines(plan), batch, _memory(plan), *rest, _changes(plan)]
     if options is not None:
-        detail = (
-            f"the fastest that leave {MARGIN:.0%} free"
-            if options
-            else (f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs")
-        )
+        none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
+        detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
         parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
     if explains:
         parts.append(_assumptions(plan))
@@ -237,8 +223,8 @@ def as_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *,
 def refusal_text(findings: Findings) -> str:
     """Return the text for a config that breaks rules and therefore has no plan."""
     count = len(findings.violations)
-    lines = [f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"]
-    return "\n".join([*lines, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
+    head = f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"
+    return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
 
 
 def _section_lines(section: Section, *, explains: bool) -> list[str]:
@@ -246,9 +232,8 @@ def _section_lines(section: Section, *, explains: bool) -> list[str]:
     lines = [_head(section.name.capitalize(), section.detail)]
     for figure in section.figures:
         trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
-        if figure or explains:
-            row = _row(figure.label, _value(figure, section.bytes_unit), section.notes.get(figure.label, ""), trust)
-            lines += _wrapped([row], "  ")
+        row = _row(figure.label, _value(figure), section.notes.get(figure.label, ""), trust)
+        lines += _wrapped([row], "  ") if figure or explains else []
         if explains:
             inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
             lines += _wrapped(
@@ -257,14 +242,13 @@ def _section_lines(section: Section, *, explains: bool) -> list[str]:
     return [*lines, *_wrapped(section.remarks, "  ")]
 
 
-def _row(label: str, *cells: str) -> str:
-    value, *notes = cells
+def _row(label: str, value: str, *notes: str) -> str:
     return " ".join([f"{label:{LABEL_WIDTH}}{value:>14}", *filter(None, notes)]).rstrip()
 
 
-def _value(figure: TracedNumber, bytes_unit: str) -> str:
+def _value(figure: TracedNumber) -> str:
     if figure.unit == "B":
-        return f"{figure / (GIB if bytes_unit == 'GiB' else 1e9):,.1f} {bytes_unit}"
+        return f"{figure.gib:,.1f} GiB"
     if figure.unit == "s":
         return _seconds(figure)
     if not figure.unit and 0 < figure < 1:  # a share
@@ -314,8 +298,8 @@ def _faster(plan: Plan) -> list[str]:
     if compared is None:
         return []
     faster, option = compared
+    name = "colocated" if plan.setup.is_separate else "separate"
     if option is None:
-        name = "colocated" if plan.setup.is_separate else "separate"
         return [f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp and pp."]
     slower = option.plan if faster is plan else plan
     first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
@@ -331,13 +315,10 @@ def _placement_name(plan: Plan) -> str:
 
 def _ranks_lines(plan: Plan) -> list[str]:
     setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
-    shown = {"tp": True, "cp": layout.cp > 1, "pp": True, "vpp": layout.vpp > 1, "dp": True, "ep": setup.shape.num_experts}
-    cuts = [f"{axis}={getattr(layout, axis)}" for axis, is_shown in shown.items() if is_shown]
-    cuts += ["sequence parallel"] if config.layout.sequence_parallel else []
-    nodes = "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
-    lines = []
-    axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts"}
-    axes["dp"] = "data parallel" if layout.cp == 1 else "data and context parallel"
+    cuts = [f"{axis}={getattr(layout, axis)}" for axis in AXES] + ["sequence parallel"] * config.layout.sequence_parallel
+    lines, nodes = [], "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
+    replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
+    axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
     for axis, name in axes.items():
         first, *others = groups(layout, axis)
         if len(first) > 1:
@@ -352,8 +333,8 @@ def _ranks_lines(plan: Plan) -> list[str]:
         engines = f"{setup.num_engine_ranks}, the whole model in each rank's process (embedded)"
     lines.append(_row("engines", "", engines))
     if setup.is_separate:
-        engine_ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
-        lines.append(_row("", "", f"on separate ranks, {engine_ranks}; the others train"))
+        ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
+        lines.append(_row("", "", f"on separate ranks, {ranks}; the others train"))
     head = _head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")
     return [head, *_wrapped(lines, "  ")]
 
@@ -383,21 +364,18 @@ def _memory(plan: Plan) -> list[str]:
             lines.append(line(label, (f"{value:.1f}" if value else "." for value in values)))
     lines.append(line("total", (f"{totals[phase]:.1f}" for phase in PHASES)))
     lines.append(line(f"of {capacity:.1f}", (f"{totals[phase] / capacity:.0%}" for phase in PHASES)))
-    if len(plan.stages) > 1:
-        peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
-        lines += _wrapped([f"{'peak by stage':{LABEL_WIDTH}}{peaks}"], "  ")
+    peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
+    lines += _wrapped([f"{'peak by stage':{LABEL_WIDTH}}{peaks}"], "  ")
     if plan.both_fit:
         lines.append("  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more.")
     return lines
 
 
 def _changes(plan: Plan) -> list[str]:
-    options = first_changes(plan)
-    if not options:
-        none = "no single change makes it fit; --suggest searches whole layouts"
-        return [] if plan.fits else [_head("What to change first", none)]
-    purpose = "make it faster" if plan.fits and not plan.is_tight else "make room"
-    return [_head("What to change first", f"single changes that {purpose}"), *_option_lines(options)]
+    options, purpose = first_changes(plan), "make it faster" if plan.fits and not plan.is_tight else "make room"
+    none = "no single change makes it fit; --suggest searches whole layouts"
+    detail = f"single changes that {purpose}" if options else none
+    return [_head("What to change first", detail), *_option_lines(options)] if options or not plan.fits else []
 
 
 def _option_lines(options: Iterable[Option]) -> Iterator[str]:

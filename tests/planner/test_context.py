@@ -15,9 +15,8 @@ from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import groups
 from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan
+from grpo_mega.planner.plan import Plan, first_changes, suggest
 from grpo_mega.planner.report import sections
-from grpo_mega.planner.suggest import first_changes, suggest
 
 pytestmark = pytest.mark.pool
 

@@ -17,9 +17,8 @@ from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron.rehearsal import default_ranks, request_of
 from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan
+from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.planner.report import sections
-from grpo_mega.planner.suggest import suggest
 from grpo_mega.planner.timing import decoding_step, token_seconds
 
 CONFIG: dict[str, Any] = {
@@ -180,7 +179,9 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     assert "separate (engine_ranks=16, max_staleness=1), " in verdict and "colocated, " in verdict
     assert "on separate ranks, 48-63; the others train" in text
     assert (
-        "tp=4, pp=4, dp=3" in text and "64 x H100" in text and "2 of tp=8, each within a node; the first: ranks 48-55" in text
+        "tp=4, pp=4, vpp=1, cp=1, dp=3, ep=1, sequence parallel" in text
+        and "64 x H100" in text
+        and "2 of tp=8, each within a node; the first: ranks 48-55" in text
     )
     assert "Memory, engine's own device (" in text and "(assumed; give --lengths)" in text
 
