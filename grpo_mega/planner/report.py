@@ -29,7 +29,7 @@ class Section:
     figures: list[TracedNumber]
     detail: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)  # keyed by a figure's label
-    remarks: Sequence[str] = ()
+    remarks: Iterable[str] = ()
     is_formula: bool = False  # shown in the text only with --explain
 
 
@@ -73,21 +73,22 @@ def _batch(plan: Plan) -> Section:
 
 
 def _communication(plan: Plan) -> Section:
-    traffic, notes = plan.sync_traffic, {}
+    notes = {}
     for link in plan.links:
         where = f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
         notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
-    sync = (
-        f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
-        f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
-    )
-    return Section(
-        "communication",
-        [figure for link in plan.links for figure in (link.sent, link.seconds)],
-        "per step, sent by the busiest rank",
-        notes,
-        [sync] if plan.links else [],
-    )
+    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
+    return Section("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
+
+
+def _sync_remark(plan: Plan) -> Iterator[str]:
+    """Yield the traffic of a sync. Only the text counts it, because that takes a second for 512 ranks."""
+    if plan.links:
+        traffic = plan.sync_traffic
+        yield (
+            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
+            f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
+        )
 
 
 def _time(plan: Plan) -> Section:
