@@ -71,7 +71,7 @@ def _stage(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
     def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
-        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=sum(parts))]
+        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=sum(part.value for part in parts))]
 
     phases = {
         "sampling": [*fixed, *stays, *awake],
