@@ -10,7 +10,6 @@ import pytest
 
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.megatron.rehearsal import rehearse
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import groups
 from grpo_mega.planner.known_models import KNOWN_MODELS
@@ -34,6 +33,8 @@ def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
 def kept() -> dict[tuple[str, int], float]:
     """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of an
     8B."""
+    from grpo_mega.megatron.rehearsal import rehearse  # imports Megatron
+
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:

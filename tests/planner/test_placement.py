@@ -11,11 +11,9 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError
-from grpo_mega.megatron.rehearsal import default_ranks, request_of
 from grpo_mega.planner.memory import communicators
 from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.planner.report import sections
@@ -235,12 +233,3 @@ def test_suggestions_keep_the_engine_ranks(path: Path) -> None:
         layout = option.plan.setup.layout
         assert option.plan.setup.config.layout.engine_ranks == 16 and option.plan.setup.world_size == 64
         assert layout.tp * layout.pp * layout.dp == 48
-
-
-def test_trainer_ranks_alone_are_rehearsed(path: Path) -> None:
-    setup = plan_of(path, *SEPARATE).setup
-    assert default_ranks(setup) == [0, 24, 36]
-    request = request_of(setup, 47, {})
-    assert request["world_size"] == configs.validate(request["config"]).layout.world_size == 48
-    with pytest.raises(ConfigError, match="--ranks=48 is none of the 48 ranks that train"):
-        request_of(setup, 48, {})

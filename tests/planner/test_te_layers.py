@@ -18,7 +18,6 @@ import pytest
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.megatron.rehearsal import default_ranks, request_of
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import communication
 from grpo_mega.planner.job import PlannedJob
@@ -96,6 +95,8 @@ class Layer:
         return PlannedJob(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed)
 
     def request(self, num_layers: int) -> dict[str, Any]:
+        from grpo_mega.megatron.rehearsal import request_of  # imports Megatron
+
         return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {"num_batches": 1}
 
     def planned_sent(self, num_layers: int) -> float:
@@ -177,6 +178,8 @@ class Measured:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
+    from grpo_mega.megatron.rehearsal import default_ranks, request_of  # imports Megatron
+
     layers = [layer.request(n) for layer in (*TABLE, *OTHERS, *SHARED) for n in (2, 3)]
     folder = tmp_path_factory.mktemp("model")
     ranks, requests = [], []
