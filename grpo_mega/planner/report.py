@@ -229,12 +229,11 @@ def refusal_text(findings: Findings) -> str:
 
 
 def _section_lines(section: Section, *, explains: bool) -> list[str]:
-    """Return a line per figure that is not 0; with `explains` a line for every figure, and its formula and inputs."""
+    """Return a line per figure; with `explains` also its formula and inputs."""
     lines = [_head(section.name.capitalize(), section.detail)]
     for figure in section.figures:
         trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
-        row = _row(figure.label, _value(figure), section.notes.get(figure.label, ""), trust)
-        lines += _wrapped([row], "  ") if figure or explains else []
+        lines += _wrapped([_row(figure.label, _value(figure), section.notes.get(figure.label, ""), trust)], "  ")
         if explains:
             inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
             lines += _wrapped(
