@@ -16,7 +16,7 @@ from grpo_mega.commands.options import PlanOptions, RewardOptions, add_options, 
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.commands.train import overrides_of
 from grpo_mega.errors import UserError
-from grpo_mega.planner.plan import Plan, make_plan
+from grpo_mega.planner.plan import Plan
 
 LEAST_LEAD_S = 600
 STEP_FACTOR = 3.0  # a step may take this many times its estimate, because estimates are rough and responses grow
@@ -47,7 +47,7 @@ def main() -> int:
         print(f"no plan: {'; '.join(findings.violations)}")
         print(f"LEAD_SECONDS={LEAST_LEAD_S}")
         return 0
-    plan = make_plan(setup)
+    plan = Plan(setup)
     if config.device != "cpu":
         for line in describe(plan):
             print(line)

@@ -20,7 +20,7 @@ from grpo_mega.commands.options import EvalOptions, ExportOptions, PlanOptions, 
 from grpo_mega.commands.trl import find_data
 from grpo_mega.config import Config
 from grpo_mega.config.base import FilePath, Section
-from grpo_mega.planner.lengths import read_lengths
+from grpo_mega.planner.generation import read_lengths
 from tools.benchmarks.gpu.models import MODELS
 from tools.benchmarks.weight_sync.__main__ import shape_of
 

@@ -11,16 +11,13 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.formats.known_models import known_model
-from grpo_mega.planner import rehearsal, text
+from grpo_mega.planner import report
+from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.lengths import read_lengths
-from grpo_mega.planner.plan import make_plan
-from grpo_mega.planner.report import as_json, refusal
-from grpo_mega.planner.suggest import suggest
+from grpo_mega.planner.known_models import known_model, read_planned_model
+from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all
 from grpo_mega.preflight.cards import ASSUMED, card_of
-from grpo_mega.preflight.model import read_planned_model
 from grpo_mega.weights.spec import ModelShape
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
@@ -36,31 +33,26 @@ def run(options: PlanOptions) -> int:
     except UserError as error:
         if not options.is_json:
             raise
-        print(json.dumps(refusal(options.gpu, error.lines, []), indent=1))
-        return ILLEGAL
+        setup, findings = None, Findings(list(error.lines))
     if setup is None or findings.violations:
-        if options.is_json:
-            print(json.dumps(refusal(options.gpu, findings.violations, findings.notes), indent=1))
-        else:
-            print(text.violations(findings))
+        refusal = report.refusal_json(options.gpu, findings)
+        print(json.dumps(refusal, indent=1) if options.is_json else report.refusal_text(findings))
         return ILLEGAL
-    plan = make_plan(setup)
+    plan = Plan(setup)
     suggestions = suggest(setup) if options.suggests else None
-    comparisons = _rehearse(setup, options) if options.rehearses else None
+    found, rehearsed, agrees = {}, "", True
+    if options.rehearses:
+        from grpo_mega.megatron import rehearsal  # imports torch and Megatron
+
+        fields = read_planned_model(setup.config, options.model_config, options.model).fields
+        [comparisons] = rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])
+        found, rehearsed = {"rehearsal": [asdict(c) for c in comparisons]}, "\n\n" + rehearsal.render(setup, comparisons)
+        agrees = all(c.agrees for c in comparisons)
     if options.is_json:
-        rehearsed = {} if comparisons is None else {"rehearsal": [asdict(c) for c in comparisons]}
-        print(json.dumps(as_json(plan, findings, suggestions) | rehearsed, indent=1))
+        print(json.dumps(report.as_json(plan, findings, suggestions) | found, indent=1))
     else:
-        print(text.render(plan, findings, suggestions, explains=options.explains))
-        if comparisons is not None:
-            print("\n" + rehearsal.render(setup, comparisons))
-    agrees = all(c.agrees for c in comparisons or ())
+        print(report.as_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
     return FITS if plan.fits and agrees else DOES_NOT_FIT
-
-
-def _rehearse(setup: PlannedJob, options: PlanOptions) -> list[rehearsal.Comparison]:
-    fields = read_planned_model(setup.config, options.model_config, options.model).fields
-    return rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])[0]
 
 
 def prepare(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:

@@ -1,22 +1,33 @@
 """Activations of a rank: per layer, over all layers in flight, and working memory.
 
-There are two sets of formulas: one for Megatron's local layers with the modules of megatron/attention.py, and one for
-Transformer Engine's layers (te_layers.py, which explains the names of the inputs). Tests compare both with the tensors that
-autograd saves, except for MXFP8 ("unproven"). Elements are counted for one micro-batch of `tokens` tokens. With sequence
-parallelism the tensors between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing, times an
-assumed imbalance.
+There are three sets of formulas: for Transformer Engine's layers, and for Megatron's local layers with the modules of
+megatron/attention.py, without and with multi-latent attention. Tests compare all of them with the tensors that autograd saves,
+except for MXFP8 ("unproven"), which cannot be measured without a GPU: its formula is a tensorwise layer with the scales of
+blocks of 32. Elements of `b` bytes are counted for one micro-batch of `tokens` tokens. With sequence parallelism the tensors
+between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing, times an assumed imbalance.
+
+Names in the formulas: h: hidden size; q, kv, f, fs: a rank's part of queries, keys, MLP rows and the shared expert's rows;
+heads: the rank's query heads; d: width of a head; s: tp, or 1 if the sequence is not split; r: tokens on this rank's experts
+relative to the micro-batch; x: bytes per element that one of Transformer Engine's linear layers keeps of its input, scales
+included; o: bytes per element that the layer after attention keeps in FP8 instead of its input, 0 if it keeps the input.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grpo_mega.planner import te_layers
 from grpo_mega.planner.figures import TracedNumber, Trust, figure, product
 from grpo_mega.planner.job import PlannedJob
+from grpo_mega.weights.spec import BLOCK
 
-PADDING = 1.25  # largest factor by which attention pads segments to a common length (packed.MAX_PADDING)
+PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on a GPU
+KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
+WHOLE = "a layer keeps without recompute, per token"
+SELECTIVE = "a layer keeps with selective recompute, per token"
+
+# Parts that one layer keeps, and its total without recompute and with selective recompute.
+Layer = tuple[list[TracedNumber], TracedNumber, TracedNumber]
 
 
 @dataclass(frozen=True)
@@ -36,109 +47,137 @@ class Activations:
         """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
-    @property
-    def training(self) -> list[TracedNumber]:
-        return [*self.kept, self.work, self.exchanged, self.logprobs]
-
 
 def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Activations:
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
-    shape, tp = setup.shape, setup.layout.tp
-    h, b, s, tokens = shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
-    f, q = (shape.moe_ffn or shape.ffn) // tp, shape.q // tp
-    is_proven = not setup.uses_te or te_layers.is_measured(setup.config.precision)
-    trust: Trust = "estimate" if is_proven else "unproven"
-    parts, unrecomputed, selective = _layer(setup, pp_rank, padding)
-    recompute, layers = setup.config.model.recompute, layers_in_flight(setup, pp_rank)
-    if recompute == "full":
-        kept_layer = figure("a layer keeps with full recompute, per token", "", lambda: h / s)
+    h, b, s, tokens, tp = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens, setup.layout.tp
+    q, _, f, _, share, _ = _sizes(setup)
+    precision, recompute, layers = setup.config.precision, setup.config.model.recompute, layers_in_flight(setup, pp_rank)
+    trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
+    if setup.uses_te:
+        parts, whole, selective = _te_layer(setup, pp_rank)
+    elif setup.shape.kv_lora:
+        parts, whole, selective = _latent_layer(setup, pp_rank, padding)
     else:
-        kept_layer = selective if recompute == "selective" else unrecomputed
-    final = 0.0
-    if pp_rank == setup.layout.pp - 1:
-        final = 2.0 if setup.uses_te else 8 / b  # kept by the final norm; its output is part of the log-probs' memory
-    wide = max(experts_share(setup), 1)  # tokens in the MLP relative to tokens in the micro-batch
-    # The experts' outputs, and with tensor parallelism an fp32 copy for the reduce-scatter.
-    combined = experts_share(setup) * (1 + (4 / b if tp > 1 else 0)) * h
-    layer, whole = kept_layer.value, unrecomputed.value
+        parts, whole, selective = _local_layer(setup, padding)
+    full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
+    layer = {"none": whole, "selective": selective, "full": full}[recompute]
+    shown = [*parts, whole] if recompute == "none" else [*parts, whole, layer]
     kept = 0 if recompute == "full" else layer
-    shown = [*parts, unrecomputed] if kept_layer is unrecomputed else [*parts, unrecomputed, kept_layer]
+    # The final norm's tensors; its output is part of the log-probs' memory.
+    final = 0.0 if pp_rank < setup.layout.pp - 1 else 2.0 if setup.uses_te else 8 / b
+    wide = max(share, 1)  # tokens in the MLP relative to tokens in the micro-batch
+    # The experts' outputs, and with tensor parallelism an fp32 copy for the reduce-scatter.
+    combined = share * (1 + (4 / b if tp > 1 else 0)) * h
+    at_work = "a layer at work"
     return Activations(
-        saved=figure("activations saved", "B", lambda: tokens * b * (layers * layer + final * h / s), trust),
+        saved=figure("activations saved", lambda: tokens * b * (layers * layer + final * h / s), trust=trust),
         # When a layer is recomputed, the backward pass has already freed the final norm's tensors.
-        recomputed=figure("activations recomputed", "B", lambda: tokens * b * max(0, whole - kept - final * h / s), trust),
+        recomputed=figure("activations recomputed", lambda: tokens * b * max(0, whole - kept - final * h / s), trust=trust),
         # Gradients of the widest tensors, and the gathered sequence.
-        work=figure("a layer at work", "B", lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust),
+        work=figure(at_work, lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust=trust),
         exchanged=_exchanged(setup),
         logprobs=_logprobs(setup, pp_rank),
-        forward_only=figure("a layer at work", "B", lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
-        layer=[part.trusted(trust) for part in shown],
+        forward_only=figure(at_work, lambda: tokens * b * (3 * f * wide + 3 * q + 4 * h + combined)),
+        layer=[replace(part, trust=trust) for part in shown],
     )
 
 
-def experts_share(setup: PlannedJob) -> float:
-    """Return the tokens on the busiest rank's experts relative to the micro-batch's tokens; 0 for a dense model."""
-    spread = setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
-    return setup.experts_per_token * spread if setup.shape.num_experts else 0
+def _sizes(setup: PlannedJob) -> tuple[int, int, int, int, float, float]:
+    """Return q, kv, f, fs, r and the elements that routing keeps per token.
+
+    They are indices and weights of a token's experts, and a mask over all experts.
+    """
+    shape, tp, chosen = setup.shape, setup.layout.tp, setup.experts_per_token
+    kv, f = max(shape.kv // tp, shape.head_dim), (shape.moe_ffn or shape.ffn) // tp
+    r = chosen * (setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0) if shape.num_experts else 0
+    router = (20 * chosen + 5 * shape.num_experts) / (setup.itemsize * setup.sequence_parts)
+    return shape.q // tp, kv, f, shape.shared_ffn // tp, r, router
 
 
-def _layer(setup: PlannedJob, pp_rank: int, padding: float) -> tuple[list[TracedNumber], TracedNumber, TracedNumber]:
-    """Return the parts that one layer keeps, and its total without recompute and with selective recompute."""
-    shape, tp = setup.shape, setup.layout.tp
-    h, b, s, d = shape.hidden, setup.itemsize, setup.sequence_parts, shape.head_dim
-    q, kv, f, fs = shape.q // tp, max(shape.kv // tp, d), (shape.moe_ffn or shape.ffn) // tp, shape.shared_ffn // tp
-    r, router, has_qk = experts_share(setup), te_layers.router_elements(setup), int(setup.family.qk_norm or shape.qk_norm > 0)
-    if setup.uses_te:
-        return te_layers.layer(setup, q, kv, f, r, _share_in_fp8(setup, pp_rank))
-    # Context-parallel attention keeps chunks without padding, each with the keys before it.
-    padded, keys = (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
-    if shape.kv_lora:
-        return _latent_layer(setup, pp_rank, padded, keys)
-    # Elements per token that Megatron's local layers keep. Norms are torch's norms on a CPU: they keep input and normalised
-    # input in fp32, and the output.
-    both_norms = figure("norms keep, per token", "", lambda: 2 * h * (8 / b + 1) / s)
-    qk_norms = figure("norms of queries and keys keep, per token", "", lambda: has_qk * 8 / b * (q + kv))
-    norms, qk = both_norms.value, qk_norms.value
-    label = "a layer keeps without recompute, per token"
-    dense = figure(label, "", lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + 5 * f)
-    moe = figure(
-        label,
-        "",
-        lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
-    )
-    selective = figure("a layer keeps with selective recompute, per token", "", lambda: norms + qk + 3 * q + 3 * kv + 4 * d)
-    return [both_norms, qk_norms], moe if shape.num_experts else dense, selective
+def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
+    """Return what one of Transformer Engine's layers keeps: each term is a tensor that its Python kept on fake tensors."""
+    h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
+    q, kv, f, _, r, router = _sizes(setup)
+    heads, precision = setup.shape.num_heads // setup.layout.tp, setup.config.precision
+    layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
+    in_fp8 = sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
+    x = KEPT_BYTES[precision.fp8_recipe] * in_fp8 + b * (1 - in_fp8)  # mean over the stage's layers
+    o = 1.0 if precision.fp8 and precision.fp8_recipe == "delayed" else 0.0
+    # The norm's input, its output as the linear layer keeps it, and statistics in fp32.
+    norm = figure("a norm keeps, per token", lambda: (1 + x / b) * h / s + 4 / (b * s), "")
+    has_qk = int(setup.family.qk_norm)
+    # The inputs of both norms, and statistics per head.
+    qk_norms = figure("norms of queries and keys keep, per token", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv), "")
+    # The last term is the softmax statistics in fp32.
+    attention = figure("attention keeps, per token", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b, "")
+    # Rotated queries and keys; the values are a view that keeps the whole qkv product.
+    recomputed = figure("attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, "")
+    if setup.shape.num_experts:
+        # The input and output of the norm before the MLP; router and experts share the output.
+        inputs = 2 * h / s + 4 / (b * s)
+        whole = figure(WHOLE, lambda: attention + inputs + router + r * (x / b * h + (2 + x / b) * f + 4 / b), "")
+    else:
+        inputs = h / s  # the input of the MLP
+        # The MLP keeps both halves of its first product, and their gated product in the form that the second linear layer
+        # keeps.
+        whole = figure(WHOLE, lambda: attention + norm + (2 + x / b) * f, "")
+    selective = figure(SELECTIVE, lambda: recomputed + inputs, "")
+    parts = [norm, qk_norms, attention]
+    return [*parts, recomputed] if setup.config.model.recompute == "selective" else parts, whole, selective
 
 
-def _latent_layer(
-    setup: PlannedJob, pp_rank: int, padded: float, keys: float
-) -> tuple[list[TracedNumber], TracedNumber, TracedNumber]:
-    """Return the same for local layers with multi-latent attention, averaged over a stage's layers with and without experts.
+def _local_layer(setup: PlannedJob, padding: float) -> Layer:
+    """Return what one of Megatron's local layers keeps.
+
+    Norms are torch's norms on a CPU: they keep input and normalised input in fp32, and the output.
+    """
+    h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
+    q, kv, f, fs, r, router = _sizes(setup)
+    has_qk = int(setup.family.qk_norm or setup.shape.qk_norm > 0)
+    padded, keys = _lengthened(setup, padding)
+    norms = figure("norms keep, per token", lambda: 2 * h * (8 / b + 1) / s, "")
+    qk = figure("norms of queries and keys keep, per token", lambda: has_qk * 8 / b * (q + kv), "")
+    if setup.shape.num_experts:
+        whole = figure(
+            WHOLE,
+            lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
+            "",
+        )
+    else:
+        whole = figure(WHOLE, lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + 5 * f, "")
+    selective = figure(SELECTIVE, lambda: norms + qk + 3 * q + 3 * kv + 4 * d, "")
+    return [norms, qk], whole, selective
+
+
+def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
+    """Return the same with multi-latent attention, averaged over a stage's layers with and without experts.
 
     With recompute only the recomputed layer counts. The formula assumes the largest one.
     """
     shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
-    h, q, v, latents = shape.hidden, shape.q // tp, shape.v // tp, shape.q_lora + shape.kv_lora
-    f, fe, fs, angles = shape.ffn // tp, shape.moe_ffn // tp, shape.shared_ffn // tp, 4 * shape.rope_dim
-    r, router = experts_share(setup), te_layers.router_elements(setup)
+    q, _, fe, fs, r, router = _sizes(setup)
+    h, v, f, angles, latents = shape.hidden, shape.v // tp, shape.ffn // tp, 4 * shape.rope_dim, shape.q_lora + shape.kv_lora
+    padded, keys = _lengthened(setup, padding)
     moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank)
     if setup.config.model.recompute != "none" and moe:
         moe = 1.0
-    norms = figure("norms of a layer and its latents keep, per token", "", lambda: (2 * h + latents) * (8 / b + 1) / s)
-    attention, routed = norms.value, r * (h + 6 * fe + 4 / b) + router
+    attention = figure("norms of a layer and its latents keep, per token", lambda: (2 * h + latents) * (8 / b + 1) / s, "")
+    routed = r * (h + 6 * fe + 4 / b) + router
     whole = figure(
-        "a layer keeps without recompute, per token",
-        "",
+        WHOLE,
         lambda: attention + angles + v + 2 * (padded + keys) * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
+        "",
     )
-    selective = figure("a layer keeps with selective recompute, per token", "", lambda: attention + angles + 2 * (q + v))
-    return [norms], whole, selective
+    return [attention], whole, figure(SELECTIVE, lambda: attention + angles + 2 * (q + v), "")
 
 
-def _share_in_fp8(setup: PlannedJob, pp_rank: int) -> float:
-    """Return the share of a stage's layers that compute in FP8."""
-    layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
-    return sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
+def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
+    """Return the lengths of queries and of keys in attention, relative to the micro-batch.
+
+    Context-parallel attention keeps chunks without padding, each with the keys before it.
+    """
+    return (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
 
 
 def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
@@ -149,11 +188,7 @@ def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
         return sizes[0] * (layout.pp - pp_rank)
     # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is running.
     passes = (layout.pp - pp_rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
-    num_layers = chunk = 0
-    while passes > 0:
-        num_layers += sizes[chunk % layout.vpp] * min(passes, layout.pp)
-        passes, chunk = passes - layout.pp, chunk + 1
-    return num_layers
+    return sum(sizes[i // layout.pp % layout.vpp] for i in range(passes))
 
 
 def _exchanged(setup: PlannedJob) -> TracedNumber:
@@ -169,23 +204,23 @@ def _exchanged(setup: PlannedJob) -> TracedNumber:
     q, kv = setup.shape.q // setup.layout.tp, setup.keys_and_values
     label = "exchanged keys and values"
     if cp == 1:
-        return product(label, "B")
+        return product(label)
     if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
-        return figure(label, "B", lambda: tokens * b * 2 * (2 * q + kv))
+        return figure(label, lambda: tokens * b * 2 * (2 * q + kv))
     if setup.uses_te:
-        return figure(label, "B", lambda: tokens * b * max(cp * (kv + q), 5 * kv + q))
-    return figure(label, "B", lambda: tokens * b * kv * (3 * cp + 0.5))
+        return figure(label, lambda: tokens * b * max(cp * (kv + q), 5 * kv + q))
+    return figure(label, lambda: tokens * b * kv * (3 * cp + 0.5))
 
 
 def _logprobs(setup: PlannedJob, pp_rank: int) -> TracedNumber:
+    label = "log-prob tiles"
     if pp_rank != setup.layout.pp - 1:
-        return product("log-prob tiles", "B")
+        return product(label)
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
     tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, -(-setup.shape.vocab // setup.layout.tp))
     # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in float32.
     return figure(
-        "log-prob tiles",
-        "B",
+        label,
         lambda: tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4),
     )

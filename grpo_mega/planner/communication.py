@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from grpo_mega.planner.batch import Batch
-from grpo_mega.planner.engine import received_weights
 from grpo_mega.planner.figures import TracedNumber, figure
 from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.memory import received_weights
 from grpo_mega.planner.state import State
 from grpo_mega.weights.layout import MegatronLayout
 
@@ -54,54 +53,62 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def communication(setup: PlannedJob, batch: Batch, state: State) -> list[Link]:
+def communication(setup: PlannedJob, state: State) -> list[Link]:
     """Return the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
+    return [_link(setup, sent, members) for sent, members in _kinds(setup, state)]
+
+
+def _link(setup: PlannedJob, sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
+    """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
+    assumed, card = setup.assumed, setup.card
+    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
+    rate = card.network_bytes if num_crossing else card.nvlink_bytes
+    share = assumed.network_share if num_crossing else assumed.nvlink_share
+    return Link(sent, len(members), num_crossing, figure(f"{sent.label}, time", lambda: sent / (rate * share), "s"))
+
+
+def _kinds(setup: PlannedJob, state: State) -> Iterator[tuple[TracedNumber, Sequence[Sequence[int]]]]:
+    """Yield the bytes that the busiest rank sends, and the groups of ranks, of each kind of communication."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
-    tp, vpp, ep, replicas = layout.tp, layout.vpp, layout.ep, layout.num_replicas
-    layers, tokens, cut = largest_stage(setup), tokens_per_rank(setup, batch), setup.sequence_parts
-    updates, forwards = num_passes(setup)
+    vpp, ep, replicas = layout.vpp, layout.ep, layout.num_replicas
+    tokens, cut, (updates, forwards) = setup.tokens_per_rank, setup.sequence_parts, setup.num_passes
     moe_layers = max(setup.num_moe_layers(pp_rank) for pp_rank in range(layout.pp))
-    links = []
-    if tp > 1:
-        sent = _tensor_parallel(setup, layers, moe_layers, tokens)
-        links.append(_link(setup, sent, groups(layout, "tp")))
+    if layout.tp > 1:
+        yield _tensor_parallel(setup, moe_layers), groups(layout, "tp")
     if layout.cp > 1:
-        links.append(_link(setup, _context_parallel(setup, layers, tokens), groups(layout, "cp")))
+        yield _context_parallel(setup), groups(layout, "cp")
     if layout.pp > 1:
-        sent = figure("pipeline", "B", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
-        links.append(_link(setup, sent, groups(layout, "pp")))
+        sent = figure("pipeline", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
+        yield sent, groups(layout, "pp")
     if ep > 1:
         chosen, passes = setup.experts_per_token, 4 if config.model.recompute == "none" else 6
         sent = figure(
             "experts",
-            "B",
             lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
-        links.append(_link(setup, sent, groups(layout, "ep")))
+        yield sent, groups(layout, "ep")
     if replicas > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
         spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks hold in common
         sent = figure(
             "gradients and weights",
-            "B",
             lambda: (
                 optimizer_steps
                 * (4 * (elements + fp8_elements) + b * elements + fp8_elements)
                 * (1 - (1 - spread) / replicas - spread * ep / replicas)
             ),
         )
-        links.append(_link(setup, sent, groups(layout, "dp")))
+        yield sent, groups(layout, "dp")
     if setup.world_size > 1:
         # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them exactly.
-        sent = received_weights(setup, "sync to the engines").trusted("estimate")
-        if setup.is_separate and setup.num_engine_ranks > layout.world_size:  # fewer ranks send than receive
-            received, engines, trainers = sent.value, setup.num_engine_ranks, layout.world_size
-            sent = figure(sent.label, "B", lambda: received * engines / trainers)
-        links.append(_link(setup, sent, [range(setup.world_size)]))
-    return links
+        received, engines, trainers = received_weights(setup, "sync to the engines"), setup.num_engine_ranks, layout.world_size
+        sent = replace(received, trust="estimate")
+        if setup.is_separate and engines > trainers:  # fewer ranks send than receive
+            sent = figure(received.label, lambda: received * engines / trainers)
+        yield sent, [range(setup.world_size)]
 
 
-def _tensor_parallel(setup: PlannedJob, layers: int, moe_layers: int, tokens: float) -> TracedNumber:
+def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
     """Return the bytes between tensor-parallel ranks.
 
     A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism an
@@ -110,17 +117,16 @@ def _tensor_parallel(setup: PlannedJob, layers: int, moe_layers: int, tokens: fl
     it; their sums are reduce-scattered in fp32. Multi-latent attention gathers latents and the keys' rotary part; the rotary
     part is not gathered again.
     """
-    layout, config, hidden, b, tp = setup.layout, setup.config, setup.shape.hidden, setup.itemsize, setup.layout.tp
-    updates, forwards = num_passes(setup)
-    shape, recompute, shared = setup.shape, config.model.recompute, 2 if setup.shape.shared_ffn else 0
+    shape, config, b, tp, layers = setup.shape, setup.config, setup.itemsize, setup.layout.tp, setup.largest_stage
+    hidden, tokens, (updates, forwards) = shape.hidden, setup.tokens_per_rank, setup.num_passes
+    recompute, shared = config.model.recompute, 2 if shape.shared_ffn else 0
     latents = ((shape.q_lora or hidden) + shape.kv_lora) / hidden if shape.kv_lora else 1
     attention, mlp = 1 + latents + shape.rope_dim / hidden, setup.experts_per_token * (1 + 4 / b) + shared
     gathers = int(config.layout.sequence_parallel)
     all_again, mlp_again = int(recompute == "full"), int(recompute != "none")
-    ends = 2 if layout.pp == 1 else 1  # the embedding's sums and the last hidden states
+    ends = 2 if setup.layout.pp == 1 else 1  # the embedding's sums and the last hidden states
     return figure(
         "tensor parallel",
-        "B",
         lambda: (
             (
                 layers * attention * (updates * (2 + all_again) + forwards)
@@ -133,7 +139,7 @@ def _tensor_parallel(setup: PlannedJob, layers: int, moe_layers: int, tokens: fl
     )
 
 
-def _context_parallel(setup: PlannedJob, layers: int, tokens: float) -> TracedNumber:
+def _context_parallel(setup: PlannedJob) -> TracedNumber:
     """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
 
     This happens once in the forward pass, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and once more
@@ -141,37 +147,11 @@ def _context_parallel(setup: PlannedJob, layers: int, tokens: float) -> TracedNu
     With a2a each rank sends the others their heads of queries, keys and values, and receives the output of its tokens. The
     backward pass does the same with gradients.
     """
-    tp, cp, b, kv = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values
-    (updates, forwards), again, q = num_passes(setup), int(setup.config.model.recompute != "none"), setup.shape.q // tp
-    label = "context parallel"
+    tp, cp, b, kv, layers = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values, setup.largest_stage
+    tokens, (updates, forwards), q = setup.tokens_per_rank, setup.num_passes, setup.shape.q // tp
+    label, again = "context parallel", int(setup.config.model.recompute != "none")
     if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
         passes = updates * (2 + again) + forwards
-        return figure(label, "B", lambda: layers * tokens * (2 * q + kv) * b * (cp - 1) / cp * passes)
+        return figure(label, lambda: layers * tokens * (2 * q + kv) * b * (cp - 1) / cp * passes)
     again += int(setup.uses_te)
-    return figure(label, "B", lambda: layers * tokens * kv * b * (cp - 1) * (updates * (2 + again) + forwards))
-
-
-def num_passes(setup: PlannedJob) -> tuple[int, int]:
-    """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per step."""
-    batch = setup.config.batch
-    return batch.epochs, int(setup.config.needs_old_logprobs) + int(setup.has_reference)
-
-
-def tokens_per_rank(setup: PlannedJob, batch: Batch) -> float:
-    """Return the tokens that each rank of a stage processes in one pass over a step."""
-    return batch.tokens.value / setup.layout.num_replicas
-
-
-def largest_stage(setup: PlannedJob) -> int:
-    """Return the number of layers of the largest stage."""
-    return max(map(setup.num_layers, range(setup.layout.pp)))
-
-
-def _link(setup: PlannedJob, bytes_sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
-    """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
-    assumed, card, sent = setup.assumed, setup.card, bytes_sent.value
-    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
-    rate = card.network_bytes if num_crossing else card.nvlink_bytes
-    share = assumed.network_share if num_crossing else assumed.nvlink_share
-    seconds = figure(f"{bytes_sent.label}, time", "s", lambda: sent / (rate * share))
-    return Link(bytes_sent, len(members), num_crossing, seconds)
+    return figure(label, lambda: layers * tokens * kv * b * (cp - 1) * (updates * (2 + again) + forwards))

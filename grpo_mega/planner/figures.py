@@ -10,80 +10,80 @@ import ast
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any, Literal
 
 Number = int | float
-Unit = Literal["B", "s", "tokens", "FLOP", ""]  # "": a plain number
+Unit = Literal["B", "s", "tokens", ""]  # "": a plain number
 Trust = Literal["exact", "estimate", "unproven"]  # unproven: no run has been compared with the formula
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class TracedNumber:
+@dataclass(frozen=True, eq=False)
+class TracedNumber(float):
+    """A float with its formula. Formulas and JSON use `value`, the number as it was computed: an int stays an int."""
+
     label: str
     value: Number
-    unit: Unit
     inputs: Mapping[str, Number]  # inputs of the formula, keyed by name
-    function: FunctionType | None  # if None, the operator joins the inputs
+    formula: str  # Python expression over the inputs that evaluates to the value
+    unit: Unit = "B"
     trust: Trust = "estimate"
-    operator: Literal[" + ", " * "] = " + "
+    function: Callable[[], Number] | None = None  # the formula's lambda; None for sums and products
+
+    def __new__(cls, label: str, value: Number, *_: object, **__: object) -> TracedNumber:
+        return super().__new__(cls, value)
 
     @property
     def gib(self) -> float:
-        return self.value / GIB
-
-    @property
-    def formula(self) -> str:
-        """Return a Python expression over the inputs that evaluates to the value."""
-        if self.function is None:
-            return self.operator.join(self.inputs) or "0"
-        code = self.function.__code__
-        return _lambdas(code.co_filename)[code.co_firstlineno]
+        return self / GIB
 
     def at(self, **inputs: Number) -> float:
         """Return the formula's result with some of the inputs replaced."""
-        assert self.function is not None
-        values = {**self.inputs, **inputs}
-        code = self.function.__code__
-        cells = tuple(CellType(values[name]) for name in code.co_freevars)
-        return float(FunctionType(code, self.function.__globals__, closure=cells)())
-
-    def trusted(self, trust: Trust) -> TracedNumber:
-        return replace(self, trust=trust)
+        return float(_call(self.function, {**self.inputs, **inputs}))
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "label": self.label,
-            "value": self.value,
-            "unit": self.unit,
-            "formula": self.formula,
-            "inputs": dict(self.inputs),
-            "trust": self.trust,
-        }
+        return {name: getattr(self, name) for name in ("label", "value", "unit", "formula", "inputs", "trust")}
 
 
-def figure(label: str, unit: Unit, formula: Callable[[], Number], trust: Trust = "estimate") -> TracedNumber:
+def figure(label: str, formula: Callable[[], Number], unit: Unit = "B", trust: Trust = "estimate") -> TracedNumber:
     """Return the figure of a lambda. No other lambda may start on the same line."""
     assert isinstance(formula, FunctionType)
-    cells = zip(formula.__code__.co_freevars, formula.__closure__ or (), strict=True)
-    return TracedNumber(label, formula(), unit, {name: cell.cell_contents for name, cell in cells}, formula, trust)
+    code = formula.__code__
+    cells = zip(code.co_freevars, formula.__closure__ or (), strict=True)
+    inputs = _untraced({name: cell.cell_contents for name, cell in cells})
+    source = _lambdas(code.co_filename)[code.co_firstlineno]
+    return TracedNumber(label, _call(formula, inputs), inputs, source, unit, trust, formula)
 
 
-def total(label: str, unit: Unit, parts: Iterable[TracedNumber]) -> TracedNumber:
+def total(label: str, parts: Iterable[TracedNumber], unit: Unit = "B") -> TracedNumber:
     """Return the sum of the parts. Their labels name the inputs."""
     figures = list(parts)
     inputs = {_name(part.label): part.value for part in figures}
     assert len(inputs) == len(figures), [part.label for part in figures]
-    return TracedNumber(label, sum(inputs.values()), unit, inputs, None)
+    return TracedNumber(label, sum(inputs.values()), inputs, " + ".join(inputs) or "0", unit)
 
 
-def product(label: str, unit: Unit, trust: Trust = "estimate", **factors: Number) -> TracedNumber:
+def product(label: str, unit: Unit = "B", trust: Trust = "estimate", **factors: Number) -> TracedNumber:
     """Return the product of the factors; 0 without factors."""
-    return TracedNumber(label, math.prod(factors.values()) if factors else 0, unit, factors, None, trust, operator=" * ")
+    inputs = _untraced(factors)
+    value = math.prod(inputs.values()) if inputs else 0
+    return TracedNumber(label, value, inputs, " * ".join(inputs) or "0", unit, trust)
+
+
+def _untraced(inputs: Mapping[str, Number]) -> dict[str, Number]:
+    return {name: number.value if isinstance(number, TracedNumber) else number for name, number in inputs.items()}
+
+
+def _call(function: Callable[[], Number] | None, inputs: Mapping[str, Number]) -> Number:
+    """Call a lambda with these values of the local variables that it names."""
+    assert isinstance(function, FunctionType)
+    cells = tuple(CellType(inputs[name]) for name in function.__code__.co_freevars)
+    number: Number = FunctionType(function.__code__, function.__globals__, closure=cells)()
+    return number
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""An event-by-event simulation of generation: engines take groups from one queue, and a step can end before all groups do.
+"""Distribution of response lengths, and a simulation of generation: a step can end before all groups do.
+
+The distribution comes from given percentiles, the samples of an earlier run, or an assumed tail. Engines take groups from one
+queue.
 
 As in rollout/, a phase ends once `wanted` groups are complete and the groups that would be too old for the next step are, too.
 The other groups continue with new weights, so each continued response starts with a prefill of all its tokens. Events are ends
@@ -11,17 +14,80 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from pathlib import Path
 
-from grpo_mega.planner.lengths import Lengths
+import numpy as np
 
-NUM_AVERAGED_STEPS = (
-    4  # steps in the mean; the steps before them are warm-up, until every step has the same mix of old and new groups
-)
+from grpo_mega.errors import ConfigError
+from grpo_mega.paths import SAMPLES_FILE, user_path
+from grpo_mega.text import read_json_lines
+
+NUM_AVERAGED_STEPS = 4  # earlier steps are warm-up, until every step has the same mix of old and new groups
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Quantiles of the length in tokens, with linear interpolation between them."""
+
+    shares: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+    def of(self, count: int) -> list[int]:
+        """Return `count` lengths in ascending order: the quantiles at the middles of `count` equal shares."""
+        middles = (np.arange(count) + 0.5) / count
+        lengths: list[int] = np.rint(np.interp(middles, self.shares, self.tokens)).astype(int).clip(1).tolist()
+        return lengths
+
+    def at(self, share: float) -> float:
+        return float(np.interp(share, self.shares, self.tokens))
+
+
+def assumed_lengths(mean: float, longest: int) -> Lengths:
+    """Return a distribution with this mean: a share q is no longer than longest * q ** (longest / mean - 1)."""
+    shares = np.linspace(0, 1, 1001)
+    return Lengths(tuple(shares.tolist()), tuple((longest * shares ** (longest / mean - 1)).tolist()))
+
+
+def read_lengths(text: str, longest: int) -> Lengths:
+    """Return the distribution of "p50=700,p99=12000", from one token to `longest`, or of a run's samples.
+
+    Longer responses count as `longest`. Raise ConfigError.
+    """
+    points = _samples(user_path(text)) if "=" not in text else {0.0: 1.0, 1.0: float(longest)} | _percentiles(text)
+    shares = sorted(points)
+    tokens = [min(points[share], float(longest)) for share in shares]
+    if tokens != sorted(tokens) or tokens[0] < 1:
+        raise ConfigError(f"--lengths {text}: must be at least 1 token and grow with the percentile; change an entry")
+    return Lengths(tuple(shares), tuple(tokens))
+
+
+def _percentiles(text: str) -> dict[float, float]:
+    found = [re.fullmatch(r"p(\d+(?:\.\d+)?)=(\d+)", part) for part in text.split(",")]
+    points = {float(match[1]) / 100: float(match[2]) for match in found if match}
+    if len(points) < len(found) or max(points) > 1:
+        raise ConfigError(f"--lengths {text}: must be percentiles like p50=700,p99=12000, or the folder of a run; change it")
+    return points
+
+
+def _samples(path: Path) -> dict[float, float]:
+    """Return the lengths of the finished responses in a run's folder, or in a samples file."""
+    path = path / SAMPLES_FILE if path.is_dir() else path
+    try:
+        rows = [row for _, row in read_json_lines(path) if row is not None]
+    except OSError as error:
+        raise ConfigError(
+            f"--lengths: cannot read {path} ({error.strerror}); name the folder of a run, or percentiles"
+        ) from None
+    lengths = sorted(len(row["rollout_logprobs"]) for row in rows if row.get("rollout_logprobs"))
+    if not lengths:
+        raise ConfigError(f"--lengths: {path} has no samples; name the folder of a run with log.samples_per_step > 0")
+    return {(i + 0.5) / len(lengths): float(length) for i, length in enumerate(lengths)}
 
 
 @dataclass(frozen=True)
@@ -165,7 +231,7 @@ class _Server:
         self.live: list[tuple[int, int, Response]] = []  # a heap, ordered by the step in which a response ends
         self._engines, self._prompt, self._share = engines, prompt, share
         self._waiting: deque[Response] = deque()
-        self._now, self._step, self._num_groups, self._num_begun = 0.0, 0, 0, 0
+        self._now, self._step, self._num_groups, self._num_taken = 0.0, 0, 0, 0
         self._context = 0.0  # tokens of all live responses, prompts included
 
     def take(self, queue: deque[Group]) -> None:
@@ -182,8 +248,8 @@ class _Server:
             response.before = self._step - response.decoded
             self._now += response.decoded * self._engines.per_prefill
             self._context += self._prompt + response.decoded
-            self._num_begun += 1
-            heappush(self.live, (response.before + response.length, self._num_begun, response))
+            self._num_taken += 1
+            heappush(self.live, (response.before + response.length, self._num_taken, response))
 
     def next_end(self) -> float:
         return self._now + self._seconds(self.live[0][0] - self._step)

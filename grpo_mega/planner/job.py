@@ -5,17 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil, floor
+from typing import NamedTuple
 
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.formats.dtypes import item_bytes
-from grpo_mega.planner.lengths import Lengths, assumed_lengths
+from grpo_mega.planner.figures import TracedNumber, figure, product
+from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import Family, ModelShape, round_up
+
+
+class Batch(NamedTuple):
+    samples: TracedNumber  # per step
+    tokens: TracedNumber  # per step, prompts included
+    micro_batches: TracedNumber  # per rank and optimizer step, if samples have mean length
+    most_micro_batches: TracedNumber  # per rank and optimizer step, if all samples have the maximum length
+    micro_batch_tokens: TracedNumber  # mean per rank
+    bubble: TracedNumber  # share of an update in which a pipeline stage is idle
 
 
 @dataclass(frozen=True)
@@ -121,11 +133,11 @@ class PlannedJob:
 
     def of_teachers(self) -> list[PlannedJob]:
         """Return one setup per teacher, for its forward pass."""
-        layout = {"layers_per_chunk": None, "dp": self.layout.dp}
         setups = []
         for shape, experts in self.teachers:
-            own = self.config.layout.model_copy(update=layout | ({} if shape.num_experts else {"ep": 1}))
-            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": own})
+            changes = {"layers_per_chunk": None, "dp": self.layout.dp} | ({} if shape.num_experts else {"ep": 1})
+            layout = self.config.layout.model_copy(update=changes)
+            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": layout})
             setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
         return setups
 
@@ -146,15 +158,10 @@ class PlannedJob:
         return self.layout.tp if self.config.layout.sequence_parallel else 1
 
     @property
-    def length_multiple(self) -> int:
-        """Return the multiple to which micro-batch lengths are padded."""
-        return math.lcm(length_multiple(self.config.precision, self.layout.tp), 1 if self.layout.cp == 1 else 2)
-
-    @property
     def micro_batch_tokens(self) -> int:
         """Return the tokens of the longest micro-batch on one rank."""
-        budget, multiple = self.config.batch.tokens_per_micro_batch, self.length_multiple
-        return -(-budget // multiple) * multiple
+        multiple = math.lcm(length_multiple(self.config.precision, self.layout.tp), 1 if self.layout.cp == 1 else 2)
+        return round_up(self.config.batch.tokens_per_micro_batch, multiple)
 
     @property
     def longest_sample(self) -> int:
@@ -175,3 +182,40 @@ class PlannedJob:
     @property
     def mean_sample(self) -> float:
         return self.mean_prompt + self.mean_response
+
+    @cached_property
+    def largest_stage(self) -> int:
+        """Return the number of layers of the largest stage."""
+        return max(map(self.num_layers, range(self.layout.pp)))
+
+    @property
+    def num_passes(self) -> tuple[int, int]:
+        """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per step."""
+        return self.config.batch.epochs, int(self.config.needs_old_logprobs) + int(self.has_reference)
+
+    @property
+    def tokens_per_rank(self) -> float:
+        """Return the tokens that each rank of a stage processes in one pass over a step."""
+        return self.batch.tokens / self.layout.num_replicas
+
+    @cached_property
+    def batch(self) -> Batch:
+        config, pp, vpp, dp, cp = self.config, self.layout.pp, self.layout.vpp, self.layout.dp, self.layout.cp
+        mean_prompt, mean_response, longest = self.mean_prompt, self.mean_response, self.longest_on_rank
+        mini_batches, budget, fill = config.batch.mini_batches, config.batch.tokens_per_micro_batch, self.assumed.packing_fill
+        rounds = pp if vpp > 1 else 1
+        samples = product("samples per step", "", prompts=config.batch.prompts_per_step, group=config.algorithm.group_size)
+        tokens = figure("tokens per step", lambda: samples * (mean_prompt + mean_response), "tokens")
+        micro_batches = figure(
+            "micro-batches per rank",
+            lambda: ceil(max(tokens / mini_batches / (dp * cp * budget * fill), 1e-9) / rounds) * rounds,
+            "",
+        )
+        most = figure(
+            "micro-batches per rank, at most",
+            lambda: ceil(ceil(samples / mini_batches) / (dp * floor(budget / longest)) / rounds) * rounds,
+            "",
+        )
+        mean = figure("tokens per micro-batch", lambda: tokens / (mini_batches * dp * cp * micro_batches), "tokens")
+        bubble = figure("pipeline bubble", lambda: (pp - 1) / (vpp * micro_batches + pp - 1), "")
+        return Batch(samples, tokens, micro_batches, most, mean, bubble)

@@ -6,15 +6,20 @@ phase.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor, prod
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.engine import EngineMemory, elements_of, engine_memory
 from grpo_mega.planner.figures import GIB, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
+from grpo_mega.preflight.cards import Card
 from grpo_mega.rollout.routes import RouterSizes
+from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
+from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 
 PHASES = ("sampling", "log-probs", "update", "checkpoint", "sync")
 
@@ -26,16 +31,19 @@ class StageMemory:
     pp_rank: int
     state: State
     phases: dict[str, list[TracedNumber]]
-    totals: dict[str, TracedNumber]
     layer: list[TracedNumber]  # the elements that one layer keeps for its backward pass
 
-    @property
-    def peak(self) -> TracedNumber:
-        return max(self.totals.values(), key=lambda figure: figure.value)
+    @cached_property
+    def totals(self) -> dict[str, TracedNumber]:
+        return {phase: total(phase, parts) for phase, parts in self.phases.items()}
 
     @property
     def peak_phase(self) -> str:
-        return max(self.totals, key=lambda phase: self.totals[phase].value)
+        return max(self.totals, key=lambda phase: self.totals[phase])
+
+    @property
+    def peak(self) -> TracedNumber:
+        return self.totals[self.peak_phase]
 
 
 def device_memory(setup: PlannedJob) -> list[StageMemory]:
@@ -45,36 +53,34 @@ def device_memory(setup: PlannedJob) -> list[StageMemory]:
 
 
 def _stage(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory:
-    state = state_of(setup, pp_rank)
-    acts = activations(setup, pp_rank)
-    fixed = _fixed(setup, engine)
-    trainer = [*state_figures(setup, state), *_fp8_copies_of(setup, state, pp_rank)]
+    state, acts, fixed = state_of(setup, pp_rank), activations(setup, pp_rank), _fixed(setup, engine)
+    trainer = [*_state_figures(setup, state), *_fp8_copies(setup, state, pp_rank)]
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
-    gathered = product("gathered for a save", "B", elements=state.gathered, bytes=FP32)
+    gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
     bucket = setup.config.sync.bucket_mib * 2**20
-    count = 1 if setup.is_served or setup.is_separate else 3
-    moving = product("sync buckets in flight", "B", count=count, bucket=bucket)
+    moving = product("sync buckets in flight", count=1 if setup.is_served or setup.is_separate else 3, bucket=bucket)
     awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer[:3]
-    guests = [(teacher_weights(one, pp_rank), activations(one, pp_rank)) for one in setup.of_teachers()]
+    teachers = setup.of_teachers()
     # Teachers are on the device one at a time.
-    taught = product("teacher", "B", "exact", bytes=max((weights for weights, _ in guests), default=0.0))
+    taught = product("teacher", trust="exact", bytes=max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0))
     vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
-    hidden = max((shape.hidden for shape, _ in setup.teachers), default=0)
-    head = product("teacher's output layer", "B", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
-    forward = max([acts.forward_only, *(a.forward_only for _, a in guests)], key=lambda f: f.value)
+    hidden = max((one.shape.hidden for one in teachers), default=0)
+    head = product("teacher's output layer", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
+    forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
+
+    def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
+        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=sum(part.value for part in parts))]
+
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, taught, *_with_slack(setup, [forward, acts.exchanged, acts.logprobs])],
-        "update": [*fixed, *trainer, *resident, head, *_with_slack(setup, acts.training)],
-        "checkpoint": [*fixed, *trainer, *resident, *_with_slack(setup, [gathered])],
+        "log-probs": [*fixed, *trainer, *resident, taught, *with_slack(forward, acts.exchanged, acts.logprobs)],
+        "update": [*fixed, *trainer, *resident, head, *with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs)],
+        "checkpoint": [*fixed, *trainer, *resident, *with_slack(gathered)],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
-    if setup.is_served and not setup.is_separate and not setup.takes_turns:
-        phases["sync"] = [*fixed, *trainer[:3], *resident, moving]
-    totals = {phase: total(phase, "B", parts) for phase, parts in phases.items()}
-    return StageMemory(pp_rank, state, phases, totals, acts.layer)
+    return StageMemory(pp_rank, state, phases, acts.layer)
 
 
 def state_of(setup: PlannedJob, pp_rank: int) -> State:
@@ -82,21 +88,21 @@ def state_of(setup: PlannedJob, pp_rank: int) -> State:
     return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, setup.uses_te)
 
 
-def teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
+def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
     """Return the bytes of a teacher's weights on a rank of a stage."""
     return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
-def state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
+def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
     trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
     return [
-        figure("weights", "B", lambda: b * elements + fp8_elements, trust),
-        product("gradients", "B", "exact", bytes=FP32, elements=elements + fp8_elements),
-        figure("optimizer state", "B", lambda: (master + moments) * share, trust),
+        figure("weights", lambda: b * elements + fp8_elements, trust=trust),
+        product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
+        figure("optimizer state", lambda: (master + moments) * share, trust=trust),
     ]
 
 
@@ -106,10 +112,10 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
-        product("CUDA contexts", "B", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
-        figure("NCCL buffers", "B", lambda: (trainer + served) * communicator),
-        product("workspaces", "B", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", "B", count=2 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
+        product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
+        figure("NCCL buffers", lambda: (trainer + served) * communicator),
+        product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
+        product("sync buckets", count=2 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
         *([] if setup.is_separate else [engine.asleep]),
     ]
 
@@ -118,13 +124,13 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
     """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
-    engine, assumed, is_served = engine_memory(setup), setup.assumed, setup.is_served
+    engine, assumed = engine_memory(setup), setup.assumed
     # The groups of all ranks, of the engine's side, and of the engine.
-    groups = 1 + (setup.num_engine_ranks > 1) + (is_served and setup.config.rollout.tp > 1)
+    groups = 1 + (setup.num_engine_ranks > 1) + (setup.config.rollout.tp > 1)
     return [
-        product("CUDA contexts", "B", count=2 if is_served else 1, context=assumed.context_gib * GIB),
-        product("NCCL buffers", "B", groups=groups, communicator=assumed.communicator_gib * GIB),
-        product("sync buckets", "B", count=2, bucket=setup.config.sync.bucket_mib * 2**20),
+        product("CUDA contexts", count=2 if setup.is_served else 1, context=assumed.context_gib * GIB),
+        product("NCCL buffers", groups=groups, communicator=assumed.communicator_gib * GIB),
+        product("sync buckets", count=2, bucket=setup.config.sync.bucket_mib * 2**20),
         engine.asleep,
         engine.weights,
         engine.cache,
@@ -150,27 +156,143 @@ def communicators(setup: PlannedJob) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _fp8_copies_of(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
     """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only transposed."""
-    precision, elements = setup.config.precision, state.num_parameters
-    in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
-    vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
+    precision, elements, pp = setup.config.precision, state.num_parameters, setup.layout.pp
     if precision.fp8 is None:
         return []
-    ends = int(pp_rank == 0) + int(pp_rank == setup.layout.pp - 1)  # embedding and output layer stay in bf16
-    copies = 1 if precision.fp8_parameters else 2
-    size = figure(
-        "fp8 copies of weights",
-        "B",
-        lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp),
-        "unproven",
-    )
-    return [size]
+    in_fp8 = len(setup.layers_in_fp8) / setup.shape.num_layers
+    vocab, hidden, tp = setup.shape.vocab, setup.shape.hidden, setup.layout.tp
+    ends = int(pp_rank == 0) + int(pp_rank == pp - 1)  # embedding and output layer stay in bf16
+    copies, label = 1 if precision.fp8_parameters else 2, "fp8 copies of weights"
+    return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 
-def _with_slack(setup: PlannedJob, parts: list[TracedNumber]) -> list[TracedNumber]:
-    moving = sum(part.value for part in parts)
-    return [*parts, product("fragmentation", "B", share=setup.assumed.slack_share, moving=moving)]
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one device of an engine."""
+
+    weights: TracedNumber
+    cache: TracedNumber
+    cache_tokens: TracedNumber  # tokens that one engine's cache holds
+    extra: TracedNumber  # working memory while the engine generates
+    asleep: TracedNumber  # memory that stays while the engine sleeps
+    concurrent: TracedNumber  # sequences of mean length that an engine decodes at once
+    shortfall: str | None = None  # reason why the engine cannot serve the longest sample
+
+
+def engine_memory(setup: PlannedJob) -> EngineMemory:
+    return _served(setup) if setup.is_served else _embedded(setup)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements that a rank of an engine holds."""
+
+    plain: int
+    linear: int  # elements of linear layers; rollout.quantization applies to them
+    blocks: int  # number of FP8 blocks in the linear layers
+
+    @property
+    def total(self) -> int:
+        return self.plain + self.linear
+
+
+@functools.cache
+def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
+    """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
+    linear_names = family.linear_tensors()
+    plain = linear = num_scales = 0
+    for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
+        places = len(block.layers) * len(block.experts)
+        for tensor in block.tensors.values():
+            if any(piece.box.tensor in linear_names for piece in tensor.pieces):
+                linear += places * prod(tensor.shape)
+                num_scales += places * sum(prod(num_blocks(piece.box.shape)) for piece in tensor.pieces)
+            else:
+                plain += places * prod(tensor.shape)
+    return Elements(plain, linear, num_scales)
+
+
+def received_weights(setup: PlannedJob, label: str) -> TracedNumber:
+    """Return all bytes that a rank of the engine receives in a sync."""
+    layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
+    held, b = elements_of(setup.family, setup.shape, layout), setup.engine_itemsize
+    if setup.config.rollout.quantization is None:
+        return product(label, trust="exact", elements=held.total, b=b)
+    plain, linear, blocks = held.plain, held.linear, held.blocks
+    # FP8 values, and a float32 scale for each block of 128 x 128.
+    return figure(label, lambda: plain * b + linear + 4 * blocks, trust="exact")
+
+
+def cache_bytes_per_token(setup: PlannedJob) -> int:
+    """Return the bytes per token on one device. If ranks outnumber key-value heads, each rank holds one head.
+
+    With multi-latent attention SGLang caches the latents, all of them on every rank.
+    """
+    shape = setup.shape
+    if shape.kv_lora and setup.is_served:
+        return shape.num_layers * shape.kv_down * setup.engine_itemsize
+    heads = max(1, shape.num_kv_heads // setup.config.rollout.tp)
+    return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
+
+
+def _default_fraction(card: Card, tp: int) -> float:
+    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve."""
+    capacity = card.memory_gib * 1024
+    chunk = 8192 if capacity < 160 * 1024 else 16384
+    graph_batch = 256 if tp < 4 and capacity < 160 * 1024 else 512
+    reserve = max(512 + 1.5 * chunk + tp / 8 * 1024 + 2 * graph_batch, 10 * 1024)
+    return round((capacity - reserve) / capacity, 3)
+
+
+def _served(setup: PlannedJob) -> EngineMemory:
+    rollout, card, b = setup.config.rollout, setup.card, setup.engine_itemsize
+    hidden, vocab, tp, concurrent = setup.shape.hidden, setup.shape.vocab, rollout.tp, rollout.max_concurrent
+    weights, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
+    if rollout.cache_tokens is not None:
+        cache = product("KV cache", tokens=rollout.cache_tokens, per_token=per_token)
+    else:
+        fraction = rollout.memory_fraction or _default_fraction(card, tp)
+        capacity, context = card.memory_gib * GIB, setup.assumed.context_gib * GIB
+        # The server starts before the policy, so the free memory is the device less two contexts.
+        cache = figure("KV cache", lambda: max(0, fraction * (capacity - 2 * context) - weights))
+    tokens = figure("tokens in a KV cache", lambda: floor(cache / per_token), "tokens")
+    prefill = 8192 if card.memory_gib < 160 else 16384
+    ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
+    extra = figure("engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4)
+    asleep = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
+    shortfall = None
+    if tokens < setup.longest_sample:
+        shortfall = (
+            f"the engine's KV cache holds {tokens:.0f} tokens, but the longest sample has {setup.longest_sample}; "
+            "raise rollout.tp or rollout.memory_fraction"
+        )
+    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent(setup, tokens), shortfall)
+
+
+def _embedded(setup: PlannedJob) -> EngineMemory:
+    """Return the memory of transformers' model in the trainer's process. Its cache exists only while it generates."""
+    layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
+    elements = elements_of(setup.family, setup.shape, None).total  # the embedded engine is never quantised
+    weights = product("engine weights", trust="exact", elements=elements, b=setup.engine_itemsize)
+    longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
+    cache = product("KV cache", concurrent=concurrent, longest=longest, per_token=per_token)
+    tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
+    # The cache of a layer grows by copying, so a second copy exists for a moment.
+    extra = figure("engine's working memory", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
+    return EngineMemory(weights, cache, tokens, extra, product("engine's graphs"), _concurrent(setup, tokens))
+
+
+def _concurrent(setup: PlannedJob, tokens: TracedNumber) -> TracedNumber:
+    limit, mean, sequences = setup.config.rollout.max_concurrent, setup.mean_sample, sequences_per_engine(setup)
+    return figure("sequences decoded at once", lambda: max(1, min(limit, floor(tokens / mean), sequences)), "")
+
+
+def sequences_per_engine(setup: PlannedJob) -> int:
+    """Return the sequences per step on the busiest engine; a prompt's group stays on one engine."""
+    num_started = setup.config.rollout.num_started(setup.config.batch.prompts_per_step)
+    return -(-num_started // setup.engine_layout.num_engines) * setup.config.algorithm.group_size
 
 
 @dataclass(frozen=True)
@@ -192,57 +314,56 @@ def host_memory(setup: PlannedJob) -> HostMemory:
         by_node[rank // setup.gpus_per_node].append(states[layout.place(rank)[1]])
     if setup.is_separate:
         engines = Counter(rank // setup.gpus_per_node for rank in range(layout.world_size, setup.world_size))
-        return max((_node(setup, held, engines[node]) for node, held in by_node.items()), key=lambda host: host.peak.value)
+        return max((_node(setup, held, engines[node]) for node, held in by_node.items()), key=lambda host: host.peak)
     node = max(by_node.values(), key=lambda held: sum(s.weights + s.largest_share for s in held))
     return _node(setup, node, setup.ranks_per_node)
 
 
 def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:
     """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating ranks."""
-    layout, assumed, engine_ranks = setup.layout, setup.assumed, num_engine_ranks
+    layout, assumed, config, engine_ranks = setup.layout, setup.assumed, setup.config, num_engine_ranks
+    algorithm, teachers = config.algorithm, setup.of_teachers()
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
-    weights = sum(s.weights for s in node)
-    optimizer = sum(s.largest_optimizer for s in node)
+    weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
-    taught = sum(max(teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in setup.of_teachers())
+    taught = sum(max(_teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in teachers)
     pinned = [
-        product("weights", "B", needed=max(moves, has_reference), weights=weights),
-        product("optimizer state", "B", needed=moves, optimizer=optimizer),
-        product("reference", "B", needed=has_reference, weights=weights),
-        product("teachers", "B", ranks=ranks, weights=taught),
+        product("weights", needed=max(moves, has_reference), weights=weights),
+        product("optimizer state", needed=moves, optimizer=sum(s.largest_optimizer for s in node)),
+        product("reference", needed=has_reference, weights=weights),
+        product("teachers", ranks=ranks, weights=taught),
     ]
-    pinned_total = total("pinned per node", "B", pinned)
-    workers = setup.config.rewards.num_workers
-    leaders = engine_ranks // setup.config.rollout.tp if setup.is_served else engine_ranks
+    workers, leaders = config.rewards.num_workers, engine_ranks // config.rollout.tp
     processes = ranks + engine_ranks if setup.is_separate else ranks
     other = [
-        product("ranks", "B", ranks=processes, each=assumed.rank_host_gib * GIB),
-        product("engines", "B", ranks=engine_ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
-        product("reward workers", "B", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
+        product("ranks", ranks=processes, each=assumed.rank_host_gib * GIB),
+        product("engines", ranks=engine_ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
+        product("reward workers", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
-    elements, algorithm = sum(s.num_parameters for s in node), setup.config.algorithm
-    if setup.config.rollout.routing_replay:  # doubled, because ranks share them
-        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_sample
+    samples = config.batch.prompts_per_step * algorithm.group_size
+    if config.rollout.routing_replay:  # doubled, because ranks share them
         shape = setup.shape
         per_token = RouterSizes(shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token).token_bytes
-        other.append(product("recorded experts", "B", ranks=2 * ranks, tokens=tokens, per_token=per_token))
+        tokens = samples * setup.mean_sample
+        other.append(product("recorded experts", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:
-        other.append(product("reference's average", "B", "exact", bytes=FP32, elements=elements))
+        other.append(product("reference's average", trust="exact", bytes=FP32, elements=elements))
     if algorithm.has_vocab_kl:
-        tokens = setup.config.batch.prompts_per_step * algorithm.group_size * setup.mean_response / layout.num_replicas
-        width = max((one.shape.hidden for one in setup.of_teachers()), default=0)
+        tokens = samples * setup.mean_response / layout.num_replicas
+        width = max((one.shape.hidden for one in teachers), default=0)
         holders = min(ranks, layout.tp * layout.num_replicas)  # number of ranks of the last stage
         label = "teacher's hidden states"
-        other.append(product(label, "B", ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
-    staged = checkpoint_bytes(setup).value * ranks / layout.world_size
+        other.append(product(label, ranks=holders, tokens=tokens, width=width, itemsize=setup.itemsize))
+    staged = checkpoint_bytes(setup) * ranks / layout.world_size
     copied = 0 if algorithm.averages_reference else algorithm.saved_reference_bytes(setup.itemsize)
     gathered = 3 * FP32 + copied  # bytes per element; every rank gathers
-    saving = figure("while saving", "B", lambda: gathered * elements + staged)
-    return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", "B", [pinned_total, *other, saving]))
+    saving = figure("while saving", lambda: gathered * elements + staged)
+    pinned_total = total("pinned per node", pinned)
+    return HostMemory(pinned, pinned_total, other, saving, total("host peak per node", [pinned_total, *other, saving]))
 
 
 def checkpoint_bytes(setup: PlannedJob) -> TracedNumber:
     """Return the bytes of the weights, the fp32 masters and moments, and a reference that follows the policy."""
     parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
     reference = setup.config.algorithm.saved_reference_bytes(b)
-    return figure("a checkpoint", "B", lambda: parameters * (b + 12 + reference))
+    return figure("a checkpoint", lambda: parameters * (b + 12 + reference))

@@ -1,21 +1,112 @@
-"""A plan as JSON: the fields that scripts need most at the top level, then every figure with its formula and inputs."""
+"""A plan as sections of figures, printed as JSON or as text for a terminal of 100 columns.
+
+The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with notes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from grpo_mega.planner.communication import groups
 from grpo_mega.planner.figures import TracedNumber
-from grpo_mega.planner.placement import compare
-from grpo_mega.planner.plan import Plan, disk_bytes
-from grpo_mega.planner.suggest import Option, first_changes
+from grpo_mega.planner.memory import PHASES
+from grpo_mega.planner.plan import MARGIN, Option, Plan, first_changes, other_placement
 from grpo_mega.preflight import Findings
-from grpo_mega.weights.layout import MegatronLayout
+
+WIDTH, LABEL_WIDTH = 100, 26
+AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures of one subject."""
+
+    name: str
+    figures: list[TracedNumber]
+    detail: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)  # keyed by a figure's label
+    remarks: Iterable[str] = ()
+    is_formula: bool = False  # shown in the text only with --explain
+
+
+def sections(plan: Plan) -> Iterator[Section]:
+    """Yield all figures by section. Memory figures are for the stage with the highest peak."""
+    setup, engine, host = plan.setup, plan.engine, plan.host
+    yield _batch(plan)
+    for phase, parts in plan.worst.phases.items():
+        yield Section(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
+    yield Section("activations of a layer", plan.worst.layer, is_formula=True)
+    at_once = f"of mean length (rollout.max_concurrent={setup.config.rollout.max_concurrent})"
+    yield Section("engine", [engine.cache_tokens, engine.concurrent], notes={engine.concurrent.label: at_once})
+    if plan.engine_device:
+        room = f"{plan.engine_total.gib:.1f} of {plan.capacity_gib:.1f} GiB"
+        yield Section("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
+    usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
+    notes = {host.saving.label: "while a checkpoint is gathered"}
+    if host.peak.gib > usual:
+        notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
+    yield Section("host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes)
+    size = f"{plan.checkpoint / 1e9:,.0f} GB"
+    kept = f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being written"
+    remarks = [f"A save needs {size} of free disk."]
+    yield Section("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
+    yield _communication(plan)
+    yield _time(plan)
+
+
+def _batch(plan: Plan) -> Section:
+    setup, batch, sizes = plan.setup, plan.setup.batch, plan.setup.config.batch
+    notes = {
+        batch.samples.label: f"= {sizes.prompts_per_step} prompts x {setup.config.algorithm.group_size}",
+        batch.micro_batches.label: f"of up to {sizes.tokens_per_micro_batch:,} tokens per optimizer step",
+    }
+    remarks = [f"{sizes.optimizer_steps:,} optimizer steps = {sizes.mini_batches} mini-batches x {sizes.epochs} epochs"]
+    if (lengths := setup.response_lengths) is not None:
+        values = ", ".join(f"p{percent}={lengths.at(percent / 100):,.0f}" for percent in (50, 90, 99))
+        remarks.append(f"Lengths of responses: {values} tokens{'' if setup.lengths else ' (assumed; give --lengths)'}")
+    means = f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"
+    return Section("batch", [*batch], means, notes, remarks)
+
+
+def _communication(plan: Plan) -> Section:
+    notes = {}
+    for link in plan.links:
+        where = f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
+        notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
+    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
+    return Section("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
+
+
+def _sync_remark(plan: Plan) -> Iterator[str]:
+    """Yield the traffic of a sync. Only the text counts it, because that takes a second for 512 ranks."""
+    if plan.links:
+        traffic = plan.sync_traffic
+        yield (
+            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
+            f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
+        )
+
+
+def _time(plan: Plan) -> Section:
+    timing, rollout = plan.timing, plan.setup.config.rollout
+    shares = {phase.label: phase / timing.step for phase in timing.phases}
+    waits = "Engines generate while the others train; sampling is the time that the trainers wait."
+    return Section(
+        "time",
+        [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
+        "of a step; an estimate from peak rates and assumed shares of them",
+        {label: f"{share:>7.0%}  {'#' * round(40 * share)}".rstrip() for label, share in shares.items()},
+        [waits] if rollout.is_separate and rollout.keeps_unfinished else [],
+    )
 
 
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
     setup, layout = plan.setup, plan.setup.layout
-    kept, asked = disk_bytes(plan)
+    places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
     report: dict[str, Any] = {
         "fits": plan.fits,
         "peak_gib": round(plan.peak_gib, 3),
@@ -26,15 +117,15 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "violations": [],
         "shortfalls": plan.shortfalls,
         "notes": findings.notes,
-        "tokens_per_second_per_gpu": round(plan.timing.tokens_per_second_per_gpu.value, 3),
-        "step_seconds": round(plan.timing.step.value, 3),
+        "tokens_per_second_per_gpu": round(plan.timing.tokens_per_second_per_gpu, 3),
+        "step_seconds": round(plan.timing.step, 3),
         "gpu": setup.card.name,
         "world_size": setup.world_size,
         "num_nodes": setup.num_nodes,
         "peak_phase": plan.peak_phase,
         "peak_stage": plan.worst.pp_rank,
-        "layout": {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep},
-        "ranks": [_place(layout, rank) for rank in range(layout.world_size)],
+        "layout": {axis: getattr(layout, axis) for axis in AXES},
+        "ranks": [{"tp": tp, "cp": layout.cp_rank(rank), "pp": pp, "dp": dp} for rank, (tp, pp, dp) in places],
         "engine_ranks": setup.config.layout.engine_ranks,
         "engines": setup.engine_layout.num_engines,
         "stages": [
@@ -47,14 +138,14 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             }
             for stage in plan.stages
         ],
-        "kv_cache_tokens": int(plan.engine.cache_tokens.value),
+        "kv_cache_tokens": int(plan.engine.cache_tokens),
         "engine_device_gib": round(plan.engine_total.gib, 3),
-        "placement": _placement(plan),
+        "placement": _placement_json(plan),
         "pinned_gib_a_node": round(plan.host.pinned_total.gib, 1),
         "host_peak_gib_a_node": round(plan.host.peak.gib, 1),
-        "checkpoint_gb": round(plan.checkpoint.value / 1e9, 1),
-        "checkpoints_held_gb": round(kept / 1e9, 1),
-        "free_disk_asked_gb": round(asked / 1e9, 1),
+        "checkpoint_gb": round(plan.checkpoint / 1e9, 1),
+        "checkpoints_held_gb": round(plan.kept_bytes / 1e9, 1),
+        "free_disk_asked_gb": round(plan.checkpoint / 1e9, 1),
         "communication": [
             {
                 "kind": link.kind,
@@ -66,71 +157,243 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             }
             for link in plan.links
         ],
-        "change_first": [_option(option) for option in first_changes(plan)],
-        "figures": {section: [figure.as_json() for figure in figures] for section, figures in sections(plan)},
+        "change_first": [_option_json(option) for option in first_changes(plan)],
+        "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
     }
     if options is not None:
-        report["suggestions"] = [_option(option) for option in options]
+        report["suggestions"] = [_option_json(option) for option in options]
     return report
 
 
-def refusal(gpu: str, violations: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
+def refusal_json(gpu: str, findings: Findings) -> dict[str, Any]:
     """Return the JSON for a config that breaks a rule and therefore has no plan."""
     return {
         "fits": False,
         "peak_gib": None,
         "capacity_gib": None,
-        "violations": list(violations),
-        "notes": list(notes),
+        "violations": findings.violations,
+        "notes": findings.notes,
         "tokens_per_second_per_gpu": None,
         "step_seconds": None,
         "gpu": gpu,
     }
 
 
-def sections(plan: Plan) -> Iterator[tuple[str, list[TracedNumber]]]:
-    """Yield all figures by section. Memory figures are for the stage with the highest peak."""
-    yield "batch", plan.batch.figures
-    for phase, parts in plan.worst.phases.items():
-        yield f"memory, {phase}", [*parts, plan.worst.totals[phase]]
-    yield "activations of a layer", plan.worst.layer
-    yield "engine", [plan.engine.cache_tokens, plan.engine.concurrent]
-    if plan.engine_device:
-        yield "memory, engine's own device", [*plan.engine_device, plan.engine_total]
-    host = plan.host
-    yield "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak]
-    yield "checkpoint", [plan.checkpoint]
-    yield "communication", [figure for link in plan.links for figure in (link.sent, link.seconds)]
-    timing = plan.timing
-    yield "time", [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share]
-
-
-def _place(layout: MegatronLayout, rank: int) -> dict[str, int]:
-    tp_rank, pp_rank, dp_rank = layout.place(rank)
-    return {"tp": tp_rank, "cp": layout.cp_rank(rank), "pp": pp_rank, "dp": dp_rank}
-
-
-def _placement(plan: Plan) -> dict[str, Any] | None:
+def _placement_json(plan: Plan) -> dict[str, Any] | None:
     """Return the faster placement with both times; None if there is no distribution of lengths."""
-    compared = compare(plan)
+    compared = other_placement(plan)
     if compared is None:
         return None
-    faster, placements = compared.faster.setup.config, {p.setup.config.rollout.placement: p for p in compared.plans}
+    faster, other = compared
+    plans = [plan, other.plan] if other else [plan]
+    rollout = faster.setup.config.rollout
     return {
-        "faster": faster.rollout.placement,
-        "engine_ranks": faster.layout.engine_ranks,
-        "max_staleness": faster.rollout.max_staleness if compared.faster.setup.is_separate else None,
-        "step_seconds": {name: round(one.timing.step.value, 3) for name, one in placements.items()},
-        "other": compared.other and _option(compared.other),
+        "faster": rollout.placement,
+        "engine_ranks": faster.setup.config.layout.engine_ranks,
+        "max_staleness": rollout.max_staleness if rollout.is_separate else None,
+        "step_seconds": {one.setup.config.rollout.placement: round(one.timing.step, 3) for one in plans},
+        "other": other and _option_json(other),
     }
 
 
-def _option(option: Option) -> dict[str, Any]:
+def _option_json(option: Option) -> dict[str, Any]:
     return {
         "flags": option.flags,
         "fits": option.plan.fits,
         "peak_gib": round(option.plan.peak_gib, 2),
-        "step_seconds": round(option.plan.timing.step.value, 2),
+        "step_seconds": round(option.plan.timing.step, 2),
         "tokens_per_second_per_gpu": round(option.rate, 2),
     }
+
+
+def as_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
+    found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
+    batch, *rest = [_section_lines(section, explains=explains) for section in found]
+    notes = _wrapped(findings.notes, "note: ")
+    parts = [_verdict(plan), notes, _ranks_lines(plan), batch, _memory(plan), *rest, _changes(plan)]
+    if options is not None:
+        none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
+        detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
+        parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
+    if explains:
+        parts.append(_assumptions(plan))
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def refusal_text(findings: Findings) -> str:
+    """Return the text for a config that breaks rules and therefore has no plan."""
+    count = len(findings.violations)
+    head = f"{count} rule{'s are' if count > 1 else ' is'} broken; training would refuse this config:"
+    return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
+
+
+def _section_lines(section: Section, *, explains: bool) -> list[str]:
+    """Return a line per figure; with `explains` also its formula and inputs."""
+    lines = [_head(section.name.capitalize(), section.detail)]
+    for figure in section.figures:
+        trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
+        lines += _wrapped([_row(figure.label, _value(figure), section.notes.get(figure.label, ""), trust)], "  ")
+        if explains:
+            inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
+            lines += _wrapped(
+                [f"{_number(figure.value)} = {figure.formula}", *([f"with {inputs}"] if inputs else [])], "      "
+            )
+    return [*lines, *_wrapped(section.remarks, "  ")]
+
+
+def _row(label: str, value: str, *notes: str) -> str:
+    return " ".join([f"{label:{LABEL_WIDTH}}{value:>14}", *filter(None, notes)]).rstrip()
+
+
+def _value(figure: TracedNumber) -> str:
+    if figure.unit == "B":
+        return f"{figure.gib:,.1f} GiB"
+    if figure.unit == "s":
+        return _seconds(figure)
+    if not figure.unit and 0 < figure < 1:  # a share
+        return f"{figure:.0%}"
+    return f"{figure:,.0f} {figure.unit}".rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{int(value)}" if isinstance(value, int) or value.is_integer() else f"{value:.6g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 0.1 else f"{value:.1f} s" if value < 1000 else f"{value / 60:.0f} min"
+
+
+def _head(title: str, detail: str) -> str:
+    return textwrap.shorten(f"{title} ({detail})" if detail else title, WIDTH, placeholder=" ...")
+
+
+def _wrapped(texts: Iterable[str], lead: str = "") -> list[str]:
+    """Return lines of at most WIDTH columns. Spaces that align a table stay."""
+    hanging = " " * len(lead) + ("" if lead.strip() else "  ")
+    wrapper = textwrap.TextWrapper(
+        WIDTH, initial_indent=lead, subsequent_indent=hanging, break_on_hyphens=False, replace_whitespace=False
+    )
+    return [line for one in texts for line in wrapper.wrap(one)]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    setup, timing = plan.setup, plan.timing
+    if plan.fits:
+        tight = f", less than the {MARGIN:.0%} that estimates need" if plan.is_tight else ""
+        room = f"{plan.peak_gib:.1f} of {plan.capacity_gib:.1f} GiB at the peak ({plan.peak_phase})"
+        answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
+    else:
+        answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
+    speed = f"A step takes about {_seconds(timing.step)}; {timing.tokens_per_second_per_gpu:,.0f} tokens per second per GPU."
+    parameters = plan.checkpoint.inputs["parameters"]
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+    title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
+    return [title, *_wrapped([answer]), speed, *_wrapped(_faster(plan))]
+
+
+def _faster(plan: Plan) -> list[str]:
+    """Return the sentence that names the faster placement; nothing without a distribution of lengths."""
+    compared = other_placement(plan)
+    if compared is None:
+        return []
+    faster, option = compared
+    name = "colocated" if plan.setup.is_separate else "separate"
+    if option is None:
+        return [f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp and pp."]
+    slower = option.plan if faster is plan else plan
+    first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
+    return [f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."]
+
+
+def _placement_name(plan: Plan) -> str:
+    config = plan.setup.config
+    if plan.setup.is_separate:
+        return f"separate (engine_ranks={config.layout.engine_ranks}, max_staleness={config.rollout.max_staleness})"
+    return "colocated with partial rollouts" if config.rollout.partial else "colocated"
+
+
+def _ranks_lines(plan: Plan) -> list[str]:
+    setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
+    cuts = [f"{axis}={getattr(layout, axis)}" for axis in AXES] + ["sequence parallel"] * config.layout.sequence_parallel
+    lines, nodes = [], "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
+    replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
+    axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
+    for axis, name in axes.items():
+        first, *others = groups(layout, axis)
+        if len(first) > 1:
+            lines.append(_row(name, f"{len(others) + 1} groups of {len(first)};", f"the first: ranks {_ranks(first)}"))
+    sizes = ["+".join(str(len(chunk)) for chunk in setup.chunks(pp_rank)) for pp_rank in range(layout.pp)]
+    lines.append(_row("layers by stage", "", ", ".join(sizes)))
+    if setup.is_served:
+        cut = f"tp={config.rollout.tp}" + (f", ep={config.rollout.ep}" if config.rollout.ep > 1 else "")
+        place = _ranks(range(setup.first_engine_rank, setup.first_engine_rank + config.rollout.tp))
+        engines = f"{setup.engine_layout.num_engines} of {cut}, each within a node; the first: ranks {place}"
+    else:
+        engines = f"{setup.num_engine_ranks}, the whole model in each rank's process (embedded)"
+    lines.append(_row("engines", "", engines))
+    if setup.is_separate:
+        ranks = _ranks(range(setup.first_engine_rank, setup.world_size))
+        lines.append(_row("", "", f"on separate ranks, {ranks}; the others train"))
+    head = _head("Rank placement", f"{', '.join(cuts)}; {nodes} of {setup.ranks_per_node}, order {layout.order}")
+    return [head, *_wrapped(lines, "  ")]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and len({b - a for a, b in pairwise(ranks)}) == 1:
+        step = ranks[1] - ranks[0]
+        return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Return the figures of all phases as one table, with a column per phase."""
+    stage, capacity = plan.worst, plan.capacity_gib
+    by_phase = {phase: {figure.label: figure.gib for figure in parts} for phase, parts in stage.phases.items()}
+    totals = {phase: figure.gib for phase, figure in stage.totals.items()}
+    layers = "Transformer Engine's layers" if plan.setup.uses_te else "local layers"
+    detail = f"stage {stage.pp_rank}, the fullest; recompute {plan.setup.config.model.recompute}; {layers}"
+
+    def line(label: str, cells: Iterable[str]) -> str:
+        return f"  {label:{LABEL_WIDTH}}" + "".join(f"{cell:>13}" for cell in cells)
+
+    lines = [_head("Memory of a device, GiB", detail), line("", PHASES)]
+    for label in dict.fromkeys(label for parts in by_phase.values() for label in parts):
+        values = [by_phase[phase].get(label, 0) for phase in PHASES]
+        if any(values):
+            lines.append(line(label, (f"{value:.1f}" if value else "." for value in values)))
+    lines.append(line("total", (f"{totals[phase]:.1f}" for phase in PHASES)))
+    lines.append(line(f"of {capacity:.1f}", (f"{totals[phase] / capacity:.0%}" for phase in PHASES)))
+    peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
+    lines += _wrapped([f"{'peak by stage':{LABEL_WIDTH}}{peaks}"], "  ")
+    if plan.both_fit:
+        lines.append("  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more.")
+    return lines
+
+
+def _changes(plan: Plan) -> list[str]:
+    options, purpose = first_changes(plan), "make it faster" if plan.fits and not plan.is_tight else "make room"
+    none = "no single change makes it fit; --suggest searches whole layouts"
+    detail = f"single changes that {purpose}" if options else none
+    return [_head("What to change first", detail), *_option_lines(options)] if options or not plan.fits else []
+
+
+def _option_lines(options: Iterable[Option]) -> Iterator[str]:
+    for number, option in enumerate(options, 1):
+        state = "fits" if option.plan.fits else "does not fit"
+        yield (
+            f"  {number}. {option.rate:>8,.0f} tokens/s/GPU, {_seconds(option.plan.timing.step)} per step, "
+            f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
+        )
+        yield from _wrapped([option.flags or "the config as it is"], "     ")
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    card = plan.setup.card
+    rates = (
+        f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g} fp8, "
+        f"HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network {card.network_bytes / 1e9:g}, "
+        f"host {card.host_bytes / 1e9:g}"
+    )
+    rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
+    return [_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")]

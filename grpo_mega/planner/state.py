@@ -17,7 +17,7 @@ from grpo_mega.config import Config
 from grpo_mega.formats.dtypes import item_bytes
 from grpo_mega.weights.boxes import Block
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
-from grpo_mega.weights.spec import Family, ModelShape
+from grpo_mega.weights.spec import Family, ModelShape, round_up
 
 START_MULTIPLE, END_MULTIPLE = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, if gradients are reduced while others are computed
@@ -180,7 +180,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
 
     def close() -> None:
         nonlocal bucket_start, position, largest_bucket
-        position = _up(position, end_multiple)
+        position = round_up(position, end_multiple)
         largest_bucket = max(largest_bucket, position - bucket_start)
         width = (position - bucket_start) // dp_size
         for first, last in spans:
@@ -191,7 +191,7 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
         spans.clear()
 
     for parameter in reversed(parameters):
-        position = _up(position, START_MULTIPLE)
+        position = round_up(position, START_MULTIPLE)
         if parameter.is_alone and spans:
             close()
         spans.append((position, position + parameter.size))
@@ -239,7 +239,3 @@ def _repeated(
             if "shared_experts" in name:
                 place = (1, i, experts + 1, order)
             yield place, Parameter(name.format(i=i, e=e), size, is_alone, is_spread, layer)
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from grpo_mega.batching import flops as model_flops
-from grpo_mega.planner.batch import Batch
-from grpo_mega.planner.communication import Link, largest_stage, num_passes, tokens_per_rank
-from grpo_mega.planner.engine import EngineMemory, cache_bytes_per_token, sequences_per_engine
+from grpo_mega.planner.communication import Link
 from grpo_mega.planner.figures import Number, TracedNumber, figure, product, total
-from grpo_mega.planner.generation import Engines, Schedule, mean_wait
+from grpo_mega.planner.generation import Engines, Lengths, Schedule, mean_wait
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.lengths import Lengths
+from grpo_mega.planner.memory import EngineMemory, cache_bytes_per_token, sequences_per_engine
 from grpo_mega.planner.state import State
 
 
@@ -29,53 +27,59 @@ class Timing:
     model_flops_share: TracedNumber  # model FLOPs in updates, relative to the bf16 peak
 
 
-def timing(setup: PlannedJob, batch: Batch, links: list[Link], state: State, engine: EngineMemory) -> Timing:
-    by_kind = {link.kind: link.seconds.value for link in links}
-    logprobs, policy_update = _passes(setup, batch, by_kind, state)
-    context = setup.mean_prompt + setup.mean_response / 2
-    decoding = decoding_step(setup, engine.weights.value, engine.concurrent.value, context)
+def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMemory) -> Timing:
+    by_kind = {link.kind: float(link.seconds) for link in links}
+    logprobs, update = _passes(setup, by_kind, state)
     offload, lengths = _offload(setup, state), setup.response_lengths
-    training = logprobs.value + policy_update.value + offload.value
+    decoding = decoding_step(setup, engine.weights, engine.concurrent, setup.mean_prompt + setup.mean_response / 2)
+    if lengths is None:
+        sampling = _generation(setup, engine, decoding)
+    else:
+        sampling = _simulated(setup, engine, decoding, lengths, logprobs + update + offload)
+    sync = product("sync", "s", sync=by_kind.get("sync to the engines", 0.0))
     phases = [
-        _generation(setup, engine, decoding) if lengths is None else _simulated(setup, engine, decoding, lengths, training),
+        sampling,
         logprobs,
-        policy_update,
+        update,
         offload,
-        product("sync", "s", sync=by_kind.get("sync to the engines", 0.0)),
+        sync,
         product("everything else", "s", overhead=setup.assumed.step_overhead_s),
     ]
-    whole, gpus, peak = total("a step", "s", phases), setup.world_size, setup.card.bf16_flops
-    tokens, step, update, trainers = batch.tokens.value, whole.value, policy_update.value, setup.layout.world_size
-    flops, (updates, _) = _forward_flops(setup, batch), num_passes(setup)
-    rate = figure("tokens per second per GPU", "", lambda: tokens / (step * gpus))
+    step, gpus, peak, trainers = total("a step", phases, "s"), setup.world_size, setup.card.bf16_flops, setup.layout.world_size
+    tokens, outputs, (updates, _) = setup.batch.tokens, setup.batch.samples * setup.mean_response, setup.num_passes
+    pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
+    # Only responses go through the output layer.
+    flops = model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
+    rate = figure("tokens per second per GPU", lambda: tokens / (step * gpus), "")
     flops_share = figure(
-        "model FLOPs of the update, of the bf16 peak", "", lambda: 3 * flops * updates / (update * trainers * peak)
+        "model FLOPs of the update, of the bf16 peak", lambda: 3 * flops * updates / (update * trainers * peak), ""
     )
-    return Timing(phases, whole, decoding, rate, flops_share)
+    return Timing(phases, step, decoding, rate, flops_share)
 
 
-def _passes(setup: PlannedJob, batch: Batch, by_kind: dict[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
+def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
     """Return the times of the log-probs and of the update."""
     layout, config, in_fp8 = setup.layout, setup.config, len(setup.layers_in_fp8)
-    layers, output = _layers_seconds(setup, batch, in_fp8), _output_seconds(setup, batch)
-    reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, batch, 0)
+    layers, output = _layers_seconds(setup, in_fp8), _output_seconds(setup)
+    reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, 0)
     # Transformer Engine computes with some keys and values while it sends others.
     ring = by_kind.get("context parallel", 0.0) * (1 - setup.assumed.overlap_share * setup.uses_te)
     within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0) + ring
-    (updates, forwards), reference = num_passes(setup), int(setup.has_reference)
-    taught = sum(_forward_seconds(one, batch) for one in setup.of_teachers())
+    (updates, forwards), reference = setup.num_passes, int(setup.has_reference)
+    taught = sum(_forward_seconds(one) for one in setup.of_teachers())
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
     # Interleaved stages overlap their sends with computation; other stages wait for them.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
-    bubble, last = batch.bubble.value, setup.num_layers(layout.pp - 1) / largest_stage(setup)
+    bubble, last = setup.batch.bubble, setup.num_layers(layout.pp - 1) / setup.largest_stage
     overlap = 0.5 * config.layout.overlap_grad_reduce + 0.5 * config.layout.overlap_param_gather
     reduce = by_kind.get("gradients and weights", 0.0) * (1 - setup.assumed.overlap_share * overlap)
-    adam = _adam_seconds(setup, state)
+    touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize  # bytes per element in an optimizer step
+    touched_bytes = config.batch.optimizer_steps * (state.largest_share * touched + state.gradients)
+    adam = touched_bytes / (setup.card.hbm_bytes * setup.assumed.hbm_share)
     in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of all passes that updates run
     share = 1 - in_updates
     logprobs = figure(
         "log-probs",
-        "s",
         lambda: (
             (
                 (forwards - reference) * max(layers, last * layers + output)
@@ -85,28 +89,22 @@ def _passes(setup: PlannedJob, batch: Batch, by_kind: dict[str, float], state: S
             / (1 - bubble)
             + (within + pipeline) * share
         ),
+        "s",
     )
     update = figure(
         "update",
-        "s",
         lambda: (
             updates * max((3 + again) * layers, (3 + again) * last * layers + 4 * output) / (1 - bubble)
             + (within + pipeline) * in_updates
             + reduce
             + adam
         ),
+        "s",
     )
     return logprobs, update
 
 
-def _forward_flops(setup: PlannedJob, batch: Batch) -> float:
-    """Return the model FLOPs of one forward pass over a step's tokens. Only responses go through the output layer."""
-    tokens, outputs = batch.tokens.value, batch.samples.value * setup.mean_response
-    pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
-    return model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
-
-
-def _layers_seconds(setup: PlannedJob, batch: Batch, num_in_fp8: int) -> float:
+def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:
     """Return the time of one forward pass over a step's tokens through the layers of the largest stage."""
     card, assumed, in_fp8 = setup.card, setup.assumed, num_in_fp8 / setup.shape.num_layers
     weights = model_flops.layer_weights(setup.shape, setup.experts_per_token)
@@ -116,44 +114,36 @@ def _layers_seconds(setup: PlannedJob, batch: Batch, num_in_fp8: int) -> float:
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
     # Causal: on average a token sees half of its sample. This also holds for the tokens of a context-parallel rank.
     attention = (setup.shape.q + setup.shape.v) * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
-    return largest_stage(setup) * tokens_per_rank(setup, batch) / setup.layout.tp * (products + attention)
+    return setup.largest_stage * setup.tokens_per_rank / setup.layout.tp * (products + attention)
 
 
-def _forward_seconds(of_teacher: PlannedJob, batch: Batch) -> float:
+def _forward_seconds(of_teacher: PlannedJob) -> float:
     """Return the time of a teacher's forward pass over a step's tokens."""
-    layers, output = _layers_seconds(of_teacher, batch, 0), _output_seconds(of_teacher, batch)
-    return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / largest_stage(of_teacher) * layers + output)
+    layers, output = _layers_seconds(of_teacher, 0), _output_seconds(of_teacher)
+    return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / of_teacher.largest_stage * layers + output)
 
 
-def _output_seconds(setup: PlannedJob, batch: Batch) -> float:
+def _output_seconds(setup: PlannedJob) -> float:
     """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
-    tokens, shape = batch.samples.value * setup.mean_response / setup.layout.num_replicas, setup.shape
+    tokens, shape = setup.batch.samples * setup.mean_response / setup.layout.num_replicas, setup.shape
     return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / (setup.card.bf16_flops * setup.assumed.logprob_share)
-
-
-def _adam_seconds(setup: PlannedJob, state: State) -> float:
-    touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize
-    rate = setup.card.hbm_bytes * setup.assumed.hbm_share
-    return setup.config.batch.optimizer_steps * (state.largest_share * touched + state.gradients) / rate
 
 
 def _generation(setup: PlannedJob, engine: EngineMemory, step: TracedNumber) -> TracedNumber:
     """Return the time of full batches until no sequence waits, and of a tail until the longest responses end."""
-    sequences, concurrent = sequences_per_engine(setup), engine.concurrent.value
+    sequences, concurrent = sequences_per_engine(setup), engine.concurrent
     prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
     response, longest = setup.mean_response, setup.config.rollout.max_response_length
-    full, last = step.value, step.at(concurrent=1)
+    full, last = step, step.at(concurrent=1)
     return figure(
-        "sampling",
-        "s",
-        lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last,
+        "sampling", lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last, "s"
     )
 
 
 def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, lengths: Lengths, training: float) -> TracedNumber:
     """Return the simulated time that a step waits until its groups are complete; see generation.py."""
     rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
-    concurrent, without = int(engine.concurrent.value), step.at(concurrent=1, context=0)
+    concurrent, without = int(engine.concurrent), step.at(concurrent=1, context=0)
     if not setup.is_served:  # the embedded engine takes whole groups
         concurrent = max(1, concurrent // group) * group
     engines = Engines(
@@ -166,8 +156,9 @@ def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, leng
     )
     num_started, ahead = rollout.num_started(prompts), rollout.num_ahead(prompts)
     schedule = Schedule(prompts, group, num_started, ahead, rollout.keeps_unfinished, rollout.max_staleness)
-    waited = mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
-    return product("sampling", "s", simulated=waited)
+    return product(
+        "sampling", "s", simulated=mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
+    )
 
 
 def decoding_step(setup: PlannedJob, weights: Number, concurrent: Number, context: float) -> TracedNumber:
@@ -175,8 +166,7 @@ def decoding_step(setup: PlannedJob, weights: Number, concurrent: Number, contex
 
     The times to read the weights and to multiply by them are added, because published figures of large batches show no overlap.
     """
-    shape, assumed, per_token = setup.shape, setup.assumed, cache_bytes_per_token(setup)
-    tp = setup.config.rollout.tp if setup.is_served else 1
+    shape, assumed, per_token, tp = setup.shape, setup.assumed, cache_bytes_per_token(setup), setup.config.rollout.tp
     layers, hidden, b = shape.num_layers, shape.hidden, setup.engine_itemsize
     num_reduced, nvlink = 2 if tp > 1 else 0, setup.card.nvlink_bytes * assumed.nvlink_share  # all-reduces per layer
     once, latency, products = assumed.decode_step_s, assumed.all_reduce_s, token_seconds(setup)
@@ -184,26 +174,26 @@ def decoding_step(setup: PlannedJob, weights: Number, concurrent: Number, contex
     hbm = setup.card.hbm_bytes * assumed.decode_hbm_share
     return figure(
         "a decoding step",
-        "s",
         lambda: (
             once
             + layers * (kernels + num_reduced * (latency + 2 * concurrent * hidden * b * (tp - 1) / tp / nvlink))
             + (weights + concurrent * context * per_token) / hbm
             + concurrent * products
         ),
+        "s",
     )
 
 
 def token_seconds(setup: PlannedJob) -> float:
     """Return the time of an engine's matrix products for one token."""
-    shape, card, is_served = setup.shape, setup.card, setup.is_served
+    shape, card, rollout = setup.shape, setup.card, setup.config.rollout
     weights = shape.num_layers * model_flops.layer_weights(shape, setup.experts_per_token) + shape.hidden * shape.vocab
-    in_fp8 = is_served and setup.config.rollout.quantization is not None
+    in_fp8 = setup.is_served and rollout.quantization is not None
     peak = (card.fp8_flops if in_fp8 else 0) or card.bf16_flops
-    return 2 * weights / ((setup.config.rollout.tp if is_served else 1) * peak * setup.assumed.prefill_share)
+    return 2 * weights / (rollout.tp * peak * setup.assumed.prefill_share)
 
 
 def _offload(setup: PlannedJob, state: State) -> TracedNumber:
     moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
     weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
-    return figure("offload and onload", "s", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate)
+    return figure("offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s")

@@ -12,9 +12,8 @@ from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import adapter_problem, check_tied, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
-from grpo_mega.formats.known_models import KNOWN_MODELS, known_model, model_of_folder
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, MAX_JSON_BYTES, parse_json, read_file
+from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -54,31 +53,6 @@ def read_model(config: Config) -> Model:
     return _read_folder(config.model.path)
 
 
-def read_planned_model(config: Config, model_config: Path | None = None, name: str | None = None) -> Model:
-    """Read the model from `model_config` (a config.json or its folder), from a well-known `name`, or from model.path.
-
-    If model.path has no config.json, use the well-known model that its folder is named after. Raise ConfigError or
-    WeightMappingError.
-    """
-    folder = config.model.path
-    if model_config is not None:
-        return _model_of(_read_fields(model_config))
-    if name is not None:
-        return _model_of(known_model(name).fields)
-    if (problem := adapter_problem(folder)) is not None:
-        raise ConfigError(f"model.path={folder} {problem}")
-    if (folder / "config.json").is_file():
-        return _read_folder(folder)
-    known = model_of_folder(folder)
-    if known is None:
-        raise ConfigError(
-            f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
-            f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
-        )
-    note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
-    return replace(_model_of(known.fields), note=note)
-
-
 def check_model(model: ModelConfig) -> ModelShape:
     """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or WeightMappingError."""
     shape = _read_folder(model.path).shape
@@ -100,10 +74,11 @@ def _read_folder(folder: Path) -> Model:
         elif (folder / CONFIG_FILE).is_file():
             remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
         raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")
-    return replace(_model_of(read_config(folder)), is_here=True)
+    return replace(model_of(read_config(folder)), is_here=True)
 
 
-def _model_of(raw: Mapping[str, Any]) -> Model:
+def model_of(raw: Mapping[str, Any]) -> Model:
+    """Return the model with these fields of a config.json. Raise ConfigError or WeightMappingError."""
     fields = resolve(raw)
     shape = shape_of(fields)
     return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
@@ -263,15 +238,3 @@ def _quantization_problems(fields: dict[str, Any]) -> Iterator[str]:
     if method == "fp8" and quantization.get("weight_block_size"):
         remedy = "write plain ones by tools/convert_hf_to_mcore.py HF_DIR OUT, and set model.path=OUT"
     yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        return read_config(path)
-    try:
-        fields = parse_json(read_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--model-config {path} holds a JSON {type(fields).__name__}; name a model's config.json")
-    return fields

@@ -10,14 +10,12 @@ import pytest
 
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.formats.known_models import KNOWN_MODELS
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import groups
+from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.planner.rehearsal import rehearse
+from grpo_mega.planner.plan import Plan, first_changes, suggest
 from grpo_mega.planner.report import sections
-from grpo_mega.planner.suggest import first_changes, suggest
 
 pytestmark = pytest.mark.pool
 
@@ -28,17 +26,19 @@ LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
 def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
     setup, findings = prepare(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
     assert setup is not None and not findings.violations, findings.violations
-    return make_plan(setup)
+    return Plan(setup)
 
 
 @pytest.fixture(scope="module")
 def kept() -> dict[tuple[str, int], float]:
     """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of an
     8B."""
+    from grpo_mega.megatron.rehearsal import rehearse  # imports Megatron
+
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
     cases = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_mega.planner.rehearsal.SEGMENTS", 1)
+        patch.setattr("grpo_mega.megatron.rehearsal.SEGMENTS", 1)
         for recompute in ("none", "selective", "full"):
             for cp in (1, 2):
                 layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}
@@ -96,24 +96,27 @@ def test_context_parallel_ranks_follow_tensor_parallel_ranks() -> None:
 def test_context_parallel_ranks_share_work_and_state_like_data_parallel() -> None:
     """Work and state are the same, except for the exchanged keys and values."""
     apart, shared = plan_of(LONG_8B, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768"), plan_of(LONG_8B)
-    assert apart.batch.tokens.value == shared.batch.tokens.value
-    assert shared.batch.micro_batches.value == pytest.approx(2 * apart.batch.micro_batches.value, abs=1)  # each half as long
-    assert shared.batch.most_micro_batches.value == 2 * apart.batch.most_micro_batches.value
+    assert apart.setup.batch.tokens.value == shared.setup.batch.tokens.value
+    # Each micro-batch is half as long.
+    assert shared.setup.batch.micro_batches.value == pytest.approx(
+        2 * apart.setup.batch.micro_batches.value, abs=1
+    )  # each half as long
+    assert shared.setup.batch.most_micro_batches.value == 2 * apart.setup.batch.most_micro_batches.value
     assert [stage.state for stage in apart.stages] == [stage.state for stage in shared.stages]
     seconds = [{phase.label: phase.value for phase in plan.timing.phases} for plan in (apart, shared)]
     assert seconds[0]["update"] < seconds[1]["update"] < 1.1 * seconds[0]["update"]
     sent = {link.kind: link.sent.value for link in shared.links}
     assert "context parallel" not in {link.kind for link in apart.links}
     # Keys and values of a step's tokens, 36 layers: forward, recomputed, and twice in backward with their gradients.
-    tokens, keys_and_values = shared.batch.tokens.value / 4, 2 * 4 * 128 * 2
+    tokens, keys_and_values = shared.setup.batch.tokens.value / 4, 2 * 4 * 128 * 2
     assert sent["context parallel"] == pytest.approx(tokens * keys_and_values * 36 * (4 + 1))
 
 
 @pytest.mark.parametrize("uses_te", [True, False])
 def test_every_formula_of_a_plan_with_context_parallelism_gives_its_figure(uses_te: bool) -> None:
-    plan = make_plan(replace(plan_of(LONG_70B).setup, uses_te=uses_te))
-    for _, figures in sections(plan):
-        for figure in figures:
+    plan = Plan(replace(plan_of(LONG_70B).setup, uses_te=uses_te))
+    for section in sections(plan):
+        for figure in section.figures:
             value = eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs})
             assert value == pytest.approx(figure.value, rel=1e-12), figure
     assert plan.worst.phases["update"][-3].label == "exchanged keys and values"

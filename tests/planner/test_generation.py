@@ -15,8 +15,17 @@ import pytest
 from grpo_mega import types
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner import generation
-from grpo_mega.planner.generation import Engines, Group, Response, Schedule, mean_wait, run_phase
-from grpo_mega.planner.lengths import Lengths, assumed_lengths, read_lengths
+from grpo_mega.planner.generation import (
+    Engines,
+    Group,
+    Lengths,
+    Response,
+    Schedule,
+    assumed_lengths,
+    mean_wait,
+    read_lengths,
+    run_phase,
+)
 from grpo_mega.rollout.backlog import Backlog
 
 PROMPT = 7.0

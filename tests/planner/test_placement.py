@@ -11,15 +11,12 @@ import pytest
 import yaml
 
 from grpo_mega import cli
-from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.memory import communicators
-from grpo_mega.planner.plan import Plan, make_plan
-from grpo_mega.planner.rehearsal import default_ranks, request_of
+from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.planner.report import sections
-from grpo_mega.planner.suggest import suggest
 from grpo_mega.planner.timing import decoding_step, token_seconds
 
 CONFIG: dict[str, Any] = {
@@ -47,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 def plan_of(path: Path, *overrides: str, **request: Any) -> Plan:
     setup, findings = prepare(PlanOptions(path, overrides=overrides, model="llama-3-70b", **request))
     assert setup is not None and not findings.violations
-    return make_plan(setup)
+    return Plan(setup)
 
 
 def command(path: Path, *overrides: str, options: tuple[str, ...] = ()) -> int:
@@ -110,10 +107,10 @@ def test_separate_plans_offload_nothing_and_engine_nodes_score_rewards(path: Pat
 
 def test_every_formula_of_a_plan_with_engine_ranks_gives_its_figure(path: Path) -> None:
     labels = set()
-    for section, figures in sections(plan_of(path, *SEPARATE)):
-        for figure in figures:
+    for section in sections(plan_of(path, *SEPARATE)):
+        for figure in section.figures:
             assert eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs}) == pytest.approx(figure.value)
-        labels.add(section)
+        labels.add(section.name)
     assert "memory, engine's own device" in labels
 
 
@@ -180,9 +177,11 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     assert "separate (engine_ranks=16, max_staleness=1), " in verdict and "colocated, " in verdict
     assert "on separate ranks, 48-63; the others train" in text
     assert (
-        "tp=4, pp=4, dp=3" in text and "64 x H100" in text and "2 of tp=8, each within a node; the first: ranks 48-55" in text
+        "tp=4, pp=4, vpp=1, cp=1, dp=3, ep=1, sequence parallel" in text
+        and "64 x H100" in text
+        and "2 of tp=8, each within a node; the first: ranks 48-55" in text
     )
-    assert "An engine's own device: " in text and "(assumed; give --lengths)" in text
+    assert "Memory, engine's own device (" in text and "(assumed; give --lengths)" in text
 
 
 def test_without_lengths_a_colocated_plan_does_not_compare_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,12 +233,3 @@ def test_suggestions_keep_the_engine_ranks(path: Path) -> None:
         layout = option.plan.setup.layout
         assert option.plan.setup.config.layout.engine_ranks == 16 and option.plan.setup.world_size == 64
         assert layout.tp * layout.pp * layout.dp == 48
-
-
-def test_trainer_ranks_alone_are_rehearsed(path: Path) -> None:
-    setup = plan_of(path, *SEPARATE).setup
-    assert default_ranks(setup) == [0, 24, 36]
-    request = request_of(setup, 47, {})
-    assert request["world_size"] == configs.validate(request["config"]).layout.world_size == 48
-    with pytest.raises(ConfigError, match="--ranks=48 is none of the 48 ranks that train"):
-        request_of(setup, 48, {})

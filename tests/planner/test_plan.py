@@ -17,11 +17,9 @@ import yaml
 from grpo_mega import cli
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
-from grpo_mega.planner.engine import elements_of
-from grpo_mega.planner.memory import PHASES
-from grpo_mega.planner.plan import MARGIN, Plan, make_plan
+from grpo_mega.planner.memory import PHASES, elements_of
+from grpo_mega.planner.plan import MARGIN, Plan, suggest
 from grpo_mega.planner.report import sections
-from grpo_mega.planner.suggest import suggest
 from grpo_mega.weights.layout import megatron_shards
 from tests.helpers.shapes import LLAMA_70B
 
@@ -87,7 +85,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
 def plan_of(path: Path, **request: Any) -> Plan:
     setup, findings = prepare(PlanOptions(path, **request))
     assert setup is not None and not findings.violations
-    return make_plan(setup)
+    return Plan(setup)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.recompute": "full"}, BLOCKWISE, {"layout.vpp": 4}], ids=str)
@@ -137,8 +135,8 @@ def test_an_engine_whose_cache_is_too_small_does_not_fit(make_config: MakeConfig
 def test_every_formula_gives_its_figure(make_config: MakeConfig, fields: dict[str, Any], changes: dict[str, Any]) -> None:
     plan = plan_of(make_config(fields, **changes))
     count = 0
-    for _, figures in sections(plan):
-        for figure in figures:
+    for section in sections(plan):
+        for figure in section.figures:
             value = eval(figure.formula, {"ceil": ceil, "floor": floor, **figure.inputs})
             assert value == pytest.approx(figure.value, rel=1e-12), figure
             assert figure.value >= 0, figure

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.plan import make_plan
+from grpo_mega.planner.plan import Plan
 from grpo_mega.preflight.cards import card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
@@ -28,7 +28,7 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
     }
     shape = ModelShape.from_hf_config(LLAMA_70B)
     setup = PlannedJob(configs.validate(raw), shape, 0, card_of("h100"), 64, 8, 512.0, 1024.0)
-    alone, plan = make_plan(setup), make_plan(replace(setup, teachers=((replace(shape, num_layers=8), 0),)))
+    alone, plan = Plan(setup), Plan(replace(setup, teachers=((replace(shape, num_layers=8), 0),)))
     embedding = 128256 * 8192
     layer = (70_553_706_496 - 2 * embedding - 8192) / 80
     first = (2 * layer + embedding) / 4
@@ -36,7 +36,7 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
     assert taught.value == pytest.approx(2 * first, rel=1e-4)
     assert plan.host.pinned_total.value - alone.host.pinned_total.value == pytest.approx(8 * 2 * first, rel=1e-4)
     exact = replace(setup, config=configs.validate(raw | {"teachers": {"a": {"path": "x"}}, "algorithm": EXACT}))
-    exact_plan = make_plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),)))
+    exact_plan = Plan(replace(exact, teachers=((replace(shape, num_layers=8), 0),)))
     (hidden,) = [figure for figure in exact_plan.host.other if figure.label == "teacher's hidden states"]
     assert hidden.value == 8 * (32 * 16 / 4 * 1024) * 8192 * 2  # 8 ranks of the last stage on a node
     update = exact_plan.stages[3].phases["update"]

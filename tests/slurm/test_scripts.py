@@ -16,8 +16,8 @@ import pytest
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare as plan_setup
 from grpo_mega.config import load
-from grpo_mega.formats.known_models import KNOWN_MODELS
-from grpo_mega.planner.plan import MARGIN, make_plan
+from grpo_mega.planner.known_models import KNOWN_MODELS
+from grpo_mega.planner.plan import MARGIN, Plan
 from tests.helpers.shapes import LLAMA_70B, QWEN_72B
 from tests.slurm.cluster import wait_for
 
@@ -124,7 +124,7 @@ def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_
     path = ROOT / "slurm" / f"{name}.yaml"
     setup, findings = plan_setup(PlanOptions(path, gpu="h100", world_size=num_gpus, model_config=config))
     assert setup is not None and not findings.violations
-    plan = make_plan(setup)
+    plan = Plan(setup)
     assert plan.fits and plan.spare >= MARGIN
     header = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     assert f"{plan.peak_gib:.0f} of {plan.capacity_gib:.0f} GiB at the peak ({plan.spare:.0%} to spare)" in header

@@ -131,8 +131,6 @@ def make_shapes_only() -> None:
 def main() -> None:
     counted = rehearse_rank.Counted()
     counted.install()
-    make_group = dist.new_group
-    dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
     from grpo_mega.megatron import runtime as runtimes
 
     make_shapes_only()
@@ -142,7 +140,7 @@ def main() -> None:
         weight_copies.clear()
         base._dummy_wgrads.clear()  # drop the fake tensors of the last request
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
-        found = rehearse_rank.rehearse(request, counted)
+        found = rehearse_rank.run_rank(request, counted)
         runtimes.stop()
         [kept] = counters
         largest = sorted(kept.saved.items(), key=lambda item: -item[0][2] * item[1])

@@ -29,7 +29,7 @@ import numpy as np
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.plan import make_plan
+from grpo_mega.planner.plan import Plan
 from grpo_mega.preflight.cards import CARDS, Card, card_of
 from grpo_mega.preflight.model import read_model
 from tools.benchmarks.gpu.models import peak_tflops
@@ -285,7 +285,7 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: 
             mean_response=response,
             uses_te=bool(gpu),
         )
-        plan = make_plan(setup)
+        plan = Plan(setup)
     except UserError as error:
         return {"source": f"none: {error}", "seconds": {}}
     timing = plan.timing
@@ -307,8 +307,8 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: 
         "seconds": seconds,
         "tokens_per_second_per_gpu": timing.tokens_per_second_per_gpu.value,
         "update_mfu": timing.model_flops_share.value,
-        "bubble": plan.batch.bubble.value,
-        "micro_batches": plan.batch.micro_batches.value,
+        "bubble": plan.setup.batch.bubble.value,
+        "micro_batches": plan.setup.batch.micro_batches.value,
         "padding_waste": 1 - setup.assumed.packing_fill,
         "sync_moved_bytes": plan.sync_traffic.moved,
         "peak_memory_gib": plan.peak_gib if gpu else None,

@@ -14,8 +14,8 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare
 from grpo_mega.errors import ConfigError, PlanError
+from grpo_mega.megatron.rehearsal import Comparison, default_ranks, rehearse, request_of
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.rehearsal import Comparison, default_ranks, rehearse
 from grpo_mega.preflight.cards import card_of
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
@@ -200,14 +200,12 @@ import torch.distributed as dist
 from grpo_mega.megatron import rehearsal
 counted = rehearsal.Counted()
 counted.install()
-make_group = dist.new_group
-dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
 from grpo_mega.megatron import runtime
 for line in sys.stdin:
     request = json.loads(line)
     dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
     try:
-        rehearsal.rehearse(request, counted)
+        rehearsal.run_rank(request, counted)
         print("starts", flush=True)
     except Exception as error:
         print(repr(error), flush=True)
@@ -273,3 +271,13 @@ def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) 
     assert any(
         "or plan with --model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations
     )
+
+
+def test_trainer_ranks_alone_are_rehearsed() -> None:
+    layout = "tp=4,pp=4,dp=3,engine_ranks=16,sequence_parallel=true"
+    setup = setup_of(f"{layout} rollout.placement=separate rollout.engine=sglang rollout.tp=8")
+    assert default_ranks(setup) == [0, 24, 36]
+    request = request_of(setup, 47, {})
+    assert request["world_size"] == configs.validate(request["config"]).layout.world_size == 48
+    with pytest.raises(ConfigError, match="--ranks=48 is none of the 48 ranks that train"):
+        request_of(setup, 48, {})

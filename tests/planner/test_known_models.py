@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_mega import cli
-from grpo_mega.formats.known_models import KNOWN_MODELS, model_of_folder
+from grpo_mega.planner.known_models import KNOWN_MODELS, find_known_model
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import family_of
 
@@ -62,9 +62,9 @@ def test_every_known_model_is_checked() -> None:
 
 def test_a_folder_named_like_a_known_model_stands_for_that_model() -> None:
     for folder in ("models/Meta-Llama-3-70B-Instruct", "/x/llama-3-70b", "META-LLAMA-3-70B-INSTRUCT"):
-        assert model_of_folder(Path(folder)) is KNOWN_MODELS["llama-3-70b"]
+        assert find_known_model(Path(folder).name) is KNOWN_MODELS["llama-3-70b"]
     for folder in ("models/Meta-Llama-3.1-70B-Instruct", "llama-3-70b-mine", "runs/tiny/model", "."):
-        assert model_of_folder(Path(folder)) is None
+        assert find_known_model(Path(folder).name) is None
 
 
 @pytest.mark.parametrize(
