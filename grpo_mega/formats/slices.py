@@ -18,7 +18,8 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dtypes import ITEM_BYTES, WEIGHTS
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone
 
-BLOCK_BYTES = 1 << 20  # size of one read and write; a block stays in the cache of a core between the two
+BLOCK_BYTES = 512 << 10  # size of one read; two blocks stay in the cache of a core
+_WRITE_BYTES = 128 << 10  # Linux 6.18 gives a larger write contiguous memory, which costs up to 5 times the CPU time
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Files:
     def write(self, path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
         descriptor, view = self._descriptor(path), memoryview(data)
         while view:
-            count = os.pwrite(descriptor, view, offset)
+            count = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
             view, offset = view[count:], offset + count
 
     def sync(self) -> None:
