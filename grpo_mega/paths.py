@@ -26,7 +26,7 @@ TRACE = "trace"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # in CHECKPOINTS: holds the name of the last checkpoint
 MANIFEST = "checkpoint.json"  # in a checkpoint
-STATE = "state"  # in a checkpoint: the folder of Megatron's files
+STATE = "state"  # in a checkpoint: the folder of Megatron's files and the backlog
 EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
@@ -65,3 +65,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Sync the content of a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

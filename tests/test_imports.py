@@ -33,7 +33,7 @@ WITHOUT = {
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
     "preflight": {"torch", "transformers"},
-    "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
+    "run.checkpoints": {"torch", "numpy", "pydantic"},
     "commands.eval": {"torch", "transformers"},
     "commands.eval_request": {"torch", "transformers", "numpy"},
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},

@@ -14,14 +14,15 @@ from grpo_mega.commands.eval_request import EvalRequest
 from grpo_mega.config import Config
 from grpo_mega.data.load import IDS_PER_SET
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoint_files import check_model, read_manifest
+from grpo_mega.formats.detect import read_manifest
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.paths import STATE
-from grpo_mega.run.checkpoints import verify
+from grpo_mega.run.checkpoints import check_model
 from grpo_mega.run.evaluation import Evaluated, evaluate_set, write_rows
 from grpo_mega.run.job import Job, open_job
 from grpo_mega.run.model_files import ModelFiles, build_policy
+from grpo_mega.run.saving import verify
 from grpo_mega.types import Prompt
 
 

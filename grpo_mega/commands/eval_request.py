@@ -14,8 +14,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.checkpoint_files import find, find_finished, without_checkpoints
+from grpo_mega.formats.detect import without_checkpoints
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE
+from grpo_mega.run.checkpoints import find, find_finished
 from grpo_mega.run.folder import last_step
 
 

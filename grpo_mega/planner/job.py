@@ -8,7 +8,7 @@ from functools import cached_property
 
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
-from grpo_mega.formats.dtypes import item_bytes
+from grpo_mega.formats.slices import item_bytes
 from grpo_mega.planner.lengths import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
 from grpo_mega.preflight.layout import megatron_layout
