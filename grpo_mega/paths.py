@@ -37,7 +37,7 @@ TRACE = "trace"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # in CHECKPOINTS: holds the name of the last checkpoint
 MANIFEST = "checkpoint.json"  # in a checkpoint
-STATE = "state"  # in a checkpoint: the folder of Megatron's files
+STATE = "state"  # in a checkpoint: the folder of Megatron's files and the backlog
 EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
 
 
@@ -113,3 +113,12 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def sync_to_disk(path: Path) -> None:
+    """Sync the content of a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

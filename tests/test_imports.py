@@ -31,7 +31,7 @@ WITHOUT = {
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
     "preflight": {"torch", "transformers"},
-    "formats.checkpoint_files": {"torch", "numpy", "pydantic"},
+    "run.checkpoints": {"torch", "numpy", "pydantic"},
     "commands.eval": {"torch", "transformers", "numpy"},
     "commands.check": {"torch", "transformers", "numpy"},
     "commands.train": {"torch", "transformers", "numpy"},

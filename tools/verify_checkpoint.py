@@ -16,8 +16,7 @@ from pathlib import Path
 from convert_options import Parser, count, run
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.compare import Difference, compare
-from grpo_mega.formats.detect import Checkpoint, find_checkpoint
+from grpo_mega.formats.detect import Checkpoint, Difference, compare, find_checkpoint
 
 _SHOWN = 10  # largest number of names to print per kind
 

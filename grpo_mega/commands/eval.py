@@ -24,15 +24,10 @@ from grpo_mega.commands.train import check_config, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.checkpoint_files import (
-    check_model,
-    find,
-    find_finished,
-    read_manifest,
-    without_checkpoints,
-)
+from grpo_mega.formats.detect import read_manifest, without_checkpoints
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, LOGS, STATE
 from grpo_mega.processes import KEEP, private_folder
+from grpo_mega.run.checkpoints import check_model, find, find_finished
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -58,8 +53,8 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.checkpoints import verify
         from grpo_mega.run.model_files import build_policy
+        from grpo_mega.run.saving import verify
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
         dist.broadcast_object_list(chosen)

@@ -14,8 +14,9 @@ from pathlib import Path
 from grpo_mega import config as configs
 from grpo_mega.commands.options import ExportOptions
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.checkpoint_files import find, find_finished, read_manifest, without_checkpoints
+from grpo_mega.formats.detect import read_manifest, without_checkpoints
 from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, STATE
+from grpo_mega.run.checkpoints import find, find_finished
 
 
 def run(options: ExportOptions) -> int:
@@ -35,7 +36,7 @@ def run(options: ExportOptions) -> int:
     import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf
-    from grpo_mega.run.checkpoints import verify
+    from grpo_mega.run.saving import verify
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

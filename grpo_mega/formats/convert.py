@@ -7,16 +7,13 @@ from pathlib import Path
 
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
-from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, blob_of, common_bytes, metadata_bytes, state_bytes
+from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, common_bytes, frame_of, metadata_bytes, state_bytes
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
-from grpo_mega.formats.dtypes import ITEM_BYTES, TORCH_NAMES, WEIGHTS
-from grpo_mega.formats.extra_layers import extra_names
-from grpo_mega.formats.hf_files import check_shapes, check_tied, index_of, side_files, split_into_shards
-from grpo_mega.formats.hf_weights import HfWeights
+from grpo_mega.formats.hf_files import extra_names, header_of, index_of, side_contents, split_into_shards
+from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
-from grpo_mega.formats.safetensors_files import header_of
-from grpo_mega.formats.slices import box_target, target_of
+from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, WEIGHTS, target_of
 from grpo_mega.weights.boxes import LocalTensor, alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -96,13 +93,13 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
         for row, piece in _pieces_to_save(stored.tensor):
             target = target_of(piece, weights, dtype)
             chunk = (1,) * len(stored.place) + piece.shape
-            blob = blob_of(target.dtype, chunk)
+            frame = frame_of(target.dtype, chunk)
             if offset > _FILE_BYTES or not sizes:
                 offset, file = 0, f"__0_{len(sizes)}.distcp"
-            items.append(Item(file, offset, target, blob.prefix, blob.suffix, blob.crc_offsets))
+            items.append(Item(file, offset, target, frame))
             start = (*stored.place, row, *(0,) * (len(piece.shape) - 1))
             full = (*stored.stack, *stored.tensor.shape)
-            length = len(blob.prefix) + target.num_bytes + len(blob.suffix)
+            length = len(frame.before) + target.num_bytes + len(frame.after)
             saved.append(SavedPiece(stored.keys, full, start, chunk, target.dtype, file, offset, length))
             offset += -(-length // _ALIGNMENT) * _ALIGNMENT
             sizes[file] = offset
@@ -118,12 +115,12 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
 def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: int, dtype: str | None) -> OutputPlan:
     """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
     shapes = dict(weights.shapes)
-    targets = {name: box_target(whole(name, shape), weights, dtype) for name, shape in shapes.items()}
+    targets = {name: target_of(alone(whole(name, shape)), weights, dtype) for name, shape in shapes.items()}
     source = _source_of_extra(checkpoint, weights)
     if source is not None:
         for name in extra_names(source.shapes):
             shapes[name] = source.shapes[name]
-            targets[name] = box_target(whole(name, shapes[name]), source, dtype)
+            targets[name] = target_of(alone(whole(name, shapes[name])), source, dtype)
     num_bytes = {name: target.num_bytes for name, target in targets.items()}
     shards = split_into_shards(num_bytes, max_shard_bytes)
     items, headers, sizes = [], {}, {}
@@ -161,7 +158,7 @@ def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
 
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
     """Return the files that accompany the weights. Adapt config.json to another dtype or to removed quantisation."""
-    contents: dict[str, bytes | Path] = {str(path.relative_to(checkpoint.side)): path for path in side_files(checkpoint.side)}
+    contents = side_contents(checkpoint.side)
     config = checkpoint.config()
     changed = dict(config)
     if was_quantised:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_BYTES
+from grpo_mega.formats.slices import FROM_STORAGE, FROM_TORCH, ITEM_BYTES
 from grpo_mega.weights.boxes import Index
 
 METADATA = ".metadata"

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from grpo_mega.formats.dtypes import STORAGE_NAMES
-from grpo_mega.formats.stream import torch_dtype
+from grpo_mega.formats.output import Frame
+from grpo_mega.formats.reader import torch_dtype
+from grpo_mega.formats.slices import STORAGE_NAMES
 from grpo_mega.weights.boxes import Index
 from grpo_mega.weights.spec import ModelShape
 
@@ -95,21 +96,9 @@ def state_bytes() -> bytes:
     return _saved([None])
 
 
-@dataclass(frozen=True)
-class Blob:
-    """The `torch.save` file of a contiguous tensor: `prefix`, the tensor's bytes, `suffix`.
-
-    The CRC32 of these bytes goes to `crc_offsets` of the suffix, 4 bytes each, little-endian. Until then it is 0.
-    """
-
-    prefix: bytes
-    suffix: bytes
-    crc_offsets: tuple[int, int]
-
-
 @cache
-def blob_of(dtype: str, shape: Index) -> Blob:
-    """Return the blob of a contiguous tensor."""
+def frame_of(dtype: str, shape: Index) -> Frame:
+    """Return what `torch.save` writes around the bytes of a contiguous tensor. Its CRC32 is 0 until it is known."""
     tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
     described = io.BytesIO()
     _Pickler(described, tensor, STORAGE_NAMES[dtype]).dump(tensor)
@@ -119,9 +108,9 @@ def blob_of(dtype: str, shape: Index) -> Blob:
         writer.write_record(name, content, len(content))
     writer.write_record_metadata("data/0", tensor.nbytes)
     writer.write_end_of_file()
-    prefix, suffix = sink.parts
+    before, after = sink.parts
     # The first CRC32 follows the signature of the data descriptor; the second precedes the name in the directory.
-    return Blob(bytes(prefix), bytes(suffix), (4, suffix.rindex(b"archive/data/0") - 30))
+    return Frame(bytes(before), bytes(after), (4, after.rindex(b"archive/data/0") - 30))
 
 
 class _Pickler(pickle.Pickler):

@@ -1,4 +1,4 @@
-"""Find and describe the checkpoint at a path: a Hugging Face folder, a converted checkpoint, or a run's; needs no torch.
+"""Find, describe and compare checkpoints: Hugging Face folders, converted checkpoints, and a run's. Only `compare` needs torch.
 
 A converted Megatron checkpoint contains the Hugging Face files that belong to it (config.json, tokenizer, ...). For a
 checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
@@ -7,24 +7,79 @@ checkpoint written by training, these files are in the folder that the run start
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
-from grpo_mega.formats.checkpoint_files import Manifest, read_manifest, without_checkpoints
 from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
-from grpo_mega.formats.dtypes import TORCH_NAMES
 from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, EXPORT_DIR, LATEST, MANIFEST, MAX_JSON_BYTES, STATE, read_file, read_name
+from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, Files, Weights, target_of
+from grpo_mega.observe.progress import progress
+from grpo_mega.paths import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EXPORT_DIR,
+    LATEST,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    STATE,
+    read_file,
+    read_json,
+    read_name,
+)
+from grpo_mega.weights.boxes import alone, whole
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
 
+FORMAT = 1  # format number of a run's checkpoints; increase it with every change that readers must handle
+_IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")  # fields of config.json that name a version or source
+_SAME = {"torch_dtype": "dtype"}  # old names of fields
 _TRACKER = "latest_checkpointed_iteration.txt"  # file that Megatron-LM's training writes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a run's checkpoint, stored in it as JSON together with its format number."""
+
+    step: int  # number of finished steps; also the version of the policy
+    optimizer_step: int
+    fingerprint: str  # fingerprint of the weights, see Policy.fingerprint
+    layout: str
+    model: dict[str, Any]  # model sizes by field of ModelShape
+    seed: int
+    checksums: dict[str, str]  # sha256 by file below STATE
+    draws: int  # number of prompt batches drawn from the data so far
+    inputs: dict[str, str]  # digests of model and data, see run/model_files.py
+    kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
+    kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
+    written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest. Raise ResumeError if the folder is not a checkpoint, or has another format number."""
+    path = checkpoint / MANIFEST
+    try:
+        values = read_json(path)
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a JSON {type(values).__name__}, not an object")
+        number = values.pop("format", None)
+        if number == FORMAT:
+            if not isinstance(values["model"], dict):
+                raise ValueError(f"model={values['model']!r} is not a model's sizes")
+            return Manifest(**values)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ResumeError(f"{path} cannot be read ({error}); resume from another step-N folder") from None
+    raise ResumeError(
+        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega that "
+        "wrote this checkpoint, or export the policy with that version and start a new run from it"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +137,11 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     )
 
 
+def without_checkpoints(finished: Path) -> str:
+    """Return a line that says why the policy of a run was taken from `finished`."""
+    return f"{finished.parent} has no checkpoints: taking {finished}, the policy after its last step"
+
+
 def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     """Return kind, family, sizes, dtype, step and more, with None for missing values. Raise WeightMappingError."""
     checkpoint = find_checkpoint(path, config_folder)
@@ -114,6 +174,57 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
         description["layout"] = manifest.layout if manifest else _pieces(saved)
         description["optimizer"] = any(key.startswith("optimizer") for key in saved)
     return description
+
+
+@dataclass
+class Difference:
+    """`config`: different fields as (name, in A, in B). The other lists have tensor names, `other` also shapes and dtypes."""
+
+    config: list[tuple[str, Any, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # tensors missing in B
+    extra: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    bits: list[str] = field(default_factory=list)
+    num_equal: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.config or self.missing or self.extra or self.other or self.bits)
+
+
+def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool = True) -> Difference:
+    """Compare config, names, and every tensor bit by bit. Raise WeightMappingError if a checkpoint is damaged."""
+    from grpo_mega.formats.reader import Streamer
+
+    difference = Difference(config=_compare_configs(a.config(), b.config()))
+    ours, theirs = a.open(), b.open()
+    shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
+    difference.missing = sorted(set(shapes) - set(other_shapes))
+    difference.extra = sorted(set(other_shapes) - set(shapes))
+    common = []
+    for name in (n for n in shapes if n in other_shapes):
+        sides = [(shapes[name], ours.dtype(name)), (other_shapes[name], theirs.dtype(name))]
+        if sides[0] == sides[1]:
+            common.append(name)
+        else:
+            in_a, in_b = (f"{dtype} {list(shape)}" for shape, dtype in sides)
+            difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
+    sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
+    with (
+        closing(Files()) as files,
+        progress(sum(sizes.values()), "comparing", show_progress, "bytes") as bar,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+
+        def is_same(name: str) -> bool:
+            tensor = alone(whole(name, shapes[name]))
+            streams = (Streamer(files).blocks(target_of(tensor, weights)) for weights in (ours, theirs))
+            found = all(x == y for x, y in zip(*streams, strict=True))  # blocks depend only on shape and dtype
+            bar.advance(sizes[name])
+            return found
+
+        difference.bits = [name for name, same in zip(common, pool.map(is_same, common), strict=True) if not same]
+    difference.num_equal = len(common) - len(difference.bits)
+    return difference
 
 
 def _is_hugging_face(path: Path) -> bool:
@@ -175,7 +286,7 @@ def _model_of(config: Path) -> Path:
         ) from None
 
 
-def _kind(checkpoint: Checkpoint, weights: Any) -> str:
+def _kind(checkpoint: Checkpoint, weights: HfWeights | MegatronWeights) -> str:
     if isinstance(weights, HfWeights):
         return "Hugging Face folder" + (", FP8 with block scales" if weights.is_quantised else "")
     return "Megatron distributed checkpoint" + (" of a training run" if checkpoint.manifest else "")
@@ -187,3 +298,16 @@ def _pieces(saved: dict[str, SavedTensor]) -> str:
         c.offset[-1] for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
     }
     return f"any (saved in pieces of tp={len(columns)})"
+
+
+def _compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the fields that differ, except fields that name the library version or the source."""
+    ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
+    return [(k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
+
+
+def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the shapes of all tensors except derived ones: rotary tables and a stored copy of a tied output layer."""
+    is_tied = checkpoint.model()[1].tied
+    derived = ("rotary_emb.inv_freq", "lm_head.weight") if is_tied else ("rotary_emb.inv_freq",)
+    return {name: shape for name, shape in weights.shapes.items() if not name.endswith(derived)}

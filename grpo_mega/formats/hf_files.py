@@ -1,18 +1,22 @@
-"""The files of a Hugging Face checkpoint folder and the tensors they must contain; needs no torch."""
+"""The files of a Hugging Face checkpoint folder: shards, index, side files, and the headers of safetensors; needs no torch.
+
+A safetensors file has 8 bytes with the header's length N in little-endian, N bytes of JSON, then the tensors' bytes. Offsets in
+the header count from its end.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import ITEM_BYTES
-from grpo_mega.formats.extra_layers import extra_names
-from grpo_mega.formats.safetensors_files import TensorInfo
-from grpo_mega.paths import read_json
-from grpo_mega.weights.boxes import Index
+from grpo_mega.formats.slices import ITEM_BYTES
+from grpo_mega.paths import check_regular, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,10 +25,11 @@ WEIGHT_SUFFIXES = (
     *(".distcp", ".metadata", "metadata.json"),  # for a Megatron checkpoint next to Hugging Face files
 )
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 TEMPLATES = "additional_chat_templates"  # folder of named chat templates
 SCALE_SUFFIX = "_scale_inv"  # suffix of a weight's name that names the scales of its FP8 blocks
-_BLOCK_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+_EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next token's embedding
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -71,7 +76,7 @@ def split_into_shards(num_bytes: Mapping[str, int], max_shard_bytes: int) -> dic
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards)}
 
 
-def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> dict[str, bytes]:
+def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> dict[str, bytes | Path]:
     """Return the content of the index file by its name; {} for a single file."""
     if len(shards) == 1:
         return {}
@@ -80,11 +85,12 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
     return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def side_files(folder: Path) -> list[Path]:
-    """Return config, generation config, tokenizer and all other files of a model except its weights."""
+def side_contents(folder: Path) -> dict[str, bytes | Path]:
+    """Return config, generation config, tokenizer and all other files of a model except its weights, by name in the folder."""
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
-    files = [p for p in files if p.name not in ADAPTER_FILES]
-    return [*files, *sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())]
+    files = [p for p in files if p.name != ADAPTER_CONFIG]
+    files += sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())
+    return {str(path.relative_to(folder)): path for path in files}
 
 
 def adapter_problem(folder: Path) -> str | None:
@@ -107,62 +113,97 @@ def adapter_problem(folder: Path) -> str | None:
     return f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged folder"
 
 
-def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
-    """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
-    for name, shape in expected.items():
-        if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
-            raise WeightMappingError(
-                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the prefix "
-                f"{prefix!r} of a model with more parts, such as vision; save its language model alone, and name that folder"
-            )
-        if name not in shapes:
-            raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
-        if shapes[name] != tuple(shape):
-            raise WeightMappingError(
-                f"{folder}: {name} has shape {list(shapes[name])}, but config.json means {list(shape)}; "
-                "give the config.json that belongs to these weights"
-            )
-    # A tied output layer may be stored too. Rotary tables are derived from the config.
-    known = {*expected, "lm_head.weight", *extra_names(shapes)}
-    for name in sorted(set(shapes) - known):
-        if name.endswith(SCALE_SUFFIX):
-            raise WeightMappingError(
-                f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
-                f"write plain weights with tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
-            )
-        if not name.endswith("rotary_emb.inv_freq"):
-            raise WeightMappingError(f"{folder} holds {name!r}, unknown to its model type; check model_type in config.json")
+def extra_names(names: Iterable[str]) -> list[str]:
+    """Return the sorted names of layers for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) among `names`.
 
-
-def _prefix_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is missing."""
-    bare = name.removeprefix("model.")
-    return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
-
-
-def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:
-    """Raise WeightMappingError if a stored output layer differs from the embedding, although config.json ties them.
-
-    Training would silently drop the output layer, while transformers loads such a model with both.
+    These layers follow the other layers and are neither trained nor served. Conversions keep them. An exported policy gets them
+    from its source model.
     """
-    if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
-        raise WeightMappingError(
-            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
-        )
+    known = set(names)
+    layers = {name: match[0] for name in known if (match := _LAYER.match(name))}
+    return sorted(name for name, layer in layers.items() if layer + _EXTRA_MARK in known)
 
 
-def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. Reads block by block."""
-    (path, info), (other_path, other) = a, b
-    if (info.dtype, info.shape) != (other.dtype, other.shape):
-        return False
-    left = prod(info.shape) * ITEM_BYTES[info.dtype]
-    with path.open("rb") as file, other_path.open("rb") as other_file:
-        file.seek(info.offset)
-        other_file.seek(other.offset)
-        while left > 0:
-            size = min(left, _BLOCK_BYTES)
-            if file.read(size) != other_file.read(size):
-                return False
-            left -= size
-    return True
+@dataclass(frozen=True)
+class TensorInfo:
+    dtype: str  # safetensors name, such as "BF16"
+    shape: tuple[int, ...]
+    offset: int = 0  # offset of the first byte in the file
+
+
+def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
+    """Return each tensor of several files with its file. Raise WeightMappingError."""
+    tensors: dict[str, tuple[Path, TensorInfo]] = {}
+    for path in paths:
+        for name, info in read_header(path).items():
+            if name in tensors:
+                raise WeightMappingError(
+                    f"{path} holds {name}, and so does {tensors[name][0].name}; fetch index and shards again"
+                )
+            tensors[name] = path, info
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a file. Raise WeightMappingError if it is damaged or has bytes outside of tensors."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise _broken(path, str(error.strerror)) from None
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise _broken(path, f"its {size} bytes do not hold the header they announce")
+        text = file.read(length)
+    infos: dict[str, TensorInfo] = {}
+    end, before = 0, "the header"
+    try:
+        header = json.loads(text, object_pairs_hook=_without_repeats)
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
+            start, stop = entry["data_offsets"]
+            info = infos[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + start)
+            num_bytes = prod(info.shape) * ITEM_BYTES[info.dtype] if info.dtype in ITEM_BYTES else stop - start
+            if stop - start != num_bytes:
+                raise _broken(path, f"its header gives {name} another size than its shape")
+            if start < end:
+                raise _broken(path, f"its header has {name} overlap {before}")
+            if start > end:
+                raise _broken(path, f"its header leaves a hole of {start - end} bytes before {name}")
+            end, before = stop, name
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise _broken(path, f"its header is damaged: {repr(error)[:200]}") from None
+    whole = 8 + length + end
+    if size < whole:
+        raise _broken(path, f"it is cut short: {size} bytes of {whole}")
+    if size > whole:
+        raise _broken(path, f"it has {size} bytes, but its header describes {whole}")
+    return infos
+
+
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+    """Return the header for (name, dtype, shape) in order, and the offset of each tensor in the file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset, offsets = 0, []
+    for name, dtype, shape in tensors:
+        end = offset + prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offsets.append(offset)
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + offset for offset in offsets]
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name} occurs twice")
+        entries[name] = value
+    return entries
+
+
+def _broken(path: Path, problem: str) -> WeightMappingError:
+    return WeightMappingError(f"{path} cannot be read ({problem}); fetch the file again")

@@ -7,21 +7,29 @@ offset of each tensor in the file.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.dtypes import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS
-from grpo_mega.formats.hf_files import INDEX, SCALE_SUFFIX, SINGLE, check_shapes, shards_of, weight_files
-from grpo_mega.formats.safetensors_files import TensorInfo, read_headers
-from grpo_mega.formats.slices import Extent, Part, Scale, matrix
+from grpo_mega.formats.hf_files import (
+    INDEX,
+    SCALE_SUFFIX,
+    SINGLE,
+    TensorInfo,
+    extra_names,
+    read_headers,
+    shards_of,
+    weight_files,
+)
+from grpo_mega.formats.slices import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS, Extent, Part, Scale, matrix
 from grpo_mega.paths import check_regular, read_json
 from grpo_mega.weights.boxes import Index, whole
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DEFAULT_BLOCK = (128, 128)
+_COMPARED_BYTES = 8 << 20
 
 
 class HfWeights:
@@ -67,6 +75,9 @@ class HfWeights:
         named = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
         return FROM_TORCH.get(str(named).removeprefix("torch."), "BF16")
 
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
     def parts(self, name: str) -> list[Part]:
         return [Part(whole(name, self.shapes[name]), self._extents[name], 0, 0)]
 
@@ -92,6 +103,67 @@ class HfWeights:
             )
         scales = Extent(scale_path, stored.offset, stored.dtype, *matrix(stored.shape))
         return Extent(path, info.offset, info.dtype, rows, columns, Scale(scales, height, width))
+
+
+def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
+    """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
+    for name, shape in expected.items():
+        if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
+            raise WeightMappingError(
+                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the prefix "
+                f"{prefix!r} of a model with more parts, such as vision; save its language model alone, and name that folder"
+            )
+        if name not in shapes:
+            raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
+        if shapes[name] != tuple(shape):
+            raise WeightMappingError(
+                f"{folder}: {name} has shape {list(shapes[name])}, but config.json means {list(shape)}; "
+                "give the config.json that belongs to these weights"
+            )
+    # A tied output layer may be stored too. Rotary tables are derived from the config.
+    known = {*expected, "lm_head.weight", *extra_names(shapes)}
+    for name in sorted(set(shapes) - known):
+        if name.endswith(SCALE_SUFFIX):
+            raise WeightMappingError(
+                f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
+                f"write plain weights with tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
+            )
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise WeightMappingError(f"{folder} holds {name!r}, unknown to its model type; check model_type in config.json")
+
+
+def _prefix_of(name: str, names: Iterable[str]) -> str | None:
+    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is missing."""
+    bare = name.removeprefix("model.")
+    return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
+
+
+def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:
+    """Raise WeightMappingError if a stored output layer differs from the embedding, although config.json ties them.
+
+    Training would silently drop the output layer, while transformers loads such a model with both.
+    """
+    if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
+        raise WeightMappingError(
+            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
+        )
+
+
+def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
+    """Return True if two tensors have the same dtype, shape and bits. Reads block by block."""
+    (path, info), (other_path, other) = a, b
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
+        return False
+    left = prod(info.shape) * ITEM_BYTES[info.dtype]
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(info.offset)
+        other_file.seek(other.offset)
+        while left > 0:
+            size = min(left, _COMPARED_BYTES)
+            if file.read(size) != other_file.read(size):
+                return False
+            left -= size
+    return True
 
 
 def _bin_files(folder: Path) -> list[Path]:

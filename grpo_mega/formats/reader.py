@@ -1,10 +1,13 @@
-"""Boxes of Hugging Face tensors for a rank to load: from a checkpoint of either kind, or random numbers from a seed."""
+"""Read the tensors of a checkpoint of either kind: block by block for conversions, or boxes for a rank to load.
+
+Unchanged rows are read directly into their place. Columns, casts and block scales go through torch, a few rows at a time.
+"""
 
 from __future__ import annotations
 
-import mmap
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -13,30 +16,116 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.slices import Copy, box_target
-from grpo_mega.formats.stream import is_finite, torch_dtype
-from grpo_mega.weights.boxes import Box, Index, region
+from grpo_mega.formats.slices import BLOCK_BYTES, ITEM_BYTES, TORCH_NAMES, Copy, Extent, Files, Target, Weights, target_of
+from grpo_mega.weights.boxes import Box, Index, alone, region
 from grpo_mega.weights.spec import Family, ModelShape
 
 
-class CheckpointReader:
-    """Reads slices of a checkpoint's tensors, and only the bytes of the requested boxes. A context manager."""
+def torch_dtype(dtype: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[dtype])
 
-    def __init__(self, weights: HfWeights | MegatronWeights) -> None:
+
+class Streamer:
+    """Reads targets for one thread, which shares `files` with others."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._block, self._scratch = bytearray(0), bytearray(0)
+
+    def blocks(self, target: Target) -> Iterator[memoryview]:
+        """Yield all bytes of the target in order, in blocks of rows. A block is valid until the next one is requested."""
+        row_bytes = target.columns * ITEM_BYTES[target.dtype]
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        self._block = _at_least(self._block, min(step, target.rows) * row_bytes)
+        for first in range(0, target.rows, step):
+            count = min(step, target.rows - first)
+            block = memoryview(self._block)[: count * row_bytes]
+            self._fill(block, target, first, count)
+            yield block
+
+    def read(self, target: Target) -> Tensor:
+        """Return the target as a matrix."""
+        if not target.num_bytes:
+            return torch.empty((target.rows, target.columns), dtype=torch_dtype(target.dtype))
+        values = bytearray(target.num_bytes)
+        self._fill(memoryview(values), target, 0, target.rows)
+        return torch.frombuffer(values, dtype=torch_dtype(target.dtype)).view(target.rows, target.columns)
+
+    def _fill(self, block: memoryview, target: Target, first: int, count: int) -> None:
+        """Fill the block with `count` rows of the target."""
+        row_bytes = len(block) // count
+        for copy in target.copies:
+            start, end = max(copy.to_row, first), min(copy.to_row + copy.rows, first + count)
+            if start >= end:
+                continue
+            rows, row = block[(start - first) * row_bytes : (end - first) * row_bytes], copy.row + start - copy.to_row
+            if copy.is_unchanged_rows_of(target):
+                self._files.read_into(copy.extent.path, copy.extent.offset + row * row_bytes, rows)
+            else:
+                matrix = torch.frombuffer(rows, dtype=torch_dtype(target.dtype)).view(end - start, target.columns)
+                self._fill_columns(matrix[:, copy.to_column : copy.to_column + copy.columns], copy, row)
+
+    @torch.no_grad()
+    def _fill_columns(self, place: Tensor, copy: Copy, row: int) -> None:
+        """Fill `place` with the copy's columns of the extent's rows, starting at `row`."""
+        extent = copy.extent
+        step = max(1, BLOCK_BYTES // max(1, extent.row_bytes))
+        for start in range(0, place.shape[0], step):
+            count = min(step, place.shape[0] - start)
+            values = self._read(extent, row + start, count)[:, copy.column : copy.column + copy.columns]
+            if extent.scale is not None:
+                values = values.float() * self._scales(extent, row + start, count, copy)
+            place[start : start + count].copy_(values)
+
+    def _read(self, extent: Extent, row: int, count: int) -> Tensor:
+        """Return rows of the extent, valid until the next read."""
+        length = count * extent.row_bytes
+        self._scratch = _at_least(self._scratch, length)
+        view = memoryview(self._scratch)[:length]
+        self._files.read_into(extent.path, extent.offset + row * extent.row_bytes, view)
+        return torch.frombuffer(view, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
+
+    def _scales(self, extent: Extent, row: int, count: int, copy: Copy) -> Tensor:
+        """Return the scales of the copy's columns in these rows, [count, copy.columns] float32."""
+        assert extent.scale is not None
+        scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
+        first, last = row // height, (row + count - 1) // height
+        raw = bytearray((last - first + 1) * scales.row_bytes)
+        self._files.read_into(scales.path, scales.offset + first * scales.row_bytes, memoryview(raw))
+        blocks = torch.frombuffer(raw, dtype=torch_dtype(scales.dtype)).view(-1, scales.columns).float()
+        rows = torch.arange(row, row + count) // height - first
+        columns = torch.arange(copy.column, copy.column + copy.columns) // width
+        return blocks[rows][:, columns]
+
+
+def _at_least(buffer: bytearray, length: int) -> bytearray:
+    return buffer if len(buffer) >= length else bytearray(length)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return True if no element is NaN or infinite.
+
+    A NaN or infinity makes the sum non-finite. So do large elements, and then the minimum and maximum decide.
+    """
+    return math.isfinite(values.sum()) or all(math.isfinite(value) for value in torch.aminmax(values))
+
+
+class CheckpointReader:
+    """Reads boxes of a checkpoint's tensors, in memory of about the box. A context manager."""
+
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = Files()
 
     def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._maps.clear()
-        if isinstance(self._weights, MegatronWeights):
-            self._weights.close()
+        self._files.close()
+        self._weights.close()
 
     @property
     def names(self) -> set[str]:
@@ -48,41 +137,20 @@ class CheckpointReader:
     def num_bytes(self, name: str) -> int:
         return prod(self.shape(name)) * ITEM_BYTES[self._weights.dtype(name)]
 
+    def check(self, expected: Mapping[str, Index]) -> None:
+        """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
+        self._weights.check(expected)
+
     def read(self, box: Box) -> Tensor:
         """Return the box's elements in the checkpoint's dtype. Raise WeightMappingError if one is NaN or infinite."""
-        target = box_target(box, self._weights)
-        if len(target.copies) == 1:
-            values = self._view(target.copies[0])
-        else:
-            values = torch.empty((target.rows, target.columns), dtype=torch_dtype(target.dtype))
-            for copy in target.copies:
-                place = values[copy.to_row : copy.to_row + copy.rows, copy.to_column : copy.to_column + copy.columns]
-                place.copy_(self._view(copy))
-        values = values.reshape(box.shape)
+        target = target_of(alone(box), self._weights)
+        values = Streamer(self._files).read(target).reshape(box.shape)
         if values.numel() and not is_finite(values):
             source = target.copies[0].extent.path if len(target.copies) == 1 else self._weights.folder
             raise WeightMappingError(
                 f"{source}: {box.tensor} holds NaN or infinity; fetch it again, or take another checkpoint"
             )
         return values
-
-    def check(self, expected: Mapping[str, Index]) -> None:
-        """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
-        if isinstance(self._weights, HfWeights):  # a Megatron checkpoint was compared with the family when it was opened
-            self._weights.check(expected)
-
-    def _view(self, copy: Copy) -> Tensor:
-        """Return the elements of a copy as a view of its memory-mapped file, [rows, columns]."""
-        extent = copy.extent
-        assert extent.scale is None, "check() refuses quantised checkpoints"
-        if extent.path not in self._maps:
-            with extent.path.open("rb") as file:
-                # Torch refuses read-only memory. Nothing writes, so no page is ever copied.
-                self._maps[extent.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        dtype, count = torch_dtype(extent.dtype), extent.rows * extent.columns
-        values = torch.frombuffer(self._maps[extent.path], dtype=dtype, count=count, offset=extent.offset)
-        matrix = values.view(extent.rows, extent.columns)
-        return matrix[copy.row : copy.row + copy.rows, copy.column : copy.column + copy.columns]
 
 
 def open_reader(folder: Path, family: Family, shape: ModelShape) -> CheckpointReader:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
-from grpo_mega.formats.dtypes import item_bytes
+from grpo_mega.formats.slices import item_bytes
 from grpo_mega.planner.figures import TracedNumber, figure, product
 from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_mega.config import Config
-from grpo_mega.formats.dtypes import item_bytes
+from grpo_mega.formats.slices import item_bytes
 from grpo_mega.weights.boxes import Block
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
 from grpo_mega.weights.spec import Family, ModelShape, round_up

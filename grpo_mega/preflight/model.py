@@ -10,8 +10,8 @@ from typing import Any
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import adapter_problem, check_tied, weight_files
-from grpo_mega.formats.hf_weights import HfWeights
+from grpo_mega.formats.hf_files import adapter_problem, weight_files
+from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR
 from grpo_mega.weights.families import family_of

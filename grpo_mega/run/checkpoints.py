@@ -1,185 +1,190 @@
-"""The checkpoints of a run: written in the background, verified, and only then visible.
+"""The checkpoints of a run: find the newest, publish a new one, remove old ones. Needs no torch.
 
-A save stages the state in memory (staging.py), and training waits only for that. A background thread of each rank hashes the
-rank's files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back to compare (checkpoint_writer.py). When
-all ranks are done and the step is logged, rank 0's thread renames the folder to step-N, points `latest` to it, and removes old
-checkpoints. So a visible checkpoint is always complete. `verify` detects files that changed since they were written.
+    step-000012/             Megatron's files and the backlog below `state`, and the manifest; has this name only once complete
+    latest                   the name of the checkpoint from which the run resumes
+    .step-000012.partial     a save in progress, or the remains of a killed save
+    .step-000012.removed     a checkpoint that is being removed
+
+A run removes only its own checkpoints: real folders whose name matches the step in their manifest. Copies under other names,
+links and folders without a manifest belong to the user.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
+import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from grpo_mega.config import Config
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoint_files import Manifest, clean, partial_name, publish
-from grpo_mega.observe.progress import progress
-from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
-from grpo_mega.rollout.backlog import NO_BACKLOG, Backlog
-from grpo_mega.run.checkpoint_writer import SECONDS_BETWEEN_LOOKS, Writer
-from grpo_mega.run.staging import all_ranks, remove_unused, stage
+from grpo_mega.formats.detect import FORMAT, Manifest, read_manifest
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, LATEST, MANIFEST, read_name, sync_to_disk
 
-if TYPE_CHECKING:
-    from grpo_mega.megatron.policy import Policy
-
-SECONDS_FOR_OTHERS = 20.0  # after an error, how long this rank waits for other ranks to finish their parts
-_CHUNK = 16 << 20  # bytes
+_CLOCK_TICK_S = 1e-3
 
 
-class Checkpoints:
-    """Saves of one run. All ranks call every method together, except `close`. Calls of one rank do not overlap."""
+def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
+    """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
+    ours = asdict(shape)
+    different = [f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value]
+    if different:
+        raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model")
 
-    def __init__(self, config: Config, rank: int, store: dist.Store, warn: Callable[[str], None]) -> None:
-        self.folder = config.run_dir / CHECKPOINTS
-        self._keep, self._rank, self._warn = config.checkpoint.keep, rank, warn
-        self._shows_progress = config.log.progress and rank == 0
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # for the writers, because a connection serves one thread at a time
-        self._num_saves = 0
-        self._writer: Writer | None = None  # writer of the save in progress
-        self._last: Manifest | None = None  # manifest of the last save
-        self._num_pushed = 0  # Policy.num_effective_steps at the last save
-        self.saved_step: int | None = None  # step of the last checkpoint that was saved or resumed from
-        remove_unused()
-        if rank == 0:
-            clean(self.folder)
-        dist.barrier()
 
-    def save(self, policy: Policy, manifest: Manifest, backlog: Backlog = NO_BACKLOG) -> None:
-        """Stage the state and start to write it in the background. Raise ResumeError if it cannot or must not be written."""
-        self.finish()
-        if manifest.step == self.saved_step:  # no step has finished since the last save
-            return
-        self._check_weights_changed(policy, manifest)
-        num_bytes = policy.state_bytes + (backlog.num_bytes if self._rank == 0 else 0)
-        self._check_disk(num_bytes)
-        target = self.folder / partial_name(manifest.step) / STATE
-        target.mkdir(parents=True, exist_ok=True)
+def latest(folder: Path) -> Path | None:
+    """Return the checkpoint from which the run resumes, or None if there is none.
 
-        def write(folder: Path) -> None:
-            policy.save(folder)
-            if self._rank == 0:
-                backlog.write(folder)
+    The file `latest` names it. If that file is missing, for example after a kill during the first save, it is the checkpoint
+    written last. Interrupted saves are ignored. Raise ResumeError if `latest` does not name a checkpoint, or if `latest` is
+    missing and the folder has only copies or only unreadable checkpoints.
+    """
+    pointer = folder / LATEST
+    whole = _whole(folder)
+    named = [path for _, step, path in whole if path.name == step_name(step)]
+    copies = [path for _, _, path in whole if path not in named]
+    if not pointer.exists():
+        if copies and not named:
+            raise ResumeError(f"{pointer} is missing, but {copies[-1].name} exists; write that name into it and resume")
+        if not named and (unreadable := sorted(folder.glob(f"step-*/{MANIFEST}"))):
+            read_manifest(unreadable[-1].parent)  # this call raises the error
+        return named[-1] if named else None
+    try:
+        found = folder / read_name(pointer)
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{pointer} cannot be read ({error}); write the name of a checkpoint's folder into it and resume"
+        ) from None
+    if found == folder or not (found / MANIFEST).is_file():
+        candidates = named or copies
+        remedy = f"write {candidates[-1].name} into it" if candidates else "write the name of a checkpoint's folder into it"
+        raise ResumeError(f"{pointer} names {found.name!r}, which is missing or incomplete; {remedy} and resume")
+    return found
 
-        staged = stage(write, num_bytes, target)
-        self._num_saves += 1
-        self._last, self.saved_step = manifest, manifest.step
-        self._writer = Writer(
-            staged,
-            target,
-            store=self._store,
-            key=f"checkpoint/{self._num_saves}",
-            rank=self._rank,
-            world_size=dist.get_world_size(),
-            publish=lambda checksums: publish(self.folder, replace(manifest, checksums=checksums), self._keep),
+
+def tell_latest(folder: Path) -> str:
+    """Return a line that names the checkpoint to resume from."""
+    try:
+        found = latest(folder)
+    except ResumeError as error:
+        return str(error)
+    return f"the last good checkpoint is {found}: continue with --resume" if found else "there is no checkpoint yet"
+
+
+def find(folder: Path, step: int | None) -> Path:
+    """Return the checkpoint of a step, or the newest. Raise ResumeError if there is none."""
+    found = latest(folder) if step is None else folder / step_name(step)
+    if found is None or not (found / MANIFEST).is_file():
+        there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
+        raise ResumeError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {there}")
+    return found
+
+
+def find_finished(run_dir: Path, step: int | None) -> Path | None:
+    """Return RUN_DIR/hf of a finished run without checkpoints; None if the caller should use `find`.
+
+    Raise ResumeError if a step's checkpoint is requested from such a run.
+    """
+    finished = run_dir / EXPORT_DIR
+    if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
+        return None
+    if step is not None:
+        raise ResumeError(
+            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {finished}, the policy after its last step"
         )
-
-    def poll(self) -> None:
-        """Allow a save to become visible after its step is logged. Do not wait. Raise ResumeError if it was not written."""
-        if self._writer is not None:
-            self._writer.may_publish.set()
-            if all_ranks(not self._writer.is_alive()):
-                self.finish()
-
-    def finish(self) -> None:
-        """Wait until a save in progress is visible. Raise ResumeError if a rank could not write its part."""
-        if self._writer is None:
-            return
-        self._writer.may_publish.set()
-        self._wait(self._writer)
-        failures = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, self._writer.failure)
-        self._writer = None
-        for failure in filter(None, failures):
-            step, self._last, self.saved_step = self.saved_step, None, None
-            raise ResumeError(f"checkpoint of step {step} was not written ({failure}); free the disk and resume")
-
-    def close(self) -> None:
-        """End a save in progress after an error, without other ranks. If its step is logged, wait for it a while."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
-        if writer.may_publish.is_set():
-            self._wait(writer, SECONDS_FOR_OTHERS)
-        writer.is_given_up.set()
-        writer.join(SECONDS_FOR_OTHERS)
-
-    def _wait(self, writer: Writer, seconds_for_others: float | None = None) -> None:
-        """Wait until the writer has ended, but at most `seconds_for_others` after it has written this rank's part.
-
-        Written bytes count as progress of this rank for the hang watch.
-        """
-        shown = writer.num_done
-        until: float | None = None
-        with progress(writer.num_bytes - shown, "writing the checkpoint", self._shows_progress, "bytes") as bar:
-            while writer.is_alive() and (until is None or time.monotonic() < until):
-                writer.join(SECONDS_BETWEEN_LOOKS)
-                if writer.num_done > shown:
-                    recorder().beat()
-                    bar.advance(writer.num_done - shown)
-                    shown = writer.num_done
-                if until is None and seconds_for_others is not None and writer.is_written.is_set():
-                    until = time.monotonic() + seconds_for_others
-
-    def _check_disk(self, num_bytes: int) -> None:
-        """Raise ResumeError if the disk has no room for the state of all ranks. This rank's part has `num_bytes`."""
-        needed = torch.tensor([num_bytes])
-        dist.all_reduce(needed)
-        free = shutil.disk_usage(self.folder).free
-        if int(needed) > free:
-            raise ResumeError(
-                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB free; "
-                "free the disk and resume, or lower checkpoint.keep"
-            )
-
-    def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
-        """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no gradients."""
-        last, num_effective_steps = self._last, policy.num_effective_steps - self._num_pushed
-        self._num_pushed = policy.num_effective_steps
-        if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
-            return
-        num_steps = manifest.optimizer_step - last.optimizer_step
-        text = f"the weights did not change in {num_steps} optimizer steps since step {last.step}"
-        if num_effective_steps:
-            raise ResumeError(f"{text}; is optimizer.lr too small?")
-        self._warn(f"{text}: past warm-up, no gradient was above 0; do rewards differ within any group?")
+    return finished
 
 
-def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Compare every file with its checksum. Ranks share the work. Raise ResumeError with the file's name on all ranks."""
-    names = sorted(manifest.checksums)
-    wrong = [
-        problem
-        for name in names[rank::world_size]
-        if (problem := _problem(checkpoint / STATE / name, manifest.checksums[name]))
-    ]
-    everyone: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(everyone, wrong)
-    problems = [problem for one in everyone for problem in one]
-    if problems:
-        raise ResumeError(f"{problems[0]}; put the name of an older step-N into {checkpoint.parent / LATEST} and resume")
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
-def _problem(path: Path, checksum: str) -> str | None:
-    if not path.is_file():
-        return f"checkpoint file {path} is missing"
-    return None if sha256(path) == checksum else f"checkpoint file {path} has changed since it was written (checksum differs)"
+def partial_name(step: int) -> str:
+    return f".{step_name(step)}.partial"
 
 
-def sha256(path: Path) -> str:
-    """Return the sha256 of a file's content. Each chunk counts as progress for the hang watch."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            recorder().beat()
-    return digest.hexdigest()
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """Return the checkpoints beyond the `keep` newest, but never the one named by `latest`.
+
+    A run that resumed from an older step abandoned the later steps. So a checkpoint counts as older than all others if one of
+    the same or an earlier step was written after it.
+    """
+    written = _written(folder)
+    is_given_up = {path: any(later <= step for _, later, _ in written[i:]) for i, (_, step, path) in enumerate(written, 1)}
+    # Stable sort: within both parts, the oldest come first.
+    given_up_first = sorted(is_given_up, key=lambda path: not is_given_up[path])
+    with suppress(ResumeError):
+        return [path for path in given_up_first[:-keep] if path != latest(folder)]
+    return given_up_first[:-keep]
+
+
+def publish(folder: Path, manifest: Manifest, keep: int) -> None:
+    """Rename the finished `.step-N.partial`, point `latest` to it, and remove checkpoints beyond `keep`."""
+    partial, final = folder / partial_name(manifest.step), folder / step_name(manifest.step)
+    written = _written(folder)
+    newest = max((when for when, _, _ in written), default=0.0)
+    # If the clock of this node is behind, its checkpoints must still count as newer.
+    manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
+    _write_through(partial / MANIFEST, json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
+    sync_to_disk(partial)
+    if any(path == final for _, _, path in written):
+        remove(final)
+    elif os.path.lexists(final):
+        os.rename(final, _free_name(folder, f"{final.name}.other"))
+    os.rename(partial, final)
+    sync_to_disk(folder)
+    pointer = folder / f".{LATEST}"
+    _write_through(pointer, final.name + "\n")
+    os.replace(pointer, folder / LATEST)
+    sync_to_disk(folder)
+    for old in surplus(folder, keep):
+        remove(old)
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint. A kill during the removal leaves no part of it under its name."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):  # remains only take disk space
+        os.rename(checkpoint, gone)
+        shutil.rmtree(gone)
+
+
+def clean(folder: Path) -> None:
+    """Create the folder, and remove the remains of killed saves and removals."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (".step-*.partial", ".step-*.removed"):
+        for remains in folder.glob(pattern):
+            shutil.rmtree(remains)
+
+
+def _written(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return the checkpoints from `_whole` that a run wrote in this folder."""
+    return [(when, step, path) for when, step, path in _whole(folder) if path.name == step_name(step) and not path.is_symlink()]
+
+
+def _whole(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return (time of writing, step, path) of all complete checkpoints, including copies and links, in this order."""
+    checkpoints = []
+    for file in folder.glob(f"[!.]*/{MANIFEST}"):
+        with suppress(ResumeError):
+            manifest = read_manifest(file.parent)
+            checkpoints.append((manifest.written_at, manifest.step, file.parent))
+    return sorted(checkpoints)
+
+
+def _write_through(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    number, path = 1, folder / name
+    while os.path.lexists(path):
+        number, path = number + 1, folder / f"{name}-{number}"
+    return path

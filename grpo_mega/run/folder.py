@@ -31,7 +31,7 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
-from grpo_mega.formats.checkpoint_files import latest, read_manifest, tell_latest
+from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -47,6 +47,7 @@ from grpo_mega.paths import (
     write_atomically,
 )
 from grpo_mega.preflight.kernels import installed_version
+from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 

@@ -24,7 +24,7 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest
 from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
-from grpo_mega.formats.checkpoint_files import Manifest, check_model, latest, read_manifest, tell_latest
+from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, shards_of
@@ -39,7 +39,7 @@ from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
-from grpo_mega.run.checkpoints import Checkpoints, verify
+from grpo_mega.run.checkpoints import check_model, latest, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
@@ -52,6 +52,7 @@ from grpo_mega.run.model_files import (
     read_tokenizer,
     training_sampling,
 )
+from grpo_mega.run.saving import Checkpoints, verify
 from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]

@@ -9,24 +9,27 @@ during the first step, and only a resumed run waits for it. Data is hashed as th
 from __future__ import annotations
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.config import Config
 from grpo_mega.data.chat import find_turn_end
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.errors import ConfigError, ResumeError
+from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
-from grpo_mega.formats.export import export
-from grpo_mega.formats.hf_files import weight_files
-from grpo_mega.formats.reader import open_reader, random_reader
+from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, split_into_shards, weight_files
+from grpo_mega.formats.output import publish
+from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
 from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
@@ -36,11 +39,15 @@ from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.text import well_formed
-from grpo_mega.weights.boxes import Box
+from grpo_mega.weights.apply import execute
+from grpo_mega.weights.boxes import Box, whole
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve
-from grpo_mega.weights.spec import Family, ModelShape, read_config
+from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
+from grpo_mega.weights.plan import plan_transfers
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
 
+MAX_SHARD_BYTES = 5 << 30
 TEXT_FILES = """
     config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
     added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model tekken.json chat_template.jinja
@@ -177,17 +184,48 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     return policy
 
 
-def export_policy(policy: Policy, model: ModelFiles, folder: Path) -> None:
-    """Write the policy as a Hugging Face checkpoint."""
-    export(
-        [policy.shards.rank_shards(rank) for rank in range(policy.shards.world_size)],
-        policy.tensors(),
-        family=model.family,
-        shape=model.shape,
-        dtype=model.dtype,
-        source_folder=model.folder,
-        folder=folder,
-    )
+def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write the policy as a Hugging Face folder on rank 0, replacing it. All ranks call it.
+
+    Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are copied
+    byte for byte from the start model, because libraries rewrite fields when they save a config.
+    """
+    is_writer, partial = dist.get_rank() == 0, folder.with_name(folder.name + ".partial")
+    family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
+    sources = ShardLayout.of_ranks([policy.shards.rank_shards(rank) for rank in range(world_size)])
+    reader = _reader_of_extra(model)
+    extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
+    dtypes = {n: torch.float32 if n.endswith(FLOAT32) else model.dtype for n in family.hf_tensors(shape)}
+    num_bytes = {name: prod(size) * dtypes[name].itemsize for name, size in family.hf_tensors(shape).items()} | extra
+    shards = split_into_shards(num_bytes, max_shard_bytes)
+    if is_writer:
+        shutil.rmtree(partial, ignore_errors=True)  # the remains of an interrupted export
+        partial.mkdir(parents=True)
+    device = next(iter(tensors.values())).device
+    for file, names in shards.items():
+        wanted = hf_rank_shards(family, shape, (name for name in names if name not in extra))
+        targets = ShardLayout.of_ranks([wanted if rank == 0 else {} for rank in range(world_size)])
+        plan = plan_transfers(sources, targets, ranks_per_node=world_size)
+        mine = wanted.items() if is_writer else ()
+        gathered = {name: torch.empty(local.shape, dtype=dtypes[name], device=device) for name, local in mine}
+        execute(plan, tensors, gathered, dtype=model.dtype)
+        if is_writer:
+            kept = {name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra}
+            content = {name: tensor.cpu().contiguous() for name, tensor in (gathered | kept).items()}
+            save_file(content, partial / file, metadata={"format": "pt"})
+    if is_writer:
+        shutil.rmtree(folder, ignore_errors=True)
+        publish(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
+    dist.barrier()
+
+
+def _reader_of_extra(model: ModelFiles) -> CheckpointReader | None:
+    """Return the start model's reader if its config.json names layers for multi-token prediction and its weights exist."""
+    try:
+        has_extra = read_config(model.folder).get("num_nextn_predict_layers")
+        return open_reader(model.folder, model.family, model.shape) if has_extra else None
+    except WeightMappingError:
+        return None
 
 
 class InputDigests(threading.Thread):

@@ -19,25 +19,26 @@ import torch.distributed as dist
 from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.checkpoint_files import latest, read_manifest
-from grpo_mega.run import checkpoint_writer, checkpoints, model_files, staging
-from grpo_mega.run.checkpoints import Checkpoints
+from grpo_mega.formats.detect import read_manifest
+from grpo_mega.run import model_files, saving
+from grpo_mega.run.checkpoints import latest
 from grpo_mega.run.model_files import InputDigests
+from grpo_mega.run.saving import Checkpoints
 from tests.helpers.ranks import run_cases
 from tests.helpers.slow_policy import SlowPolicy, manifest
 
 WORLD_SIZE = 3
 SECONDS = 30.0  # limit of every wait
 WARNINGS: list[str] = []
-checkpoint_writer._CHUNK = checkpoints._CHUNK = 1000
+saving._CHUNK = 1000
 
 
 def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
     """Open checkpoints with a separate memory folder, in another file system than `folder`."""
-    staging.MEMORY = Path("/dev/shm", f"{os.getppid()}-{folder.name}")
+    saving.MEMORY = Path("/dev/shm", f"{os.getppid()}-{folder.name}")
     if rank == 0:
-        staging.MEMORY.mkdir()
-        atexit.register(shutil.rmtree, staging.MEMORY, ignore_errors=True)
+        saving.MEMORY.mkdir()
+        atexit.register(shutil.rmtree, saving.MEMORY, ignore_errors=True)
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
     config: Any = SimpleNamespace(run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False))
@@ -109,8 +110,8 @@ def stages_in_private(rank: int, folder: Path) -> None:
     places: set[Path] = set()
     for step in (1, 2):
         found.save(policy, manifest(step))
-        assert not names(staging.MEMORY)
-        assert policy.folder is not None and policy.folder.parent == staging.MEMORY and policy.mode == 0o700
+        assert not names(saving.MEMORY)
+        assert policy.folder is not None and policy.folder.parent == saving.MEMORY and policy.mode == 0o700
         places.add(policy.folder)
         dist.barrier()
     found.finish()
@@ -124,7 +125,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     """If a node has too little memory, write in place, without a second copy."""
     found = open_checkpoints(rank, folder / "disk")
     policy = SlowPolicy(rank)
-    policy.state_bytes = shutil.disk_usage(staging.MEMORY).free // 4  # all ranks together need too much
+    policy.state_bytes = shutil.disk_usage(saving.MEMORY).free // 4  # all ranks together need too much
     policy_fits = SlowPolicy(rank)
     found._check_disk = lambda policy: None  # in this test the disk is the memory
     found.save(policy, manifest(3))
@@ -132,14 +133,14 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     found.finish()
     beats: list[int] = []
     with recorder().heard(lambda: beats.append(1)):
-        checkpoints.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
+        saving.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
     assert len(beats) >= 3, "each verified chunk must count as progress"
     found.save(policy_fits, manifest(4))
-    assert policy_fits.folder is not None and policy_fits.folder.parent == staging.MEMORY
+    assert policy_fits.folder is not None and policy_fits.folder.parent == saving.MEMORY
     found.finish()
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(staging.MEMORY)
+        shutil.rmtree(saving.MEMORY)
     dist.barrier()
     found.save(policy_fits, manifest(5))
     assert policy_fits.folder == found.folder / ".step-000005.partial" / "state"
@@ -149,7 +150,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
 def writes_in_place_what_is_in_memory_anyway(rank: int, folder: Path) -> None:
     """If the checkpoints are in the same file system as the memory, a copy would need twice the space."""
     found = open_checkpoints(rank, folder / "in_place")
-    staging.MEMORY, policy = folder, SlowPolicy(rank)
+    saving.MEMORY, policy = folder, SlowPolicy(rank)
     found.save(policy, manifest(3))
     assert policy.folder == found.folder / ".step-000003.partial" / "state"
     found.finish()
@@ -166,7 +167,7 @@ def names_what_was_not_written(rank: int, folder: Path) -> None:
     dist.barrier()
     text = raised(found.poll)
     assert text.startswith("checkpoint of step 7 was not written ([Errno 21]") and "__1_0.distcp" in text, text
-    assert not names(found.folder) and not names(staging.MEMORY)
+    assert not names(found.folder) and not names(saving.MEMORY)
     dist.barrier()
     found.save(SlowPolicy(rank), manifest(7))
     found.finish()
@@ -186,12 +187,12 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
     policy.save = fail  # type: ignore[method-assign]
     assert raised(found.save, policy, manifest(1)) == "out of memory"
     dist.barrier()
-    assert not names(staging.MEMORY)
+    assert not names(saving.MEMORY)
     found.save(SlowPolicy(rank, num_parts=1000, pause_s=0.2), manifest(2))
     started_at = time.monotonic()
     found.close()  # the step is not logged, so close does not wait
     assert time.monotonic() - started_at < 10 and not _writing()
-    assert not names(staging.MEMORY) and not any(name.startswith(("step", "latest")) for name in names(found.folder))
+    assert not names(saving.MEMORY) and not any(name.startswith(("step", "latest")) for name in names(found.folder))
     dist.barrier()
     found.save(SlowPolicy(rank, pause_s=0.3), manifest(3))
     found.poll()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.errors import SyncError
-from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout import exchange
 from grpo_mega.run.colocation import WeightSync
@@ -38,6 +37,7 @@ from grpo_mega.weights.layout import (
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.receive import Entry, mismatched_tensors, subtensor, write_entries
 from grpo_mega.weights.spec import Family, ModelShape, read_config
+from tests.helpers.exports import export_shards
 from tests.helpers.mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.ranks import ranks
@@ -337,16 +337,7 @@ def test_an_untrained_model_is_exported_as_it_was_loaded(rank: int, folder: Path
     tensors = {name: torch.full(local.shape, torch.nan) for name, local in side[rank].items()}
     with open_hf_reader(source) as reader:
         load_shards(side[rank], tensors, reader.read)
-    export(
-        side,
-        tensors,
-        family=family,
-        shape=shape,
-        dtype=torch.float32,
-        source_folder=source,
-        folder=target,
-        max_shard_bytes=max_shard_bytes,
-    )
+    export_shards(side, tensors, source, target, torch.float32, max_shard_bytes)
     assert (target / "config.json").exists()  # on every rank when export returns
     assert (len(list(target.glob("*.safetensors"))) > 3) == (name == "sharded")
     if rank == 0:

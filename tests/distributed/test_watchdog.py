@@ -19,8 +19,8 @@ from datetime import timedelta
 from grpo_mega.distributed.recorder import recorder
 recorder()
 import torch, torch.distributed as dist
-from grpo_mega.run import checkpoint_writer
-from grpo_mega.run.checkpoints import Checkpoints
+from grpo_mega.run import saving
+from grpo_mega.run.saving import Checkpoints
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.watchdog import HangWatch
 from grpo_mega.observe.timers import Timers
@@ -37,7 +37,7 @@ def lost_in_thought():
     (folder / "lost").touch()
     time.sleep(60)
 
-checkpoint_writer._CHUNK = 1000
+saving._CHUNK = 1000
 config = SimpleNamespace(run_dir=folder, hang_deadline_s=3.0, deadline_of_phase={"sample": 9.0})
 config.checkpoint, config.log = CheckpointConfig(), SimpleNamespace(progress=False)
 checkpoints = Checkpoints(config, rank, store, print)

@@ -17,9 +17,9 @@ from grpo_mega import cli
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
-from grpo_mega.formats.export import FolderWriter
 from grpo_mega.preflight.model import check_model
 from tests.formats.families import CASES, save, tensors_of
+from tests.helpers.exports import export_alone
 
 BASE = "org/other\u2028base"
 FULL = r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
@@ -84,7 +84,7 @@ def test_neither_a_conversion_nor_an_export_copies_an_adapter(sound: Path, tmp_p
     source = shutil.copytree(sound, tmp_path / "hf")
     add_adapter(source)
     assert convert_mcore_to_hf.main([str(tmp_path / "mcore"), str(tmp_path / "side"), "--config", str(source)]) == 0
-    write_folder(source, tmp_path / "export")
+    export_alone(tensors_of(source), source, tmp_path / "export")
     for out in ("back", "side", "export"):
         names = {path.name for path in (tmp_path / out).iterdir()}
         assert "config.json" in names and "tokenizer.json" in names
@@ -99,7 +99,7 @@ def test_named_chat_templates_are_kept_by_conversion_and_export(sound: Path, tmp
         (source / name).write_text(text, encoding="utf-8")
     convert(source, tmp_path / "mcore", show_progress=False)
     assert convert_mcore_to_hf.main([str(tmp_path / "mcore"), str(tmp_path / "back")]) == 0
-    write_folder(source, tmp_path / "export")
+    export_alone(tensors_of(source), source, tmp_path / "export")
     for out in ("mcore", "back", "export"):
         for name, text in TEMPLATES.items():
             assert (tmp_path / out / name).read_text(encoding="utf-8") == text, (out, name)
@@ -125,12 +125,3 @@ def refusal_of(folder: Path) -> str:
     with pytest.raises(Exception, match=r"\A[^\n]+\Z") as caught:
         check_model(ModelConfig(path=folder))
     return str(caught.value)
-
-
-def write_folder(source: Path, out: Path) -> None:
-    tensors = tensors_of(source)
-    writer = FolderWriter(out, source, {name: tensor.nbytes for name, tensor in tensors.items()})
-    writer.start()
-    for file, names in writer.shards.items():
-        writer.write(file, {name: tensors[name] for name in names})
-    writer.finish()

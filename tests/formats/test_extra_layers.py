@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
-from grpo_mega.formats.export import export
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.preflight.model import check_weights, shape_of
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import hf_rank_shards
 from grpo_mega.weights.spec import read_config
 from tests.formats.families import CASES, assert_same_folder, save, tensors_of
-
-
-@pytest.fixture
-def single_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+from tests.helpers.exports import export_alone
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, single_rank: None, is_converted: bool) -> None:
+def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, is_converted: bool) -> None:
     source = model = save(CASES["deepseek_v3"], tmp_path / "hf")
     if is_converted:
         model = tmp_path / "megatron"
@@ -38,9 +29,8 @@ def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, singl
     check_weights(model, shape)
     shards = hf_rank_shards(family, shape)
     with open_reader(model, family, shape) as reader:
-        tensors = {name: reader.read(local.pieces[0].box).float() for name, local in shards.items()}
-    sizes = {"dtype": torch.bfloat16, "source_folder": model, "folder": tmp_path / "out", "max_shard_bytes": 50_000}
-    export([shards], tensors, family=family, shape=shape, **sizes)
+        tensors = {name: reader.read(local.pieces[0].box) for name, local in shards.items()}
+    export_alone(tensors, model, tmp_path / "out", max_shard_bytes=50_000)
     assert_same_folder(tmp_path / "out", source)
     assert sum("layers.5" in name for name in tensors_of(tmp_path / "out")) == 6
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.formats.export import FolderWriter
-from grpo_mega.formats.hf_files import INDEX, SINGLE, check_tied, split_into_shards, weight_files
+from grpo_mega.formats.hf_files import INDEX, SINGLE, read_headers, split_into_shards, weight_files
+from grpo_mega.formats.hf_weights import check_tied
 from grpo_mega.formats.reader import open_hf_reader
-from grpo_mega.formats.safetensors_files import read_headers
+from grpo_mega.run import model_files
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
+from tests.formats.families import tensors_of
+from tests.helpers.exports import export_alone
 from tests.helpers.models import make_model, save_checkpoint
 
 Checkpoint = tuple[Path, dict[str, Tensor]]
@@ -213,13 +215,8 @@ def test_a_written_folder_loads_in_transformers_with_its_side_files(tmp_path: Pa
     (source / "config.json").write_text(json.dumps(read_config(source) | {"unknown_to_libraries": [1, 2]}))
     parameters = dict(model.named_parameters())
     out = tmp_path / "out"
-    writer = FolderWriter(out, source, {name: p.nbytes for name, p in parameters.items()}, max_shard_bytes)
-    parts = writer.shards
-    writer.start()
-    for file, names in parts.items():
-        writer.write(file, {name: parameters[name] for name in names})
-        assert not out.exists()
-    writer.finish()
+    parts = split_into_shards({name: parameters[name].nbytes for name in shapes_of(source)}, max_shard_bytes)
+    export_alone(parameters, source, out, max_shard_bytes)
 
     side_files = {p.name for p in source.iterdir()} - {SINGLE}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= side_files
@@ -239,21 +236,29 @@ def test_a_written_folder_loads_in_transformers_with_its_side_files(tmp_path: Pa
     assert not out.with_name("out.partial").exists()
 
 
-def test_an_interrupted_write_keeps_the_old_checkpoint_for_the_next_write(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    for folder in (source, out):
-        folder.mkdir()
-    (source / "config.json").write_text("{}")
-    (source / "pytorch_model.bin").write_bytes(b"old weights")
+def test_an_interrupted_export_keeps_the_old_folder_for_the_next_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3", tied=True)
+    source, out = save_checkpoint(model, tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
     (out / "old").write_text("old")
-    broken = FolderWriter(out, source, {"a": 8, "b": 8}, max_shard_bytes=8)
-    broken.start()
-    broken.write(next(iter(broken.shards)), {"a": torch.ones(2)})
-    assert [p.name for p in out.iterdir()] == ["old"]
+    tensors, written = tensors_of(source), []
 
-    writer = FolderWriter(out, source, {"b": 24})
-    writer.start()
-    writer.write(SINGLE, {"b": torch.arange(6.0).reshape(2, 3).T})
-    writer.finish()
-    assert {p.name for p in out.iterdir()} == {"config.json", SINGLE}
-    assert load_file(out / SINGLE)["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    def fail(tensors: dict[str, Tensor], path: Path, **more: Any) -> None:
+        assert [p.name for p in out.iterdir()] == ["old"]
+        written.append(path)
+        save_file(tensors, path, **more)
+        if len(written) == 2:
+            raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
+        patch.setattr(model_files, "save_file", fail)
+        export_alone(tensors, source, out, max_shard_bytes=20_000)
+    assert [p.name for p in out.iterdir()] == ["old"]
+    assert {path.name for path in written} <= {p.name for p in out.with_name("out.partial").iterdir()}
+
+    export_alone(tensors, source, out)
+    assert {p.name for p in out.iterdir()} == {p.name for p in source.iterdir()}
+    assert (out / SINGLE).read_bytes() == (source / SINGLE).read_bytes()
+    assert not out.with_name("out.partial").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
-from grpo_mega.formats.reader import CheckpointReader, open_reader
+from grpo_mega.formats.reader import CheckpointReader, is_finite, open_reader
 from grpo_mega.preflight.model import check_model
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
@@ -55,6 +55,15 @@ def test_the_form_is_detected_from_files_and_names_and_shapes_agree(folders: tup
         expected = {name: hf.shape(name) for name in hf.names}
         assert {name: megatron.shape(name) for name in hf.names} == expected
         megatron.check(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_only_nan_and_infinity_are_not_finite_even_if_the_sum_overflows(dtype: torch.dtype) -> None:
+    values = torch.full((9,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(values) and is_finite(torch.zeros_like(values))
+    for number in ("nan", "inf", "-inf"):
+        values[4] = float(number)
+        assert not is_finite(values) and not is_finite(torch.where(values == values[0], 0, values))
 
 
 def test_nan_stops_training_with_the_tensors_name(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from grpo_mega.formats.dcp_read import FoundTensor, find_tensor
-from grpo_mega.formats.dcp_write import blob_of
+from grpo_mega.formats.dcp_write import frame_of
 from grpo_mega.formats.detect import find_checkpoint
 from tests.formats.families import CASES, assert_same_folder, edit_config, save, tensors_of
 
@@ -128,17 +128,17 @@ def test_every_saved_piece_is_an_archive_with_valid_checksums(tmp_path: Path) ->
 def test_a_piece_beyond_4_gib_is_an_archive_that_torch_loads(tmp_path: Path) -> None:
     """The file is sparse except for the last element."""
     shape = (5, 1 << 30)
-    blob = blob_of("BF16", shape)
-    suffix = bytearray(blob.suffix)
-    for offset in blob.crc_offsets:
-        assert suffix[offset : offset + 4] == bytes(4)
-        suffix[offset : offset + 4] = (77).to_bytes(4, "little")
+    frame = frame_of("BF16", shape)
+    after = bytearray(frame.after)
+    for offset in frame.crc_offsets:
+        assert after[offset : offset + 4] == bytes(4)
+        after[offset : offset + 4] = (77).to_bytes(4, "little")
     path = tmp_path / "one"
     with path.open("wb") as file:
-        file.write(blob.prefix)
+        file.write(frame.before)
         file.seek(2 * prod(shape) - 2, io.SEEK_CUR)
-        file.write(torch.ones(1).bfloat16().view(torch.uint8).numpy().tobytes() + suffix)
+        file.write(torch.ones(1).bfloat16().view(torch.uint8).numpy().tobytes() + after)
     with path.open("rb") as file:
-        assert find_tensor(file) == FoundTensor("BF16", shape, len(blob.prefix), 77)
+        assert find_tensor(file) == FoundTensor("BF16", shape, len(frame.before), 77)
     loaded = torch.load(path, mmap=True, weights_only=True)
     assert (loaded.shape, loaded[-1, -1].item()) == (shape, 1.0)

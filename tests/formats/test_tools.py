@@ -13,8 +13,8 @@ import inspect_checkpoint
 import pytest
 import verify_checkpoint
 
-from grpo_mega.formats.checkpoint_files import FORMAT
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
+from grpo_mega.formats.detect import FORMAT
 from tests.formats.families import CASES, save, tensors_of, write_manifest
 from tools.benchmarks.gpu.models import MODELS
 

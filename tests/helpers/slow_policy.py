@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from grpo_mega.formats.checkpoint_files import Manifest
+from grpo_mega.formats.detect import Manifest
 
 
 class SlowPolicy:

@@ -19,8 +19,8 @@ from offload_worker import Trainee, make_config_of, make_groups
 from torch import Tensor
 
 from grpo_mega.formats.dcp_read import read_metadata
-from grpo_mega.formats.dtypes import ITEM_BYTES
 from grpo_mega.formats.reader import random_reader
+from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import checkpoint_bytes, host_memory
 from grpo_mega.preflight.cards import CARDS

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.run import staging
+from grpo_mega.processes import remove_unlocked
+from grpo_mega.run import saving
 
 STRANGER = 12345  # a user id
 
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(staging, "MEMORY", tmp_path)
+    monkeypatch.setattr(saving, "MEMORY", tmp_path)
     return tmp_path
 
 
@@ -34,30 +35,30 @@ def test_folders_of_killed_runs_are_removed_and_folders_in_use_stay(memory: Path
     left, used = folder(memory, "left"), folder(memory, "used")
     descriptor = os.open(used, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    staging.remove_unused()
+    remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert (left.exists(), used.exists()) == (False, True)
     os.close(descriptor)
-    staging.remove_unused()
+    remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert not used.exists()
 
 
 def test_the_next_run_removes_the_folder_of_a_run_killed_while_staging(memory: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from grpo_mega.run import staging\n"
-        "staging.MEMORY = Path(sys.argv[1]); made = staging._make_folder(1, Path('/proc')); print(made[0], flush=True)\n"
+        "import sys, time; from pathlib import Path; from grpo_mega.run import saving\n"
+        "saving.MEMORY = Path(sys.argv[1]); made = saving._make_folder(1, Path('/proc')); print(made[0], flush=True)\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     made = Path(process.stdout.readline().strip())
-    assert made.parent == memory and staging.is_private(made)
-    staging.remove_unused()
+    assert made.parent == memory and saving.is_private(made)
+    remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert made.exists(), "it is in use"
     process.kill()
     process.communicate()
     until = time.monotonic() + 10
     while made.exists() and time.monotonic() < until:
-        staging.remove_unused()
+        remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert not made.exists()
 
 
@@ -65,21 +66,21 @@ def test_links_are_not_followed(memory: Path, tmp_path: Path) -> None:
     precious = folder(memory, "precious").rename(tmp_path / "precious")
     link = memory / "grpo_mega-staging-link"
     link.symlink_to(precious)
-    staging.remove_unused()
+    remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert (precious / "__0_0.distcp").exists() and link.is_symlink()
-    assert not staging.is_private(link)
+    assert not saving.is_private(link)
 
 
 def test_a_folder_that_other_users_may_enter_is_not_private(memory: Path) -> None:
-    assert staging.is_private(folder(memory, "closed"))
+    assert saving.is_private(folder(memory, "closed"))
     for mode in (0o755, 0o750, 0o701):
-        assert not staging.is_private(folder(memory, f"{mode:o}", mode))
+        assert not saving.is_private(folder(memory, f"{mode:o}", mode))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to give files away (run as root)")
 def test_folders_of_another_user_are_neither_used_nor_removed(memory: Path) -> None:
     theirs = folder(memory, "theirs")
     os.chown(theirs, STRANGER, STRANGER)
-    staging.remove_unused()
+    remove_unlocked(saving.PREFIX, saving.MEMORY)
     assert (theirs / "__0_0.distcp").exists()
-    assert not staging.is_private(theirs)
+    assert not saving.is_private(theirs)
