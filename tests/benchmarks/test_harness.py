@@ -98,3 +98,11 @@ def test_a_training_run_returns_its_metrics(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'metrics.jsonl').write_text('{{\"step\": 1}}\\n')\n")
     assert harness.train(Path("c.yaml"), tmp_path, {}, program=[program]) == [{"step": 1}]
+
+
+def test_a_script_filters_its_output_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(harness.console, "install", lambda: events.append("install"))
+    with pytest.raises(SystemExit) as end:
+        harness.start(lambda: len(events))
+    assert end.value.code == 1 and events == ["install"]

@@ -120,6 +120,4 @@ def pinned(logs: str, cores: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [PINNED]:
-        harness.start(lambda: pinned(*sys.argv[2:]))
-    harness.start(main)
+    harness.start((lambda: pinned(*sys.argv[2:])) if sys.argv[1:2] == [PINNED] else main)
