@@ -108,7 +108,7 @@ def test_groups_whose_rewards_are_all_equal_are_replaced_up_to_the_bound(whole: 
 def test_every_rollout_of_a_step_draws_the_next_prompts(whole: Path, phases: Phases) -> None:
     """A prompt that the step has already seen comes first in the next step."""
     order = Sampler([NUM_PROMPTS], [1.0], PER_STEP, seed=3, shuffle=True)
-    to_come = [prompt for number in range(40) for prompt in order.indices(number)]
+    to_come = [draw.row for number in range(40) for draw in order.draws(number)]
     num_drawn = 0
     for row, scored in zip(metrics(whole), phases.steps, strict=True):
         seen: list[int] = []

@@ -294,7 +294,7 @@ def test_long_samples_are_read_and_lost_ones_are_requested_again() -> None:
 
     events = with_fake_server([web.post("/generate", answer)], samples)
     assert asked == [2, 1]
-    assert [(event.key, event.error, event.sample.index) for event in events] == [(7, None, 1), (7, None, 0)]
+    assert [(event.prompt_index, event.error, event.sample.index) for event in events] == [(7, None, 1), (7, None, 0)]
     assert all(event.sample.response_ids == ids for event in events)
 
 
