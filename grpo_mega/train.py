@@ -11,7 +11,6 @@ from functools import partial
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.gather import attach_old_logprobs, gather_old_logprobs
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import progress
@@ -23,7 +22,9 @@ from grpo_mega.rollout.routes import share_live
 from grpo_mega.run.batches import (
     assign_advantages,
     attach_logprobs,
+    attach_old_logprobs,
     drop_zero_variance,
+    gather_old_logprobs,
     is_zero_variance,
     pack,
     staleness_metrics,

@@ -160,9 +160,8 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
-    from grpo_mega.megatron.gather import gather_responses
     from grpo_mega.observe.timers import Timers
-    from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
+    from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack
     from grpo_mega.run.model_files import build_policy, export_policy, read_model
 
     model = read_model(case.config)
