@@ -282,5 +282,5 @@ def save(
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

@@ -69,5 +69,5 @@ def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

@@ -21,7 +21,7 @@ from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, Con
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    console.install()
+    console.filter_output()
     arguments = sys.argv[1:] if argv is None else argv
     try:
         code = _run(arguments)

@@ -54,7 +54,7 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
-def install() -> None:
+def filter_output() -> None:
     """Filter this process's stdout and stderr. Text that the terminal cannot show is escaped, because it must not end a run."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -129,5 +129,5 @@ def report(path: Path, code: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(Node().run(sys.argv[1:]))

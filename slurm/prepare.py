@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from grpo_mega import config as configs
 from grpo_mega import console, preflight
 from grpo_mega.commands.options import PlanOptions, RewardOptions, add_options, read_options
-from grpo_mega.commands.plan import prepare as plan_setup
+from grpo_mega.commands.plan import prepare_plan as plan_setup
 from grpo_mega.commands.train import overrides_of
 from grpo_mega.errors import UserError
 from grpo_mega.planner.plan import Plan
@@ -33,7 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         config = configs.load(options.config, overrides_of(read_options(RewardOptions, options)))
-        preflight.check(config, preflight.Machine(options.world_size, options.ranks_per_node))
+        preflight.check_config(config, preflight.Machine(options.world_size, options.ranks_per_node))
         plan_options = PlanOptions(
             options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
         )
@@ -68,5 +68,5 @@ def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

@@ -46,5 +46,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

@@ -52,7 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.preflight.check", lambda config, machine: None)
+    monkeypatch.setattr("grpo_mega.preflight.check_config", lambda config, machine: None)
     return configs
 
 

@@ -70,7 +70,7 @@ import logging, sys, threading, time, warnings
 from grpo_mega import console, errors
 from grpo_mega.observe import progress
 from grpo_mega.observe.writers import ConsoleWriter
-console.install(); console.install()
+console.filter_output(); console.filter_output()
 text = {text!r}
 writer = ConsoleWriter(console.get_console(), 3)
 
@@ -172,7 +172,7 @@ def main_blocks(path: Path) -> list[list[ast.stmt]]:
 def test_every_script_filters_its_output_first() -> None:
     paths = [path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     scripts = {path.relative_to(ROOT).as_posix(): blocks[-1] for path in paths if (blocks := main_blocks(path))}
-    filters = ("console.install()", "harness.start(")  # the harness of the benchmarks installs the filter, too
+    filters = ("console.filter_output()", "harness.start(")  # the harness of the benchmarks installs the filter, too
     unfiltered = {name for name, body in scripts.items() if not ast.unparse(body[0]).startswith(filters)}
     assert len(scripts) > 40 and unfiltered == set(OTHERWISE_FILTERED)
 

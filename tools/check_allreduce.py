@@ -172,5 +172,5 @@ def names_of_nodes(ranks_per_node: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

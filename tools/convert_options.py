@@ -17,7 +17,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str | None) -> None:
-        console.install()
+        console.filter_output()
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.register("type", Path, user_path)  # arguments with type=Path expand ~
 

@@ -104,5 +104,5 @@ def last_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

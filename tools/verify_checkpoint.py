@@ -16,7 +16,7 @@ from pathlib import Path
 from convert_options import Parser, count, run
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.detect import Checkpoint, Difference, compare, find_checkpoint
+from grpo_mega.formats.detect import Checkpoint, FileDifference, compare_checkpoints, find_checkpoint
 
 _SHOWN = 10  # largest number of names to print per kind
 
@@ -39,7 +39,7 @@ def verify(options: argparse.Namespace) -> int:
     for note in (a.note, b.note):
         if note is not None:
             print(note)
-    difference = compare(a, b, options.workers)
+    difference = compare_checkpoints(a, b, options.workers)
     print_difference(difference)
     is_same = not difference
     can_run = not (difference.missing or difference.extra or difference.other)
@@ -51,7 +51,7 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if is_same else 1
 
 
-def print_difference(difference: Difference) -> None:
+def print_difference(difference: FileDifference) -> None:
     for name, ours, theirs in difference.config:
         print(f"config: {name} is {ours!r} in A and {theirs!r} in B")
     kinds = {

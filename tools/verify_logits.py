@@ -101,7 +101,7 @@ def _keep(outputs: dict[str, list[Tensor]], name: str) -> Any:
 
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
-    from grpo_mega.batching.pack import PackingSpec, pack
+    from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
@@ -127,14 +127,14 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     with only_rank():
         runtime = runtimes.start(config)
         try:
-            model = model_files.read_model(config)
+            model = model_files.read_model_files(config)
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
                 load_shards(policy.shards.rank_shards(0), policy.tensors(), reader.read)
             for number, layer in enumerate(policy.models[0].decoder.layers):
                 layer.register_forward_hook(_keep(outputs, f"layer {number}"))
             batches = [
-                pack([[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16))[0][0]
+                pack_mini_batches([[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16))[0][0]
                 for s in samples
             ]
 
@@ -152,5 +152,5 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     torch.save(_by_transformers(find_checkpoint(Path(sys.argv[1]))), sys.argv[2])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_mega.algorithm.inputs import MAX_LOG_RATIO
-from grpo_mega.algorithm.logprobs import LOG_ZERO, Shard, gradients, operand, shard_of, statistics
+from grpo_mega.algorithm.logprobs import LOG_ZERO, VocabShard, gradients, operand, shard_of, statistics
 from grpo_mega.config.algorithm import KL_CLAMP, AlgorithmConfig, KLPenalty
 
 
@@ -113,7 +113,7 @@ def vocab_parallel_kl(
 class _Pair:
     """Log-probabilities of both models on a tile, and the upstream values for the backward."""
 
-    shard: Shard
+    shard: VocabShard
     log_sum_N: Tensor  # log of the sum of exponentials of the policy's logits
     hidden_NG: Tensor  # hidden states of the teacher
     weight_VG: Tensor
@@ -147,7 +147,7 @@ class _VocabKL(torch.autograd.Function):
         teacher_hidden_NG: Tensor,
         teacher_weight_VG: Tensor,
         weight_grad_VH: Tensor | None,
-        shard: Shard,
+        shard: VocabShard,
         tp_group: dist.ProcessGroup | None,
         is_reverse: bool,
     ) -> Tensor:

@@ -64,7 +64,7 @@ def vocab_parallel_logprobs(
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabShard:
     """The columns of the vocabulary on a rank, and the tiles of [T, V]."""
 
     start: int
@@ -99,11 +99,11 @@ class Shard:
 
 def shard_of(
     weight_VH: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup | None, tile: tuple[int, int] | None
-) -> Shard:
+) -> VocabShard:
     width = weight_VH.shape[0]
     start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
     tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
-    return Shard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
+    return VocabShard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -114,7 +114,7 @@ class _Logprobs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_T: Tensor,
         weight_grad_VH: Tensor | None,
-        shard: Shard,
+        shard: VocabShard,
         tp_group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +182,7 @@ def statistics(
     hidden_TH: Tensor,
     weight_VH: Tensor,
     targets_T: Tensor,
-    shard: Shard,
+    shard: VocabShard,
     tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def gradients(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     to_logits: Callable[[Tensor, Tensor, slice, slice], Tensor],
-    shard: Shard,
+    shard: VocabShard,
     weight_grad_VH: Tensor | None,
     needs: tuple[bool, bool],
     *,

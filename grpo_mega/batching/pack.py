@@ -64,7 +64,7 @@ def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
     return [[sample for group in run for sample in group.samples] for run in runs]
 
 
-def pack(
+def pack_mini_batches(
     mini_batches: Sequence[Sequence[Sample]],
     token_weights: Sequence[Sequence[float]],
     spec: PackingSpec,

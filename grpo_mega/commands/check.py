@@ -87,7 +87,7 @@ def run(options: CheckOptions) -> int:
     """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a difference."""
     config = configs.load(options.config, list(options.overrides))
     differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
-    print(table(differences, tolerance))
+    print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
 
 
@@ -104,7 +104,7 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     raise_all(chain.from_iterable(found))
     with private_folder() as folder:
         baseline, *outcomes = run_cases(cases, folder)
-        return [compare(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
+        return [compare_outcomes(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
 
 
 def with_layout(config: Config, text: str) -> Config:
@@ -162,9 +162,9 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 
     from grpo_mega.observe.timers import Timers
     from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack
-    from grpo_mega.run.model_files import build_policy, export_policy, read_model
+    from grpo_mega.run.model_files import build_policy, export_policy, read_model_files
 
-    model = read_model(case.config)
+    model = read_model_files(case.config)
     policy = build_policy(case.config, model, runtime)
     samples = [sample for group in groups for sample in group.samples]
     if not policy.algorithm.has_kl_reward:
@@ -184,7 +184,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
         torch.save(outcome, folder / "outcome.pt")
 
 
-def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
+def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
     grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]  # a dropped mini-batch has no grad_norm
     scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
@@ -201,7 +201,7 @@ def compare(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     )
 
 
-def table(differences: Sequence[Difference], tolerance: float) -> str:
+def outcome_table(differences: Sequence[Difference], tolerance: float) -> str:
     """Return the differences as text, one line per layout."""
     columns = ("loss", "grad_norm", "logprobs", "ref_logprobs", "weights", "metrics", "clipped_tokens")
     width = max(len("layout"), *(len(d.name) for d in differences))

@@ -54,7 +54,7 @@ class EvalRequest:
 
         from grpo_mega.megatron.policy import Policy
         from grpo_mega.run.model_files import build_policy
-        from grpo_mega.run.saving import verify
+        from grpo_mega.run.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
         dist.broadcast_object_list(chosen)
@@ -65,7 +65,7 @@ class EvalRequest:
         if self.checkpoint is not None:
             manifest = read_manifest(self.checkpoint)
             check_model(self.checkpoint, manifest.model, model.shape)
-            verify(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+            verify_files(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
             self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
@@ -88,7 +88,7 @@ def run(options: EvalOptions) -> int:
         request.config = request.config.model_copy(update={"run_dir": folder / "run"})
         code = 1  # exit code after an unexpected exception
         try:
-            code = launch(evaluate, request, request.config.layout.world_size, folder / LOGS)
+            code = launch(evaluate_request, request, request.config.layout.world_size, folder / LOGS)
             return code
         except (UserError, KeyboardInterrupt):
             code = 0
@@ -193,7 +193,7 @@ def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> t
     return None, "held-out prompts"
 
 
-def evaluate(request: EvalRequest) -> None:
+def evaluate_request(request: EvalRequest) -> None:
     """Evaluate as one rank. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
     with rank_imports(request.config):
         from grpo_mega.run.evaluation import evaluate_set, write_rows
@@ -211,7 +211,7 @@ def evaluate(request: EvalRequest) -> None:
                 write_rows(request.out, [row for one in results.values() for row in one.rows])
             title = f"{request.checkpoint} (step {request.step})" if request.checkpoint else request.config.model.path
             print(f"\n{title}, {request.description}", flush=True)
-            print(table(results), flush=True)
+            print(score_table(results), flush=True)
             print(json.dumps(summary(request, results, time.monotonic() - started_at)), flush=True)
 
 
@@ -227,7 +227,7 @@ def prompts_of(job: Job, request: EvalRequest) -> dict[str, list[Prompt]]:
     return {name: prompts[: job.config.eval.num_prompts] for name, prompts in sets.items()}
 
 
-def table(results: Mapping[str, Evaluated]) -> str:
+def score_table(results: Mapping[str, Evaluated]) -> str:
     """Return the metrics as text, one column per set."""
     found = results.values()
     rows = {"": [name or "value" for name in results], "prompts": [str(len(one.rows)) for one in found]}

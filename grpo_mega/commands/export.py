@@ -36,11 +36,11 @@ def run(options: ExportOptions) -> int:
     import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf
-    from grpo_mega.run.saving import verify
+    from grpo_mega.run.saving import verify_files
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        verify(checkpoint, manifest, rank=0, world_size=1)
+        verify_files(checkpoint, manifest, rank=0, world_size=1)
     finally:
         dist.destroy_process_group()
     convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)

@@ -29,7 +29,7 @@ def run(options: PlanOptions) -> int:
     Raise UserError if there is nothing to plan; with --json, the error is in the JSON instead.
     """
     try:
-        setup, findings = prepare(options)
+        setup, findings = prepare_plan(options)
     except UserError as error:
         if not options.is_json:
             raise
@@ -46,16 +46,19 @@ def run(options: PlanOptions) -> int:
 
         fields = read_planned_model(setup.config, options.model_config, options.model).fields
         [comparisons] = rehearsal.rehearse([(setup, options.ranks or rehearsal.default_ranks(setup), fields)])
-        found, rehearsed = {"rehearsal": [asdict(c) for c in comparisons]}, "\n\n" + rehearsal.render(setup, comparisons)
+        found, rehearsed = (
+            {"rehearsal": [asdict(c) for c in comparisons]},
+            "\n\n" + rehearsal.comparison_lines(setup, comparisons),
+        )
         agrees = all(c.agrees for c in comparisons)
     if options.is_json:
         print(json.dumps(report.as_json(plan, findings, suggestions) | found, indent=1))
     else:
-        print(report.as_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
+        print(report.plan_text(plan, findings, suggestions, explains=options.explains) + rehearsed)
     return FITS if plan.fits and agrees else DOES_NOT_FIT
 
 
-def prepare(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
+def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     card = card_of(options.gpu)
     if options.ranks and not options.rehearses:

@@ -57,7 +57,7 @@ def check_config(config: Config) -> None:
 
     rank = current_rank()
     if not rank:
-        preflight.check(config, preflight.this_machine(config.layout, None if rank is None else os.environ))
+        preflight.check_config(config, preflight.this_machine(config.layout, None if rank is None else os.environ))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.commands.options import TrlOptions
 from grpo_mega.commands.train import reward_override, train
-from grpo_mega.commands.trl_flags import FLAGS, LOSS_TYPES, Values, parse
+from grpo_mega.commands.trl_flags import FLAGS, LOSS_TYPES, Values, parse_flags
 from grpo_mega.config import Config
 from grpo_mega.data.rows import read_rows
 from grpo_mega.distributed.launch import current_rank
@@ -41,20 +41,20 @@ _BATCH_FLAGS = (
 
 def run(options: TrlOptions) -> int:
     """Train with the flags after "grpo" on the command line. Return the exit code."""
-    config, resume, notes = read(options.argv[1:], os.environ)
+    config, resume, notes = read_config(options.argv[1:], os.environ)
     if not current_rank():
         for note in notes:
             print(f"grpo-mega: note: {note}", file=sys.stderr)
     return train(config, resume, options.argv)
 
 
-def read(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Config, bool, list[str]]:
+def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Config, bool, list[str]]:
     """Return the flags' config, whether to resume, and notes for the user. Download the model if necessary.
 
     Under torchrun, the number of data-parallel ranks follows from WORLD_SIZE in `environ`. Raise ConfigError if flags
     contradict each other or this trainer does not support them.
     """
-    values, notes = parse(arguments)
+    values, notes = parse_flags(arguments)
     raw = _nested(_to_keys(values, _data_parallel_size(values, environ)))
     rewards = reward_override(values.get("reward_funcs"), values.get("reward_weights"))
     for override in [*rewards, *values.get("set", [])]:

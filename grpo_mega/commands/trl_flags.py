@@ -48,7 +48,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
 Values = dict[str, Any]  # keyed by flag; bool, int, float, str or list[str]
 
 
-def parse(arguments: Sequence[str]) -> tuple[Values, list[str]]:
+def parse_flags(arguments: Sequence[str]) -> tuple[Values, list[str]]:
     """Return the values, and a note for each flag that has no effect here."""
     arguments = [re.sub(r"^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), text) for text in arguments]
     parser = make_parser()

@@ -41,7 +41,7 @@ _NOT_FINITE = {"nan", "NaN", "NAN", *(f"{sign}{text}" for sign in ("", "+", "-")
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     index: int
     place: str  # place for errors: "file:line" or "path, row 7"
     values: dict[str, Any]
@@ -67,7 +67,7 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
     return [_conversation(row, prompt_column, answer_column, config.system_prompt) for row in rows]
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str) -> Iterator[DataRow]:
     """Yield the rows of a data set, in order."""
     if path.startswith("hub:"):
         return _read_hub(path)
@@ -117,7 +117,7 @@ def is_same(one: str, other: str) -> bool:
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
 
 
-def _conversation(row: Row, prompt_column: str, answer_column: str, system_prompt: str | None) -> Conversation:
+def _conversation(row: DataRow, prompt_column: str, answer_column: str, system_prompt: str | None) -> Conversation:
     messages, answer = messages_of(row, prompt_column, system_prompt), answer_of(row, answer_column)
     extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
     given = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
@@ -125,7 +125,7 @@ def _conversation(row: Row, prompt_column: str, answer_column: str, system_promp
     return Conversation(row.index, row.place, messages, answer, extras, given)
 
 
-def find_answer_column(first: Row, given: str | None) -> str:
+def find_answer_column(first: DataRow, given: str | None) -> str:
     """Return the answer column, from the first row of a set: the given one, else `answer`, else `solution`."""
     if given is not None:
         return given
@@ -138,7 +138,7 @@ def find_answer_column(first: Row, given: str | None) -> str:
     )
 
 
-def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Message]:
+def messages_of(row: DataRow, column: str, system_prompt: str | None) -> list[Message]:
     """Return the conversation that the model must continue."""
     value = _value(row, column, "prompt_column")
     if isinstance(value, str) and value:
@@ -163,7 +163,7 @@ def messages_of(row: Row, column: str, system_prompt: str | None) -> list[Messag
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def answer_of(row: Row, column: str) -> str:
+def answer_of(row: DataRow, column: str) -> str:
     """Return the gold answer as text."""
     value = _value(row, column, "answer_column")
     if isinstance(value, Real | Decimal) and not isinstance(value, bool):
@@ -182,7 +182,7 @@ def answer_of(row: Row, column: str) -> str:
     raise ConfigError(f"{row.place}: {column}={_short(value)} is not an answer; write a text or a number, or remove the row")
 
 
-def _message(row: Row, key: str, message: Any) -> Message:
+def _message(row: DataRow, key: str, message: Any) -> Message:
     """Return a message whose content is a text. Remove null keys, because Parquet columns fill them in."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
         raise ConfigError(
@@ -200,7 +200,7 @@ def _message(row: Row, key: str, message: Any) -> Message:
     return {name: value for name, value in message.items() if value is not None} | {"content": content}
 
 
-def _text_of_part(row: Row, key: str, part: Any) -> str:
+def _text_of_part(row: DataRow, key: str, part: Any) -> str:
     """Return the text of {"type": "text", "text": ...}."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str):
@@ -211,7 +211,7 @@ def _text_of_part(row: Row, key: str, part: Any) -> str:
     )
 
 
-def _value(row: Row, column: str, key: str) -> Any:
+def _value(row: DataRow, column: str, key: str) -> Any:
     """Return the value of a column. A lone surrogate is an error, because a replacement would change the text."""
     try:
         value = find_value(row.values, column)
@@ -242,13 +242,13 @@ def _split_of(path: str) -> tuple[Path, str]:
     return Path(path), DEFAULT_SPLIT
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[DataRow]:
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for index, line in enumerate(lines):
                 if line.strip():
                     place = f"{path}:{index + 1}"
-                    yield Row(index, place, _parse(line, place))
+                    yield DataRow(index, place, _parse(line, place))
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError as error:
@@ -266,7 +266,7 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[DataRow]:
     try:
         rows = parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -279,10 +279,10 @@ def _read_json(path: Path) -> Iterator[Row]:
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ConfigError(f"{path}, row {index} is a JSON {type(row).__name__}, not an object; write a list of objects")
-        yield Row(index, f"{path}, row {index}", row)
+        yield DataRow(index, f"{path}, row {index}", row)
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[DataRow]:
     import pyarrow
     from pyarrow import parquet
 
@@ -294,7 +294,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise ConfigError(f"data file {path} is not a readable Parquet file ({_text(error)}); write it again") from None
 
 
-def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
+def _read_folder(path: str, folder: Path, split: str) -> Iterator[DataRow]:
     """Stream the rows, so that `datasets` leaves no copy in its cache."""
     import datasets
 
@@ -313,7 +313,7 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[Row]:
         raise ConfigError(f"data folder {path} cannot be read ({_text(error)}); {remedy}") from None
 
 
-def _read_hub(path: str) -> Iterator[Row]:
+def _read_hub(path: str) -> Iterator[DataRow]:
     match = _HUB.fullmatch(path)
     if match is None:
         raise ConfigError(f"data set {path!r} is not of the form hub:owner/name[:config][@split]")
@@ -327,16 +327,16 @@ def _read_hub(path: str) -> Iterator[Row]:
     yield from _numbered(path, iter(rows))
 
 
-def _numbered(path: str, values: Iterator[dict[str, Any]]) -> Iterator[Row]:
+def _numbered(path: str, values: Iterator[dict[str, Any]]) -> Iterator[DataRow]:
     for index, row in enumerate(values):
-        yield Row(index, f"{path}, row {index}", row)
+        yield DataRow(index, f"{path}, row {index}", row)
 
 
 def _text(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,

@@ -28,6 +28,6 @@ def _store(host: str, port: int, world_size: int, is_master: bool, timeout: time
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     static_tcp_rendezvous.TCPStore = _store  # type: ignore[misc, assignment]  # torchrun opens its store only here
     sys.exit(main())

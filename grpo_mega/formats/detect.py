@@ -177,7 +177,7 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
 
 
 @dataclass
-class Difference:
+class FileDifference:
     """`config`: different fields as (name, in A, in B). The other lists have tensor names, `other` also shapes and dtypes."""
 
     config: list[tuple[str, Any, Any]] = field(default_factory=list)
@@ -191,11 +191,11 @@ class Difference:
         return bool(self.config or self.missing or self.extra or self.other or self.bits)
 
 
-def compare(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool = True) -> Difference:
+def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_progress: bool = True) -> FileDifference:
     """Compare config, names, and every tensor bit by bit. Raise WeightMappingError if a checkpoint is damaged."""
     from grpo_mega.formats.reader import Streamer
 
-    difference = Difference(config=_compare_configs(a.config(), b.config()))
+    difference = FileDifference(config=_compare_configs(a.config(), b.config()))
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
     difference.missing = sorted(set(shapes) - set(other_shapes))

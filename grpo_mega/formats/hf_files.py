@@ -35,13 +35,13 @@ _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next toke
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder. Raise WeightMappingError if there are none, or a named one is missing."""
     if (folder / INDEX).exists():
-        return shards_of(folder / INDEX)
+        return weight_shards(folder / INDEX)
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     raise WeightMappingError(f"{folder} has neither {SINGLE} nor {INDEX}; give a checkpoint with safetensors")
 
 
-def shards_of(index: Path) -> list[Path]:
+def weight_shards(index: Path) -> list[Path]:
     """Return the files that an index names, in the folder of the index. Raise WeightMappingError."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))

@@ -20,8 +20,8 @@ from grpo_mega.formats.hf_files import (
     TensorInfo,
     extra_names,
     read_headers,
-    shards_of,
     weight_files,
+    weight_shards,
 )
 from grpo_mega.formats.slices import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS, Extent, Part, Scale, matrix
 from grpo_mega.paths import check_regular, read_json
@@ -169,7 +169,7 @@ def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
 def _bin_files(folder: Path) -> list[Path]:
     index = folder / BIN_INDEX
     if index.exists():
-        return shards_of(index)
+        return weight_shards(index)
     if (folder / BIN).exists():
         return [folder / BIN]
     raise WeightMappingError(f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights")

@@ -113,7 +113,7 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
         with _claimed(partial) as journal:
             try:
                 report = _fill(plan, partial, journal, workers, show_progress)
-                publish(partial, out, plan.last)
+                publish_folder(partial, out, plan.last)
             except (ConfigError, WeightMappingError, OSError) as error:
                 shutil.rmtree(partial)
                 if isinstance(error, OSError):
@@ -193,7 +193,7 @@ def _allocate(plan: OutputPlan, partial: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-def publish(partial: Path, out: Path, last: Mapping[str, bytes | Path]) -> None:
+def publish_folder(partial: Path, out: Path, last: Mapping[str, bytes | Path]) -> None:
     """Write the `last` files, contents or files to copy, and rename the folder. `out` may be an empty folder."""
     for name, content in last.items():
         path = partial / name

@@ -19,7 +19,7 @@ from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.slices import BLOCK_BYTES, ITEM_BYTES, TORCH_NAMES, Copy, Extent, Files, Target, Weights, target_of
+from grpo_mega.formats.slices import BLOCK_BYTES, ITEM_BYTES, TORCH_NAMES, Extent, Files, SliceCopy, Target, Weights, target_of
 from grpo_mega.weights.boxes import Box, Index, alone, region
 from grpo_mega.weights.spec import Family, ModelShape
 
@@ -69,7 +69,7 @@ class Streamer:
                 self._fill_columns(matrix[:, copy.to_column : copy.to_column + copy.columns], copy, row)
 
     @torch.no_grad()
-    def _fill_columns(self, place: Tensor, copy: Copy, row: int) -> None:
+    def _fill_columns(self, place: Tensor, copy: SliceCopy, row: int) -> None:
         """Fill `place` with the copy's columns of the extent's rows, starting at `row`."""
         extent = copy.extent
         step = max(1, BLOCK_BYTES // max(1, extent.row_bytes))
@@ -88,7 +88,7 @@ class Streamer:
         self._files.read_into(extent.path, extent.offset + row * extent.row_bytes, view)
         return torch.frombuffer(view, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
 
-    def _scales(self, extent: Extent, row: int, count: int, copy: Copy) -> Tensor:
+    def _scales(self, extent: Extent, row: int, count: int, copy: SliceCopy) -> Tensor:
         """Return the scales of the copy's columns in these rows, [count, copy.columns] float32."""
         assert extent.scale is not None
         scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns

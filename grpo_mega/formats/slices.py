@@ -106,7 +106,7 @@ class Weights(Protocol):
     def close(self) -> None: ...
 
 
-class Copy(NamedTuple):
+class SliceCopy(NamedTuple):
     """`extent[row : row + rows, column : column + columns]` goes to `[to_row, to_column]` of the target."""
 
     extent: Extent
@@ -131,7 +131,7 @@ class Target:
     dtype: str
     rows: int
     columns: int
-    copies: tuple[Copy, ...]
+    copies: tuple[SliceCopy, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +192,7 @@ def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -
     """
     name = ", ".join(dict.fromkeys(piece.box.tensor for piece in tensor.pieces))
     rows, columns = matrix(tensor.shape)
-    copies: list[Copy] = []
+    copies: list[SliceCopy] = []
     dtypes: set[str] = set()
     for piece in tensor.pieces:
         dtypes.add(weights.dtype(piece.box.tensor))
@@ -220,7 +220,7 @@ def _widest(dtypes: set[str]) -> str:
     return "F32" if dtypes == {"BF16", "F16"} else min(dtypes, key=WEIGHTS.index)
 
 
-def _copy(piece: Piece, common: Box, part: Part) -> Copy:
+def _copy(piece: Piece, common: Box, part: Part) -> SliceCopy:
     to_row, to_column = row_and_column(piece.at(common))
     row, column = row_and_column(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)))
-    return Copy(part.extent, part.row + row, part.column + column, to_row, to_column, *matrix(common.shape))
+    return SliceCopy(part.extent, part.row + row, part.column + column, to_row, to_column, *matrix(common.shape))

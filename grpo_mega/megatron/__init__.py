@@ -5,4 +5,4 @@ Importing any module of it first installs the patches of compat.py, since Megatr
 
 from grpo_mega.megatron import compat
 
-compat.install()
+compat.install_patches()

@@ -46,7 +46,7 @@ class _InOrder:
 
 
 @functools.cache
-def install() -> bool:
+def install_patches() -> bool:
     """Install the stand-in if there is no GPU; return True if it was installed."""
     _quieten()
     _hide_wandb()

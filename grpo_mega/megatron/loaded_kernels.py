@@ -21,13 +21,13 @@ from grpo_mega.preflight.precision import card_problems, kernel_problems
 def in_use(device: Device) -> Kernels:
     """Return the kernels that a run on `device` uses."""
     if not device.is_cuda:
-        return kernels.choose(is_cuda=False)
+        return kernels.choose_kernels(is_cuda=False)
     problem = check_loads()
     from megatron.core import optimizer
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import layers
 
-    return kernels.choose(
+    return kernels.choose_kernels(
         is_cuda=True,
         transformer_engine=gpt_layer_specs.HAVE_TE,
         apex_adam=optimizer.Adam.__module__.startswith("apex."),
@@ -36,7 +36,7 @@ def in_use(device: Device) -> Kernels:
     )
 
 
-def check(config: Config, device: Device) -> None:
+def check_kernels(config: Config, device: Device) -> None:
     """Raise ConfigError if the run needs a kernel that did not load or that this device lacks."""
     raise_all(card_problems(config.precision, device.capability, device.name))
     kernels_in_use, version = in_use(device), kernels.transformer_engine_version()

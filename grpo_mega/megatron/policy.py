@@ -145,7 +145,7 @@ class Policy:
         """Resume from a checkpoint of any layout, after `load`. Raise ResumeError if it cannot be used."""
         self._onload_state()
         reference = self._saved_reference()
-        counters = checkpoint.load(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference)
+        counters = checkpoint.load_state(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference)
         if self._reference and reference:
             self._reference.restore(reference)
         self.optimizer_step = counters["optimizer_step"]

@@ -99,7 +99,7 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
         raise PlanError(f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse") from None
 
 
-def render(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
+def comparison_lines(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a table for a terminal of 100 columns."""
     title = f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)"
     lines = [title, f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}"]
@@ -395,5 +395,5 @@ def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

@@ -25,7 +25,7 @@ from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import process_groups
 from grpo_mega.distributed.messages import shared_key
 from grpo_mega.errors import UserError
-from grpo_mega.megatron.loaded_kernels import check as check_kernels
+from grpo_mega.megatron.loaded_kernels import check_kernels as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout

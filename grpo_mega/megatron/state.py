@@ -54,7 +54,7 @@ def save(
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
 
 
-def load(
+def load_state(
     folder: Path, models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values
 ) -> dict[str, Any]:
     """Fill models, optimizer and `reference` from `folder`. Return the counters that `counters` names.

@@ -44,7 +44,7 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
         rate = TextColumn("{task.fields[rate]}", markup=False)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
         with Progress(*columns, console=console, transient=True) as display:
-            consoles.install()  # rich replaces stdout and stderr until the bar is gone
+            consoles.filter_output()  # rich replaces stdout and stderr until the bar is gone
             yield _TerminalBar(display, total, description)
 
 

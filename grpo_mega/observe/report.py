@@ -70,13 +70,13 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
         raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
     path = run_dir / REPORT_FILE
     try:
-        write_atomically(path, render(read_run(run_dir, is_over=is_over)).encode())
+        write_atomically(path, render_report(read_run(run_dir, is_over=is_over)).encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; make the folder writable") from None
     return path
 
 
-def render(data: dict[str, Any]) -> str:
+def render_report(data: dict[str, Any]) -> str:
     """Return the page for `data` from read.read_run."""
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
     body = "\n".join(files[name] for name in SCRIPTS)
@@ -350,7 +350,7 @@ def _even(items: Sequence[T], count: int) -> list[T]:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     os.nice(19)
     write_report(Path(sys.argv[1]))
     print(time.process_time())

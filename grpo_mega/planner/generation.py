@@ -103,7 +103,7 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepGroups:
     """Groups of a step."""
 
     prompts: int  # complete groups that a step waits for
@@ -117,13 +117,13 @@ class Schedule:
 @dataclass(eq=False, slots=True)
 class Response:
     length: int
-    group: Group
+    group: SimulatedGroup
     decoded: int = 0
     before: int = 0  # engine step just before its first token, as if all its tokens had been decoded in this phase
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class SimulatedGroup:
     responses: list[Response] = field(default_factory=list)
     first_step: int | None = None  # step of the first token
     num_open: int = 0  # number of unfinished responses
@@ -138,12 +138,12 @@ class Group:
 
 
 @functools.lru_cache(maxsize=256)
-def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Schedule, training: float) -> float:
+def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: StepGroups, training: float) -> float:
     """Return the mean seconds per step until its groups are complete.
 
     `prompt`: tokens per prompt. `training`: seconds for which separate engines continue while the others train.
     """
-    draw, backlog, waits = _draws(lengths, schedule), list[Group](), list[float]()
+    draw, backlog, waits = _draws(lengths, schedule), list[SimulatedGroup](), list[float]()
     for step in range(NUM_AVERAGED_STEPS + (1 + schedule.max_staleness if schedule.keeps_unfinished else 0)):
         oldest = step - schedule.max_staleness
         for group in backlog:
@@ -163,13 +163,13 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: Sched
     return sum(waits[-NUM_AVERAGED_STEPS:]) / NUM_AVERAGED_STEPS
 
 
-def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
+def _draws(lengths: Lengths, schedule: StepGroups) -> Iterator[list[SimulatedGroup]]:
     """Yield the groups of one step after another. Each step has all lengths of the distribution, shuffled over its groups."""
     shuffled = lengths.of(schedule.prompts * schedule.group_size)
     order = random.Random(0)
     while True:
         order.shuffle(shuffled)
-        groups = [Group() for _ in range(schedule.prompts)]
+        groups = [SimulatedGroup() for _ in range(schedule.prompts)]
         for place, length in enumerate(shuffled):
             group = groups[place // schedule.group_size]
             group.responses.append(Response(length, group))
@@ -179,11 +179,11 @@ def _draws(lengths: Lengths, schedule: Schedule) -> Iterator[list[Group]]:
 def run_phase(
     engines: Engines,
     prompt: float,
-    groups: Sequence[Group],
+    groups: Sequence[SimulatedGroup],
     step: int,
     *,
     wanted: float = math.inf,
-    needed: Collection[Group] = (),
+    needed: Collection[SimulatedGroup] = (),
     until: float = math.inf,
 ) -> float:
     """Decode the groups until `wanted` of them and all `needed` ones are complete, or until `until` seconds; return the
@@ -234,7 +234,7 @@ class _Server:
         self._now, self._step, self._num_groups, self._num_taken = 0.0, 0, 0, 0
         self._context = 0.0  # tokens of all live responses, prompts included
 
-    def take(self, queue: deque[Group]) -> None:
+    def take(self, queue: deque[SimulatedGroup]) -> None:
         """Start as many responses as can be decoded at once, with groups from the queue."""
         concurrent = self._engines.concurrent
         if self._engines.in_batches and self.live:
@@ -254,7 +254,7 @@ class _Server:
     def next_end(self) -> float:
         return self._now + self._seconds(self.live[0][0] - self._step)
 
-    def advance(self) -> list[Group]:
+    def advance(self) -> list[SimulatedGroup]:
         """Decode until a response ends; return the groups that are now complete."""
         self._decode(self.live[0][0] - self._step)
         whole = []

@@ -22,7 +22,7 @@ AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """Figures of one subject."""
 
     name: str
@@ -33,32 +33,34 @@ class Section:
     is_formula: bool = False  # shown in the text only with --explain
 
 
-def sections(plan: Plan) -> Iterator[Section]:
+def sections(plan: Plan) -> Iterator[ReportSection]:
     """Yield all figures by section. Memory figures are for the stage with the highest peak."""
     setup, engine, host = plan.setup, plan.engine, plan.host
     yield _batch(plan)
     for phase, parts in plan.worst.phases.items():
-        yield Section(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
-    yield Section("activations of a layer", plan.worst.layer, is_formula=True)
+        yield ReportSection(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
+    yield ReportSection("activations of a layer", plan.worst.layer, is_formula=True)
     at_once = f"of mean length (rollout.max_concurrent={setup.config.rollout.max_concurrent})"
-    yield Section("engine", [engine.cache_tokens, engine.concurrent], notes={engine.concurrent.label: at_once})
+    yield ReportSection("engine", [engine.cache_tokens, engine.concurrent], notes={engine.concurrent.label: at_once})
     if plan.engine_device:
         room = f"{plan.engine_total.gib:.1f} of {plan.capacity_gib:.1f} GiB"
-        yield Section("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
+        yield ReportSection("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
     usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
     notes = {host.saving.label: "while a checkpoint is gathered"}
     if host.peak.gib > usual:
         notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
-    yield Section("host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes)
+    yield ReportSection(
+        "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
+    )
     size = f"{plan.checkpoint / 1e9:,.0f} GB"
     kept = f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being written"
     remarks = [f"A save needs {size} of free disk."]
-    yield Section("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
+    yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
     yield _communication(plan)
     yield _time(plan)
 
 
-def _batch(plan: Plan) -> Section:
+def _batch(plan: Plan) -> ReportSection:
     setup, batch, sizes = plan.setup, plan.setup.batch, plan.setup.config.batch
     notes = {
         batch.samples.label: f"= {sizes.prompts_per_step} prompts x {setup.config.algorithm.group_size}",
@@ -69,16 +71,16 @@ def _batch(plan: Plan) -> Section:
         values = ", ".join(f"p{percent}={lengths.at(percent / 100):,.0f}" for percent in (50, 90, 99))
         remarks.append(f"Lengths of responses: {values} tokens{'' if setup.lengths else ' (assumed; give --lengths)'}")
     means = f"mean prompt {setup.mean_prompt:g}, mean response {setup.mean_response:g} tokens (assumed or given)"
-    return Section("batch", [*batch], means, notes, remarks)
+    return ReportSection("batch", [*batch], means, notes, remarks)
 
 
-def _communication(plan: Plan) -> Section:
+def _communication(plan: Plan) -> ReportSection:
     notes = {}
     for link in plan.links:
         where = f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
         notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
     figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
-    return Section("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
+    return ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
 
 
 def _sync_remark(plan: Plan) -> Iterator[str]:
@@ -91,11 +93,11 @@ def _sync_remark(plan: Plan) -> Iterator[str]:
         )
 
 
-def _time(plan: Plan) -> Section:
+def _time(plan: Plan) -> ReportSection:
     timing, rollout = plan.timing, plan.setup.config.rollout
     shares = {phase.label: phase / timing.step for phase in timing.phases}
     waits = "Engines generate while the others train; sampling is the time that the trainers wait."
-    return Section(
+    return ReportSection(
         "time",
         [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
         "of a step; an estimate from peak rates and assumed shares of them",
@@ -207,7 +209,7 @@ def _option_json(option: Option) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
+def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
     found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
     batch, *rest = [_section_lines(section, explains=explains) for section in found]
     notes = _wrapped(findings.notes, "note: ")
@@ -228,7 +230,7 @@ def refusal_text(findings: Findings) -> str:
     return "\n".join([head, *_wrapped(findings.violations, "  - "), *_wrapped(findings.notes, "note: ")])
 
 
-def _section_lines(section: Section, *, explains: bool) -> list[str]:
+def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
     """Return a line per figure; with `explains` also its formula and inputs."""
     lines = [_head(section.name.capitalize(), section.detail)]
     for figure in section.figures:

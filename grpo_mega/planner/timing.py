@@ -12,7 +12,7 @@ from math import ceil
 from grpo_mega.batching import flops as model_flops
 from grpo_mega.planner.communication import Link
 from grpo_mega.planner.figures import Number, TracedNumber, figure, product, total
-from grpo_mega.planner.generation import Engines, Lengths, Schedule, mean_wait
+from grpo_mega.planner.generation import Engines, Lengths, StepGroups, mean_wait
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import EngineMemory, cache_bytes_per_token, sequences_per_engine
 from grpo_mega.planner.state import State
@@ -155,7 +155,7 @@ def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, leng
         per_prefill=token_seconds(setup),
     )
     num_started, ahead = rollout.num_started(prompts), rollout.num_ahead(prompts)
-    schedule = Schedule(prompts, group, num_started, ahead, rollout.keeps_unfinished, rollout.max_staleness)
+    schedule = StepGroups(prompts, group, num_started, ahead, rollout.keeps_unfinished, rollout.max_staleness)
     return product(
         "sampling", "s", simulated=mean_wait(engines, lengths, setup.mean_prompt, schedule, training if ahead else 0.0)
     )

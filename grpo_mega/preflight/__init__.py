@@ -6,7 +6,7 @@ and has the rules of rewards and teachers (`findings.py`). Ranks ask only for wh
 the config is in `config/`.
 """
 
-from grpo_mega.preflight.findings import Findings, check, find_all, find_problems, job_problems
+from grpo_mega.preflight.findings import Findings, check_config, find_all, find_problems, job_problems
 from grpo_mega.preflight.kernels import Machine, this_machine
 
-__all__ = ["Findings", "Machine", "check", "find_all", "find_problems", "job_problems", "this_machine"]
+__all__ = ["Findings", "Machine", "check_config", "find_all", "find_problems", "job_problems", "this_machine"]

@@ -35,7 +35,7 @@ from grpo_mega.preflight.layout import (
 )
 from grpo_mega.preflight.model import (
     Model,
-    check_model,
+    check_model_files,
     check_weights,
     expert_problems,
     position_problems,
@@ -44,7 +44,7 @@ from grpo_mega.preflight.model import (
 from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
-from grpo_mega.weights.hf_config import resolve
+from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 
 
@@ -81,7 +81,7 @@ def find_problems(config: Config, machine: Machine) -> list[str]:
     return find_all(config, machine).violations
 
 
-def check(config: Config, machine: Machine) -> None:
+def check_config(config: Config, machine: Machine) -> None:
     """Raise ConfigError with every rule that the config breaks on this machine."""
     raise_all(find_problems(config, machine))
 
@@ -178,7 +178,7 @@ def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
     """Yield problems of each reward function's name, module or options."""
     for function in rewards.functions:
         try:
-            registry.check(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
+            registry.check_rewards(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
         except UserError as error:
             yield from error.lines
             continue
@@ -211,7 +211,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     for name, settings in config.teachers.items():
         key = f"teachers.{name}.path"
         try:
-            theirs = check_model(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
+            theirs = check_model_files(ModelConfig(path=settings.path, init="random" if settings.url else "checkpoint"))
             check_tokenizer_files(settings.path, theirs.vocab)
         except UserError as error:
             yield from (line.replace("model.path", key) for line in error.lines)
@@ -226,7 +226,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 f"{key}={settings.path}: must have the vocabulary of model.path={config.model.path}, but vocab_size is "
                 f"{theirs.vocab} there and {shape.vocab} here, so it lacks some tokens; name a larger one"
             )
-        problems = list(position_problems(config, resolve(read_config(settings.path))))
+        problems = list(position_problems(config, resolve_config(read_config(settings.path))))
         if settings.url is None:
             # The layers per chunk follow from the teacher's size.
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}

@@ -53,7 +53,7 @@ class Kernels:
         return f"kernels: layers, attention and norms are torch's{ours or ', and so is Adam'} ({self.why})"
 
 
-def choose(
+def choose_kernels(
     *,
     is_cuda: bool,
     transformer_engine: bool = False,
@@ -122,7 +122,7 @@ def as_version(text: str) -> Version:
     return tuple(parts)
 
 
-def as_text(version: Version) -> str:
+def version_text(version: Version) -> str:
     return ".".join(map(str, version))
 
 

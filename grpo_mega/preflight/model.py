@@ -15,7 +15,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import resolve
+from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
@@ -53,7 +53,7 @@ def read_model(config: Config) -> Model:
     return _read_folder(config.model.path)
 
 
-def check_model(model: ModelConfig) -> ModelShape:
+def check_model_files(model: ModelConfig) -> ModelShape:
     """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or WeightMappingError."""
     shape = _read_folder(model.path).shape
     if model.init == "checkpoint":
@@ -79,14 +79,14 @@ def _read_folder(folder: Path) -> Model:
 
 def model_of(raw: Mapping[str, Any]) -> Model:
     """Return the model with these fields of a config.json. Raise ConfigError or WeightMappingError."""
-    fields = resolve(raw)
+    fields = resolve_config(raw)
     shape = shape_of(fields)
     return Model(shape, experts_per_token(fields) if shape.num_experts else 0, fields)
 
 
 def shape_of(fields: dict[str, Any]) -> ModelShape:
     """Return the shape from a config.json's fields. Raise ConfigError or WeightMappingError if it cannot be trained."""
-    fields = resolve(fields)
+    fields = resolve_config(fields)
     shape = ModelShape.from_hf_config(fields)
     family_of(shape.model_type)
     raise_all(architecture_problems(fields))

@@ -18,9 +18,9 @@ from grpo_mega.preflight.kernels import (
     UNFUSED_PACKED,
     Machine,
     Version,
-    as_text,
     as_version,
     check_apex,
+    version_text,
 )
 from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
@@ -93,7 +93,7 @@ def transformer_engine_problems(precision: PrecisionConfig, version: str | None)
         yield f"precision.fp8={precision.fp8!r} needs Transformer Engine; install it or leave precision.fp8 out"
     elif as_version(version) < needed:
         yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {as_text(needed)}, found {version}; "
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {version_text(needed)}, found {version}; "
             f"install a newer one, or use {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
         )
 
@@ -102,7 +102,7 @@ def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str
     """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like this."""
     if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
         yield (
-            f"layout.cp_comm_type=a2a: must have Transformer Engine {as_text(PACKED_A2A)} or later for packed samples, found "
+            f"layout.cp_comm_type=a2a: must have Transformer Engine {version_text(PACKED_A2A)} or later for packed samples, found "
             f"{version}; install a newer one, or use p2p"
         )
 
@@ -114,8 +114,8 @@ def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[s
     needed = RECIPES[precision.fp8_recipe].cuda
     if as_version(version) < needed:
         yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {as_text(needed)}, found torch with CUDA {version}; "
-            f"install torch with CUDA {as_text(needed)} or later, or use "
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {version_text(needed)}, found torch with CUDA {version}; "
+            f"install torch with CUDA {version_text(needed)} or later, or use "
             f"{_recipes(lambda needs: needs.cuda <= as_version(version))}"
         )
 
@@ -124,7 +124,7 @@ def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterato
     """Yield a problem if Transformer Engine, whose Adam supports moments of fewer bytes, is missing or too old."""
     if optimizer.moments_dtype != "float32" and (version is None or as_version(version) < PRECISION_AWARE):
         yield (
-            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine {as_text(PRECISION_AWARE)} or later, "
+            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine {version_text(PRECISION_AWARE)} or later, "
             f"found {version or 'none'}; install it, or use float32"
         )
 
@@ -141,15 +141,15 @@ def attention_problems(
         return
     if dtype == "float32" and as_version(transformer_engine) < UNFUSED_PACKED:
         yield (
-            f"model.dtype=float32: on a GPU must have Transformer Engine {as_text(UNFUSED_PACKED)} or later, the first with an "
+            f"model.dtype=float32: on a GPU must have Transformer Engine {version_text(UNFUSED_PACKED)} or later, the first with an "
             f"attention for it, found {transformer_engine}; install a newer one, or use model.dtype=bfloat16"
         )
     has_flash = flash_attn is not None and as_version(flash_attn) >= FLASH_ATTENTION
     if dtype == "bfloat16" and capability < FUSED_PACKED and not has_flash:
         yield (
             f"device={name!r}: must have compute capability 9.0 (an H100 or later) for Transformer Engine's fused attention of "
-            f"packed samples, found {as_text(capability)} and {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; "
-            f"pip install 'flash-attn>={as_text(FLASH_ATTENTION)}'"
+            f"packed samples, found {version_text(capability)} and {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; "
+            f"pip install 'flash-attn>={version_text(FLASH_ATTENTION)}'"
         )
 
 

@@ -33,7 +33,7 @@ def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
         )
     settings = _read_object(folder / "tokenizer_config.json")
-    check_chat_template(folder, settings)
+    check_template(folder, settings)
     ids = _token_ids(folder, settings)
     if ids:
         check_vocabulary(folder, max(ids), vocab_size)
@@ -57,7 +57,7 @@ def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
         )
 
 
-def check_chat_template(folder: Path, settings: dict[str, Any]) -> None:
+def check_template(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ConfigError if a tokenizer has no default chat template, or if the template takes too much time or memory.
 
     `settings`: the contents of tokenizer_config.json.

@@ -6,7 +6,7 @@ and weighted step rewards. See README.md. Nothing here imports torch, and import
 
 from grpo_mega.rewards.api import NoScore, RewardFunction, RewardResult, Score, Step, splitter
 from grpo_mega.rewards.pool import RewardPool
-from grpo_mega.rewards.registry import BUILT_IN, resolve
+from grpo_mega.rewards.registry import BUILT_IN, resolve_reward
 
 __all__ = [
     "BUILT_IN",
@@ -16,6 +16,6 @@ __all__ = [
     "RewardResult",
     "Score",
     "Step",
-    "resolve",
+    "resolve_reward",
     "splitter",
 ]

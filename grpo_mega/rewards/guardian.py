@@ -23,7 +23,7 @@ def _guard() -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
-    console.install()  # for functions that print responses
+    console.filter_output()  # for functions that print responses
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # harmless: an adopted orphan has ended
     server = os.getpid()
 

@@ -36,7 +36,7 @@ from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine, len_reward
-from grpo_mega.rewards.worker import ForkServer, Job, Outcome, Request, Worker, WorkerEnded
+from grpo_mega.rewards.worker import CheckJob, ForkServer, Outcome, Request, Worker, WorkerEnded
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still alive.
@@ -57,7 +57,7 @@ class _Pending:
 class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Run reward functions in worker processes; a context manager.
 
-    `rewards` must have passed registry.check. Its `deadline_s` starts when a worker receives the check, so queueing and startup
+    `rewards` must have passed registry.check_rewards. Its `deadline_s` starts when a worker receives the check, so queueing and startup
     do not count. A pool without workers is for a rank that submits nothing.
 
     The workers start immediately, in the background. If a start fails, the next `submit` or `collect` raises RewardError.
@@ -251,7 +251,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Return a worker that is ready. Raises RewardError if none can start."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, Job(self._rewards, is_replacement))
+                worker = Worker(self._server, CheckJob(self._rewards, is_replacement))
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True

@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
     )
 
 
-def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s: float) -> None:
+def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s: float) -> None:
     """Raise ConfigError for an unknown name or for wrong options of a built-in function. Import no user code."""
     check_name(name)
     if name not in BUILT_IN:
@@ -96,7 +96,7 @@ def check(name: str, options: Mapping[str, Any], step_splitter: str, deadline_s:
 
 def _check_types(name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if an option of a built-in function has a value of the wrong type, such as "no" for a bool."""
-    types = get_type_hints(resolve(name))
+    types = get_type_hints(resolve_reward(name))
     for option, value in options.items():
         accepted, form = _FORMS.get(types.get(option), (object, ""))
         if not isinstance(value, accepted) or (isinstance(value, bool) and accepted not in (bool, object)):
@@ -109,7 +109,7 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     Raises:
         ConfigError: the name is unknown, its module cannot be imported or lacks the function, or it takes other options.
     """
-    function = resolve(name)
+    function = resolve_reward(name)
     accepted = _options_of(function)
     given = dict(options)
     if accepted is not None:
@@ -128,7 +128,7 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     return partial(function, **given) if given else function
 
 
-def resolve(name: str) -> RewardFunction:
+def resolve_reward(name: str) -> RewardFunction:
     """Return the function called `name`.
 
     Raises:

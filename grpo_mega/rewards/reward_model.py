@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-class Server(Section):
+class RewardServer(Section):
     """A reward-model server, with the options of `reward_model` as fields, and the requests to it."""
 
     model_config = ConfigDict(strict=True)
@@ -79,7 +79,7 @@ class Server(Section):
     api_key_env: str = ""  # environment variable with the API key, if the server needs one
 
     @model_validator(mode="after")
-    def _fits(self) -> Server:
+    def _fits(self) -> RewardServer:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url={self.url!r} is not of the form http://HOST:PORT; correct it")
@@ -222,16 +222,16 @@ def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any]
 
 # The registry reads the options of a function from its signature.
 reward_model.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*list(inspect.signature(reward_model).parameters.values())[:4], *inspect.signature(Server).parameters.values()]
+    [*list(inspect.signature(reward_model).parameters.values())[:4], *inspect.signature(RewardServer).parameters.values()]
 )
 
 
-def server_of(options: Mapping[str, Any]) -> Server:
+def server_of(options: Mapping[str, Any]) -> RewardServer:
     """Return the server that the options describe. Raises ConfigError for an invalid option value."""
     try:
-        return Server.model_validate(options)
+        return RewardServer.model_validate(options)
     except ValidationError as error:
-        raise ConfigError(*(f"reward_model: {problem}" for problem in problems_of(Server, error))) from None
+        raise ConfigError(*(f"reward_model: {problem}" for problem in problems_of(RewardServer, error))) from None
 
 
 def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:

@@ -86,7 +86,7 @@ class WorkerEnded(Exception):
 class Worker:
     """A worker process that has imported its functions. One thread uses it and finally closes it."""
 
-    def __init__(self, server: ForkServer, job: "Job") -> None:
+    def __init__(self, server: ForkServer, job: "CheckJob") -> None:
         """Fork a worker from `server`, and wait until it is ready.
 
         Raises RewardError if it cannot import its functions, and OSError or EOFError if the server has ended.
@@ -177,7 +177,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckJob:
     """The task of a worker, sent to it through the fork server."""
 
     rewards: RewardsConfig
@@ -206,7 +206,7 @@ class Job:
         try:
             functions = self._import()
         except BaseException as error:
-            pool.send(describe(error))
+            pool.send(describe_error(error))
             return
         pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
         forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
@@ -254,10 +254,10 @@ def _outcome(returned: object, response: str) -> Outcome:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe(error)
+    return Score(None if isinstance(error, NoScore) else 0.0, "error"), describe_error(error)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type, text and location of an exception."""
     try:
         text = f"{type(error).__name__}: {error}"

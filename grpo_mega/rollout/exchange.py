@@ -43,11 +43,11 @@ def gather(
     EngineError if a rank's part is not the part that the rank sent.
     """
     names = [f"samples of {name}, of rank {rank}" for rank in range(dist.get_world_size(ranks))]
-    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], pack(groups)), ranks)
+    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], pack_groups(groups)), ranks)
     return unpack([unseal(name, part) for name, part in zip(names, parts, strict=True)], prompts, verdict_names)
 
 
-def pack(groups: Mapping[int, Group]) -> bytes:
+def pack_groups(groups: Mapping[int, Group]) -> bytes:
     """Return the samples of groups as bytes, with the keys of their groups."""
     samples = [sample for group in groups.values() for sample in group.samples]
     if not samples:

@@ -49,7 +49,7 @@ class RouterSizes:
         return np.full(shape, unknown_expert(self.dtype), self.dtype)
 
 
-def extended(before: Routes | None, experts: NDArray[Any]) -> Routes:
+def with_routes_of(before: Routes | None, experts: NDArray[Any]) -> Routes:
     """Return the routes `before` and the later rows of `experts`, which covers the whole context."""
     known, checksum = (before.experts, before.checksum) if before else (experts[:0], 0)
     later = np.ascontiguousarray(experts[len(known) :])
@@ -58,7 +58,7 @@ def extended(before: Routes | None, experts: NDArray[Any]) -> Routes:
 
 def cut(routes: Routes, num_tokens: int) -> Routes:
     """Return the first `num_tokens` rows."""
-    return extended(None, routes.experts[:num_tokens])
+    return with_routes_of(None, routes.experts[:num_tokens])
 
 
 def is_intact(routes: Routes) -> bool:

@@ -45,7 +45,7 @@ def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[P
     is_assigned = all(sample.advantages is not None for group in groups for sample in group.samples)
     assert is_assigned or config.algorithm.has_kl_reward, "assign advantages before packing"
     mini_batches = packing.split(groups, config.batch.mini_batches)
-    return packing.pack(
+    return packing.pack_mini_batches(
         mini_batches,
         mini_batch_weights(mini_batches, config.algorithm, max_response_length=config.rollout.max_response_length),
         policy.packing,

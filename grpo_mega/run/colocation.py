@@ -30,7 +30,7 @@ from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.observe.timers import Timers
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.apply import buckets
-from grpo_mega.weights.plan import Plan
+from grpo_mega.weights.plan import TransferPlan
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.offload import PolicyMemory
@@ -187,7 +187,7 @@ class GpuMemory:
 class WeightSync:
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         dtype: torch.dtype,
         bucket_bytes: int,
         all_gather: AllGather,

@@ -27,7 +27,7 @@ from grpo_mega.data.load import text_hash
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
 from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
 from grpo_mega.paths import heldout_file, write_atomically
-from grpo_mega.rewards.math.accuracy import read
+from grpo_mega.rewards.math.accuracy import read_answer
 from grpo_mega.rewards.math.answer import whole_turn
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.engine import Sampling
@@ -164,7 +164,9 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
         result.num_unusable += len(drop_unusable(groups)[1])
         for group, row in zip(groups, rows, strict=False):
             # The normalized answer is the vote; "" if there is none.
-            answers = [read(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill})) for s in group.samples]
+            answers = [
+                read_answer(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill})) for s in group.samples
+            ]
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]
             is_usable = not drop_unusable([group])[1]
             row |= {"samples": len(answers), "solved": sum(correct) if is_usable else None, "answers": answers}

@@ -48,11 +48,11 @@ from grpo_mega.run.model_files import (
     ModelFiles,
     build_policy,
     decoder,
-    read_model,
+    read_model_files,
     read_tokenizer,
     training_sampling,
 )
-from grpo_mega.run.saving import Checkpoints, verify
+from grpo_mega.run.saving import Checkpoints, verify_files
 from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
@@ -198,7 +198,7 @@ class Job:
         check_model(checkpoint, manifest.model, self.model.shape)
         for change in self.inputs.changes(manifest.inputs):
             self.log.warn(change)
-        verify(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
+        verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
         policy.restore(checkpoint / STATE)
         self.checkpoints.saved_step = manifest.step
         algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
@@ -274,7 +274,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     """
     with ExitStack() as stack:
         pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
-        model = read_model(config)
+        model = read_model_files(config)
         tokenizer = read_tokenizer(model)
         data = load_data(config.data, tokenizer)
         sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)

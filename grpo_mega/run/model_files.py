@@ -28,7 +28,7 @@ from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, split_into_shards, weight_files
-from grpo_mega.formats.output import publish
+from grpo_mega.formats.output import publish_folder
 from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
 from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
@@ -42,7 +42,7 @@ from grpo_mega.text import well_formed
 from grpo_mega.weights.apply import execute
 from grpo_mega.weights.boxes import Box, whole
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import difference, resolve
+from grpo_mega.weights.hf_config import difference, resolve_config
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
@@ -77,7 +77,7 @@ class ModelFiles:
             load(reader.read)
 
 
-def read_model(config: Config, teacher: Path | None = None) -> ModelFiles:
+def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
     """Read model.path, or a teacher's folder. Raise ConfigError or WeightMappingError if the model cannot be trained."""
     folder = teacher or config.model.path
     try:
@@ -86,8 +86,8 @@ def read_model(config: Config, teacher: Path | None = None) -> ModelFiles:
         raise ConfigError(
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
-    fields = resolve(hf_config.to_dict())
-    if problem := difference(hf_config.model_type, resolve(read_config(folder)), fields):
+    fields = resolve_config(hf_config.to_dict())
+    if problem := difference(hf_config.model_type, resolve_config(read_config(folder)), fields):
         raise ConfigError(f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file")
     shape = shape_of(fields)
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
@@ -174,7 +174,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         model.read_weights(policy.load)
     for name, settings in config.teachers.items():
         if settings.url is None:
-            theirs = read_model(config, settings.path)
+            theirs = read_model_files(config, settings.path)
             teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
             theirs.read_weights(teacher.load)
             policy.teachers[name] = teacher
@@ -215,7 +215,7 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
             save_file(content, partial / file, metadata={"format": "pt"})
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
-        publish(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
+        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
     dist.barrier()
 
 

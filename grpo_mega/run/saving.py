@@ -332,7 +332,7 @@ class _Writer(threading.Thread):
         self._publish(dict(sorted(checksums.items())))
 
 
-def verify(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
+def verify_files(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
     """Compare every file with its checksum. Ranks share the work. Raise ResumeError with the file's name on all ranks."""
     wrong = []
     for name, checksum in sorted(manifest.checksums.items())[rank::world_size]:

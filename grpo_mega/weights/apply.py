@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_mega.weights.boxes import Box, Index, RankShards, region
 from grpo_mega.weights.checksum import checksum
 from grpo_mega.weights.fp8_blocks import quantise
-from grpo_mega.weights.plan import Plan
+from grpo_mega.weights.plan import TransferPlan
 from grpo_mega.weights.receive import Entry, subtensor, write_entries
 from grpo_mega.weights.transfers import Transfer
 
@@ -46,7 +46,7 @@ def load_shards(shards: RankShards, tensors: Mapping[str, Tensor], read: Callabl
 
 @torch.no_grad()
 def execute(
-    plan: Plan,
+    plan: TransferPlan,
     sources: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
     *,
@@ -73,7 +73,7 @@ def execute(
 
 @torch.no_grad()
 def buckets(
-    plan: Plan,
+    plan: TransferPlan,
     sources: Mapping[str, Tensor],
     *,
     dtype: torch.dtype,

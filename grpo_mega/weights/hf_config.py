@@ -180,7 +180,7 @@ _ROPE_NEEDS = {
 }
 
 
-def resolve(raw: Mapping[str, Any]) -> Fields:
+def resolve_config(raw: Mapping[str, Any]) -> Fields:
     """Return all fields of a config.json's contents. Raise WeightMappingError for an impossible value.
 
     A model type without a table of fields is returned as it is. `resolve` of the result returns the same fields.

@@ -23,7 +23,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Kind, RankShards
 from grpo_mega.weights.layout import ShardLayout
 from grpo_mega.weights.spec import BLOCK
-from grpo_mega.weights.transfers import Need, Place, Template, Transfer, choose, match
+from grpo_mega.weights.transfers import Need, Place, Template, Transfer, choose_sources, match
 
 _GRAIN = 4  # a tensor is split until no rank sends or receives more than 1 / _GRAIN of a round at a time
 _SHARES = 4  # a source gets at least this many transfers of the largest tensor on average, so loads come out even
@@ -69,7 +69,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     templates: tuple[Template, ...]
     world_size: int
     ranks_per_node: int
@@ -107,7 +107,7 @@ class Plan:
         return self._rounds[key]
 
 
-def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node: int) -> Plan:
+def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node: int) -> TransferPlan:
     """Plan the transfers from one shard layout to another, in time that does not grow with the number of layers and experts.
 
     Raise WeightMappingError if a target needs an element that no source has, or if an FP8 block would come from several ranks.
@@ -128,7 +128,7 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
             templates += _templates(needs, layers, experts, firsts, sent, targets.quantised)
         if num_places != len(wanted.layers) * len(wanted.experts):
             raise WeightMappingError(f"the targets need {wanted}, and the sources lack some; plan for one and the same model")
-    return Plan(tuple(templates), world_size, ranks_per_node)
+    return TransferPlan(tuple(templates), world_size, ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _templates(
     step = min(num_places, _num_choices(needs))
     for start in range(step):
         places = range(start, num_places, step)
-        yield Template(tuple(choose(needs, sent, len(places), quantised)), layers, experts, places, *firsts)
+        yield Template(tuple(choose_sources(needs, sent, len(places), quantised)), layers, experts, places, *firsts)
 
 
 def _num_choices(needs: list[Need]) -> int:

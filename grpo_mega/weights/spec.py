@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import resolve
+from grpo_mega.weights.hf_config import resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -107,7 +107,7 @@ class ModelShape:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
         """Read the contents of a config.json. Raise WeightMappingError with the name of a missing or wrong field."""
-        config = resolve(config)
+        config = resolve_config(config)
 
         def field(name: str, default: int | None = None) -> int:
             value = config.get(name) or default

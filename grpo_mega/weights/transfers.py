@@ -116,7 +116,7 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
     ]
 
 
-def choose(needs: Iterable[Need], sent: list[int], weight: int, quantised: frozenset[str]) -> list[Transfer]:
+def choose_sources(needs: Iterable[Need], sent: list[int], weight: int, quantised: frozenset[str]) -> list[Transfer]:
     """Choose a source for each need. Update `sent`, elements per rank, as if every transfer ran `weight` times.
 
     Transfers of the Hugging Face tensors `quantised` are quantised. Raise WeightMappingError if one would cut an FP8 block.

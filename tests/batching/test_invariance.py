@@ -9,7 +9,7 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.losses import OBJECTIVES, accumulate, finalize
 from grpo_mega.algorithm.token_weights import token_weights
 from grpo_mega.batching.layout import from_samples, segments
-from grpo_mega.batching.pack import PackingSpec, pack
+from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.losses import assigned, loss_of
 
@@ -77,7 +77,7 @@ def loss_gradient_and_metrics(policy, weights, layout, **more):
     dp_size, token_budget, length_multiple, micro_batch_multiple = layout
     outputs = []
     for dp_rank in range(dp_size):
-        (batches,) = pack(
+        (batches,) = pack_mini_batches(
             [policy.samples],
             [weights],
             PackingSpec(dp_size, dp_rank, token_budget, length_multiple, micro_batch_multiple),

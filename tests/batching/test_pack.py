@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.batching.layout import from_samples, response_places
-from grpo_mega.batching.pack import PackingSpec, pack, split
+from grpo_mega.batching.pack import PackingSpec, pack_mini_batches, split
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -32,7 +32,7 @@ def make_samples(shapes):
 def pack_one(samples, weights=None, **options):
     weights = weights or [0.25] * len(samples)
     spec = PackingSpec(**({"dp_size": 1, "dp_rank": 0, "token_budget": 1000} | options))
-    return pack([samples], [weights], spec)[0]
+    return pack_mini_batches([samples], [weights], spec)[0]
 
 
 def test_a_micro_batch_of_two_samples_and_padding_equals_a_worked_example():
@@ -91,7 +91,7 @@ def test_a_sample_of_weight_zero_does_not_train():
 
 def test_sample_indices_count_through_all_mini_batches():
     samples = make_samples([(1, 2)] * 5)
-    mini_batches = pack([samples[:2], samples[2:]], [[1.0] * 2, [1.0] * 3], PackingSpec(1, 0, 100))
+    mini_batches = pack_mini_batches([samples[:2], samples[2:]], [[1.0] * 2, [1.0] * 3], PackingSpec(1, 0, 100))
     assert [[b.sample_indices for b in micro_batches] for micro_batches in mini_batches] == [[[0, 1]], [[2, 3, 4]]]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.config import load
-from grpo_mega.rewards import BUILT_IN, resolve
+from grpo_mega.rewards import BUILT_IN, resolve_reward
 from tools.benchmarks.reward_gap import __main__ as reward_gap
 from tools.benchmarks.reward_gap import task
 
@@ -111,7 +111,7 @@ def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
     ],
 )
 def test_the_oracle_requires_the_exact_text_of_the_answer(response: str, is_right: bool) -> None:
-    score = resolve("arithmetic_oracle")("p", response, "58", {})
+    score = resolve_reward("arithmetic_oracle")("p", response, "58", {})
     assert (score.value, score.verdict) == (float(is_right), "oracle_right" if is_right else "oracle_wrong")  # type: ignore[union-attr]
 
 

@@ -15,7 +15,7 @@ from grpo_mega import cli
 from grpo_mega.commands import trl
 from grpo_mega.commands.options import RewardOptions, add_options, read_options
 from grpo_mega.commands.train import overrides_of
-from grpo_mega.commands.trl_flags import FLAGS, NOTED, REFUSED, parse
+from grpo_mega.commands.trl_flags import FLAGS, NOTED, REFUSED, parse_flags
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(flags: str = "", environ: dict[str, str] | None = None) -> Config:
-    return trl.read(f"{SEED} {flags}".split(), environ or {})[0]
+    return trl.read_config(f"{SEED} {flags}".split(), environ or {})[0]
 
 
 def test_the_seeds_command_is_a_complete_config() -> None:
@@ -59,7 +59,7 @@ def test_the_seeds_command_is_a_complete_config() -> None:
 
 def test_dashes_and_equals_signs_are_accepted() -> None:
     dashes = SEED.replace("model_name_or_path base", "model-name-or-path=base").replace("_", "-").replace("math-", "math_")
-    config, _, _ = trl.read(f"{dashes} --learning-rate=2e-6".replace("grpo-", "grpo_").split(), {})
+    config, _, _ = trl.read_config(f"{dashes} --learning-rate=2e-6".replace("grpo-", "grpo_").split(), {})
     assert config == read("--learning_rate 2e-6")
 
 
@@ -203,7 +203,7 @@ def test_every_flag_is_from_trl_or_listed_as_an_exception() -> None:
 
 
 def test_flags_without_effect_are_accepted_with_a_note() -> None:
-    _, notes = parse(f"{SEED} --logging_steps 1 --attn_implementation flash_attention_2".split())
+    _, notes = parse_flags(f"{SEED} --logging_steps 1 --attn_implementation flash_attention_2".split())
     assert [note.split(":")[0] for note in notes] == ["--logging_steps has no effect", "--attn_implementation has no effect"]
 
 
@@ -310,7 +310,7 @@ def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, mo
     (folder / "cache/models--some--model/refs/main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
-    assert trl.read(SEED.replace("base", "some/model").split(), {})[0].model.path == snapshot
+    assert trl.read_config(SEED.replace("base", "some/model").split(), {})[0].model.path == snapshot
 
 
 def test_reward_flags_of_train_replace_functions_and_keep_options(folder: Path) -> None:

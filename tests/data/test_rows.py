@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mega.config import DataConfig
-from grpo_mega.data.rows import Conversation, Row, answer_of, messages_of, read_conversations
+from grpo_mega.data.rows import Conversation, DataRow, answer_of, messages_of, read_conversations
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.math.accuracy import accuracy
 
@@ -31,8 +31,8 @@ VERL = [  # rows like in DAPO-Math-17k
 NESTED = {"prompt_column": "prompt", "answer_column": "reward_model.ground_truth"}
 
 
-def row(**values: Any) -> Row:
-    return Row(4, "set.jsonl:5", values)
+def row(**values: Any) -> DataRow:
+    return DataRow(4, "set.jsonl:5", values)
 
 
 def read(path: Path, **settings: Any) -> list[Conversation]:

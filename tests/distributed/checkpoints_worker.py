@@ -133,7 +133,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     found.finish()
     beats: list[int] = []
     with recorder().heard(lambda: beats.append(1)):
-        saving.verify(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
+        saving.verify_files(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
     assert len(beats) >= 3, "each verified chunk must count as progress"
     found.save(policy_fits, manifest(4))
     assert policy_fits.folder is not None and policy_fits.folder.parent == saving.MEMORY

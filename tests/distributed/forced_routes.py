@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_mega.rollout.routes import RouterSizes, extended
+from grpo_mega.rollout.routes import RouterSizes, with_routes_of
 from grpo_mega.types import Routes
 from grpo_mega.weights.spec import ModelShape
 
@@ -24,7 +24,7 @@ def random_routes(routers: RouterSizes, num_tokens: int, seed: int) -> Routes:
     experts = routers.not_known(num_tokens - 1)
     for token in np.flatnonzero(random.random(len(experts)) < 0.8):
         experts[token] = [random.permutation(routers.num_experts)[: routers.top_k] for _ in experts[token]]
-    return extended(None, experts)
+    return with_routes_of(None, experts)
 
 
 def force_routes(model: Any, routes: list[Routes]) -> None:

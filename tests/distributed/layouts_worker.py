@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.algorithm.losses import LossOutputs
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.commands.check import Case, run_case
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
@@ -83,12 +83,12 @@ def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, fold
 def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
     """Return the largest difference of any logit ("logits") and of each tensor's gradient (by name), over all ranks, relative
     to the largest expected value."""
-    model = model_files.read_model(case.config)
+    model = model_files.read_model_files(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
     samples = as_samples(case.sequences)
     for sample, routes in zip(samples, case.routes, strict=False):
         sample.routes = routes
-    batches = pack(
+    batches = pack_mini_batches(
         [samples],
         [[1.0] * len(samples)],
         replace(policy.packing, token_budget=64),

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.batching.pack import PackingSpec, pack
-from grpo_mega.commands.check import Case, Difference, compare
+from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
+from grpo_mega.commands.check import Case, Difference, compare_outcomes
 from tests.distributed.forced_routes import force_routes, routes_of
 from tests.distributed.layout_cases import (
     METHODS,
@@ -135,7 +135,7 @@ def test_expert_loads_and_router_losses_equal_transformers(matrix: Matrix, logit
 @pytest.mark.parametrize("name", COMPARED)
 def test_three_updates_are_the_same_in_every_layout(matrix: Matrix, name: str) -> None:
     baseline = matrix.updates[f"{name.split(':')[0]}:tp=1"]
-    difference = compare(name, matrix.updates[name], baseline)
+    difference = compare_outcomes(name, matrix.updates[name], baseline)
     assert _is_rounding(difference), difference
 
 
@@ -246,7 +246,7 @@ def _biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> dict[str, Any]:
     config = make_config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
     spec = PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=config.layout.tp)
-    batches = pack([as_samples(sequences)], [[1.0] * len(sequences)], spec)[0]
+    batches = pack_mini_batches([as_samples(sequences)], [[1.0] * len(sequences)], spec)[0]
     return probe(model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches])
 
 

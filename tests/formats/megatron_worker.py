@@ -41,7 +41,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path) -> None:
     config = _config(case, "megatron")
     runtime = runtimes.arrange(config, device)
-    model = model_files.read_model(config)
+    model = model_files.read_model_files(config)
     chunks = models.build_chunks(model.shape, model.family, model.hf_config, config, runtime)
     with torch.no_grad():
         for chunk in chunks:
@@ -65,7 +65,7 @@ def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path)
     policy.restore(trained)
     loaded = policy.tensors()
     expected_config = _config(case, "hf")
-    expected = model_files.build_policy(expected_config, model_files.read_model(expected_config), runtime).tensors()
+    expected = model_files.build_policy(expected_config, model_files.read_model_files(expected_config), runtime).tensors()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), (case["layout"], name)

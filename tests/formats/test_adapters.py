@@ -17,7 +17,7 @@ from grpo_mega import cli
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
-from grpo_mega.preflight.model import check_model
+from grpo_mega.preflight.model import check_model_files
 from tests.formats.families import CASES, save, tensors_of
 from tests.helpers.exports import export_alone
 
@@ -53,7 +53,7 @@ def test_a_folder_with_an_adapter_config_is_refused(
         (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     says = re.compile(ALONE if weights == "none" else FULL, re.DOTALL)
     with pytest.raises(ConfigError, match=says):
-        check_model(ModelConfig(path=folder))
+        check_model_files(ModelConfig(path=folder))
     config = {"run_dir": str(tmp_path / "run"), "steps": 1, "model": {"path": str(folder)}, "data": {"train": "t.jsonl"}}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     for command in ("train", "plan"):
@@ -71,7 +71,7 @@ def test_a_folder_with_an_adapter_config_is_refused(
 def test_an_adapter_config_that_cannot_be_read_is_refused_too(text: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"^model\.path=\S+ is an adapter of another model, not a model; merge it"):
-        check_model(ModelConfig(path=tmp_path))
+        check_model_files(ModelConfig(path=tmp_path))
 
 
 def test_neither_a_conversion_nor_an_export_copies_an_adapter(sound: Path, tmp_path: Path) -> None:
@@ -123,5 +123,5 @@ def test_the_name_prefix_of_a_larger_model_is_reported(
 
 def refusal_of(folder: Path) -> str:
     with pytest.raises(Exception, match=r"\A[^\n]+\Z") as caught:
-        check_model(ModelConfig(path=folder))
+        check_model_files(ModelConfig(path=folder))
     return str(caught.value)

@@ -16,7 +16,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
 from grpo_mega.formats.reader import CheckpointReader, is_finite, open_reader
-from grpo_mega.preflight.model import check_model
+from grpo_mega.preflight.model import check_model_files
 from grpo_mega.weights.boxes import Box, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -83,7 +83,7 @@ def test_nan_stops_training_with_the_tensors_name(tmp_path: Path) -> None:
 
 
 def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    shape = check_model(ModelConfig(path=folders[1]))
+    shape = check_model_files(ModelConfig(path=folders[1]))
     assert (shape.num_layers, shape.num_experts) == (4, 4)
     broken = tmp_path / "megatron"
     broken.mkdir()
@@ -93,7 +93,7 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tu
     with pytest.raises(
         WeightMappingError, match=r"has shape \[4, 4, 32\], but config.json means \[4, 8, 32\]; give the config"
     ):
-        check_model(ModelConfig(path=broken))
+        check_model_files(ModelConfig(path=broken))
 
 
 def test_the_check_before_a_run_needs_no_torch(folders: tuple[Path, Path]) -> None:

@@ -22,7 +22,7 @@ from tools.benchmarks.gpu.rank import config_of
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
-IS_EMULATED = not HAS_GPU and kernels.choose(is_cuda=False).transformer_engine
+IS_EMULATED = not HAS_GPU and kernels.choose_kernels(is_cuda=False).transformer_engine
 
 # deterministic kernels: some tests compare two runs of one backward pass
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

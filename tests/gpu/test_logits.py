@@ -78,7 +78,7 @@ def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path,
 def test_layers_without_transformer_engine_give_transformers_logits(
     family: str, theirs: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "choose", lambda **_: Kernels(False, False, False, "none is wanted"))
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
     check(theirs, family, device)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
@@ -28,7 +28,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config
 from tools.benchmarks.gpu.rank import config_of
 
-IS_EMULATED = not torch.cuda.is_available() and kernels.choose(is_cuda=False).transformer_engine
+IS_EMULATED = not torch.cuda.is_available() and kernels.choose_kernels(is_cuda=False).transformer_engine
 IS_REHEARSAL = not torch.cuda.is_available() and not IS_EMULATED
 GPU_SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -85,7 +85,7 @@ def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int],
 def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
     """Pack one mini-batch whose loss is a mean over tokens."""
     weight = 1 / sum(s.response_len for s in samples)
-    return pack(
+    return pack_mini_batches(
         [samples],
         [[weight] * len(samples)],
         replace(policy.packing, token_budget=token_budget),

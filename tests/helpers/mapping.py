@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, RankShards, region
 from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
-from grpo_mega.weights.plan import Plan, plan_transfers
+from grpo_mega.weights.plan import TransferPlan, plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape
 from grpo_mega.weights.transfers import Transfer
 
@@ -39,7 +39,7 @@ def slice_of(tensors: Tensors, box: Box) -> Tensor:
     return tensors[box.tensor][region(box.start, box.shape)]
 
 
-def plan(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None) -> Plan:
+def plan(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None) -> TransferPlan:
     """Plan transfers for shards listed per tensor. `ranks_per_node` None: all ranks are on one node."""
     ranks_per_node = ranks_per_node or max(len(sources), len(targets))
     return plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=ranks_per_node)

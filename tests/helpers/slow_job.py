@@ -10,10 +10,10 @@ from typing import Any
 
 from grpo_mega.rewards.api import RewardFunction, Score
 from grpo_mega.rewards.math.accuracy import accuracy
-from grpo_mega.rewards.worker import Job
+from grpo_mega.rewards.worker import CheckJob
 
 
-class SlowJob(Job):
+class SlowJob(CheckJob):
     def _import(self) -> dict[str, RewardFunction]:
         return super()._import() | {"accuracy": slow_accuracy}
 

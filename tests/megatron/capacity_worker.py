@@ -15,7 +15,7 @@ import torch
 from offload_worker import Trainee, make_config_of, make_groups
 
 from grpo_mega.algorithm.advantages import assign_advantages
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.megatron.routers import Routers
 from tests.helpers.ranks import run_cases
 
@@ -43,7 +43,7 @@ def update(text: str, multiple: int) -> list[dict[str, float]]:
     mini_batches = [samples[:half], samples[half:]]
     spec = trainee.policy.packing
     spec = replace(spec, token_budget=400, length_multiple=math.lcm(multiple, spec.length_multiple))
-    batches = pack(mini_batches, [[0.01] * half] * 2, spec)
+    batches = pack_mini_batches(mini_batches, [[0.01] * half] * 2, spec)
     assert all(len(mini_batch) == 1 for mini_batch in batches)
     return trainee.policy.update(trainee.policy.attach_logprobs(batches))
 

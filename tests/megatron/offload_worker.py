@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import assign_advantages
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed.recorder import recorder
@@ -308,7 +308,7 @@ def make_batches(policy: Policy, config: Config, step: int) -> list[list[PackedB
     assign_advantages(groups, config.algorithm, max_response_length=config.rollout.max_response_length)
     size = len(groups) // config.batch.mini_batches
     mini_batches = [[s for g in groups[i : i + size] for s in g.samples] for i in range(0, len(groups), size)]
-    return pack(
+    return pack_mini_batches(
         mini_batches,
         [[1 / sum(s.response_len for s in samples)] * len(samples) for samples in mini_batches],
         policy.packing,

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.megatron.rehearsal import Comparison, default_ranks, rehearse, request_of
 from grpo_mega.planner.job import PlannedJob
@@ -262,12 +262,12 @@ def test_the_command_prints_the_rehearsal_with_the_plan(tmp_path: Path) -> None:
 def test_ranks_without_a_rehearsal_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
     with pytest.raises(ConfigError, match=r"--ranks 0 3 needs --rehearse; add it"):
-        prepare(PlanOptions(tmp_path / "run.yaml", ranks=(0, 3)))
+        prepare_plan(PlanOptions(tmp_path / "run.yaml", ranks=(0, 3)))
 
 
 def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
-    _, findings = prepare(PlanOptions(tmp_path / "run.yaml"))
+    _, findings = prepare_plan(PlanOptions(tmp_path / "run.yaml"))
     assert any(
         "or plan with --model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations
     )

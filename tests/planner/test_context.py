@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import groups
 from grpo_mega.planner.known_models import KNOWN_MODELS
@@ -24,7 +24,7 @@ LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
 
 
 def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
-    setup, findings = prepare(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
+    setup, findings = prepare_plan(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
     assert setup is not None and not findings.violations, findings.violations
     return Plan(setup)
 

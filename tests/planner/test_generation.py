@@ -17,10 +17,10 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.planner import generation
 from grpo_mega.planner.generation import (
     Engines,
-    Group,
     Lengths,
     Response,
-    Schedule,
+    SimulatedGroup,
+    StepGroups,
     assumed_lengths,
     mean_wait,
     read_lengths,
@@ -31,10 +31,10 @@ from grpo_mega.rollout.backlog import Backlog
 PROMPT = 7.0
 
 
-def groups_of(lengths: list[list[int]], decoded: list[list[int]]) -> list[Group]:
+def groups_of(lengths: list[list[int]], decoded: list[list[int]]) -> list[SimulatedGroup]:
     groups = []
     for sizes, num_started in zip(lengths, decoded, strict=True):
-        group = Group()
+        group = SimulatedGroup()
         group.responses += [Response(length, group, done) for length, done in zip(sizes, num_started, strict=True)]
         groups.append(group)
     return groups
@@ -136,7 +136,7 @@ def test_a_phase_equals_a_token_by_token_simulation(seed: int) -> None:
     assert [[response.decoded for response in one.responses] for one in groups] == slow_done
 
 
-def wait(lengths: Lengths, schedule: Schedule, training: float = 0.0, count: int = 1, concurrent: int = 4) -> float:
+def wait(lengths: Lengths, schedule: StepGroups, training: float = 0.0, count: int = 1, concurrent: int = 4) -> float:
     """Simulate engines that take a second per token for any number of responses."""
     engines = Engines(count, concurrent, in_batches=False, steps=(1.0,) * 100, per_context=0.0, per_prefill=0.0)
     return mean_wait(engines, lengths, 5.0, schedule, training)
@@ -148,18 +148,18 @@ ONE_LONG = Lengths((0.0, 0.875, 0.875, 1.0), (10.0, 10.0, 90.0, 90.0))  # one of
 
 def test_a_trainer_waits_only_for_generation_that_training_does_not_hide() -> None:
     """Eight responses of 30 tokens in four slots take 60 seconds per step, at any time."""
-    in_turns = Schedule(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
-    ahead = Schedule(8, 1, num_started=16, ahead=8, keeps_unfinished=True, max_staleness=1)
+    in_turns = StepGroups(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
+    ahead = StepGroups(8, 1, num_started=16, ahead=8, keeps_unfinished=True, max_staleness=1)
     assert wait(ALL_EQUAL, in_turns) == 60
     assert [wait(ALL_EQUAL, ahead, training) for training in (0.0, 15.0, 45.0, 60.0, 200.0)] == [60, 45, 15, 0, 0]
 
 
 def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
     """With eight slots a step that waits for all responses takes 90 seconds; its tokens fill 20 seconds of full batches."""
-    whole = Schedule(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
+    whole = StepGroups(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
     assert wait(ONE_LONG, whole, concurrent=8) == 90
     waits = {
-        staleness: wait(ONE_LONG, Schedule(8, 1, 16, 0, keeps_unfinished=True, max_staleness=staleness), concurrent=16)
+        staleness: wait(ONE_LONG, StepGroups(8, 1, 16, 0, keeps_unfinished=True, max_staleness=staleness), concurrent=16)
         for staleness in (1, 2, 30)
     }
     # There is at most one long response at once. It ends in the step before it would be too old.
@@ -169,7 +169,7 @@ def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
 
 
 def test_equal_arguments_give_equal_times_despite_other_random_draws() -> None:
-    schedule = Schedule(16, 3, num_started=20, ahead=0, keeps_unfinished=True, max_staleness=2)
+    schedule = StepGroups(16, 3, num_started=20, ahead=0, keeps_unfinished=True, max_staleness=2)
     lengths = assumed_lengths(40, 400)
     first = wait(lengths, schedule)
     random.seed(5)
@@ -234,7 +234,7 @@ def test_steps_continue_the_groups_of_a_runs_backlog(num_started: int, ahead: in
     """The backlog is the trainer's. Its phases are simulated token by token."""
     wanted, size, training = 5, 3, 9000.0
     distribution = Lengths((0.0, 0.9, 1.0), (1.0, 12.0, 150.0))
-    schedule = Schedule(wanted, size, num_started, ahead, keeps_unfinished=True, max_staleness=staleness)
+    schedule = StepGroups(wanted, size, num_started, ahead, keeps_unfinished=True, max_staleness=staleness)
     engines = Engines(2, 6, False, tuple(1000.0 + 50 * n for n in range(7)), 2.0, 1.0)
     draws = generation._draws(distribution, schedule)
     lengths: dict[int, list[int]] = {}

@@ -12,7 +12,7 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.memory import communicators
 from grpo_mega.planner.plan import Plan, suggest
@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def plan_of(path: Path, *overrides: str, **request: Any) -> Plan:
-    setup, findings = prepare(PlanOptions(path, overrides=overrides, model="llama-3-70b", **request))
+    setup, findings = prepare_plan(PlanOptions(path, overrides=overrides, model="llama-3-70b", **request))
     assert setup is not None and not findings.violations
     return Plan(setup)
 

@@ -16,7 +16,7 @@ import yaml
 
 from grpo_mega import cli
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.memory import PHASES, elements_of
 from grpo_mega.planner.plan import MARGIN, Plan, suggest
 from grpo_mega.planner.report import sections
@@ -83,7 +83,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
 
 
 def plan_of(path: Path, **request: Any) -> Plan:
-    setup, findings = prepare(PlanOptions(path, **request))
+    setup, findings = prepare_plan(PlanOptions(path, **request))
     assert setup is not None and not findings.violations
     return Plan(setup)
 
@@ -264,7 +264,7 @@ def test_the_text_reads_well_at_100_columns(
 
 
 def test_files_missing_on_this_machine_are_notes(make_config: MakeConfig) -> None:
-    _, findings = prepare(PlanOptions(make_config()))
+    _, findings = prepare_plan(PlanOptions(make_config()))
     assert findings.violations == []
     notes = " | ".join(findings.notes)
     assert "no weights here" in notes and "no tokenizer here" in notes and "data/elsewhere.jsonl" in notes
@@ -279,7 +279,7 @@ def test_the_model_may_be_another_config_json(make_config: MakeConfig, tmp_path:
 
 def test_suggestions_are_legal_fit_with_room_and_come_best_first(make_config: MakeConfig) -> None:
     path = make_config()
-    setup, _ = prepare(PlanOptions(path))
+    setup, _ = prepare_plan(PlanOptions(path))
     assert setup is not None
     options = suggest(setup)
     assert len(options) == 5

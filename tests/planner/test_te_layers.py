@@ -17,7 +17,7 @@ import pytest
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import communication
 from grpo_mega.planner.job import PlannedJob
@@ -149,7 +149,9 @@ RANKS = [("llama3_70b", LLAMA_70B, (0,))]
 
 def setup_of(name: str, fields: dict[str, Any], folder: Path) -> PlannedJob:
     (folder / "config.json").write_text(json.dumps(fields))
-    setup, findings = prepare(PlanOptions(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json"))
+    setup, findings = prepare_plan(
+        PlanOptions(ROOT / "slurm" / f"{name}.yaml", world_size=64, model_config=folder / "config.json")
+    )
     assert setup is not None and not findings.violations
     return setup
 

@@ -15,7 +15,7 @@ import yaml
 from grpo_mega import config as configs
 from grpo_mega import preflight
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare
+from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.errors import UserError
 from tests.helpers.models import VOCAB_SIZE, make_tokenizer
 
@@ -48,7 +48,7 @@ def refusals_of_training(path: Path) -> list[str]:
 
 def refusals_of_the_plan(path: Path) -> list[str]:
     try:
-        return prepare(PlanOptions(path, gpus_per_node=GPUS_PER_NODE))[1].violations
+        return prepare_plan(PlanOptions(path, gpus_per_node=GPUS_PER_NODE))[1].violations
     except UserError as error:
         return error.lines
 

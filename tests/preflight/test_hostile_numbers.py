@@ -103,7 +103,7 @@ def test_a_number_that_no_run_can_mean_is_one_line_or_harmless(
         path.write_text(raw_with(folder, key, text))
         try:
             one = config.load(path)
-            preflight.check(one, preflight.this_machine(one.layout))
+            preflight.check_config(one, preflight.this_machine(one.layout))
         except ConfigError as error:
             num_refused += 1
             assert all("\n" not in str(line) and len(str(line)) < 600 for line in error.args)

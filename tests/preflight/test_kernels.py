@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.kernels import check_apex, choose, cuda_version
+from grpo_mega.preflight.kernels import check_apex, choose_kernels, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -39,21 +39,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_on_a_cpu_all_kernels_are_from_torch() -> None:
-    kernels = choose(is_cuda=False, transformer_engine=True)
+    kernels = choose_kernels(is_cuda=False, transformer_engine=True)
     assert not kernels.fuses_weight_gradients
     assert kernels.line() == "kernels: layers, attention and norms are torch's, and so is Adam (no others run on a CPU)"
 
 
 def test_transformer_engine_goes_before_apex(install: Install) -> None:
     install(*NVIDIA)
-    kernels = choose(is_cuda=True, transformer_engine=True, apex_weight_gradients=True)
+    kernels = choose_kernels(is_cuda=True, transformer_engine=True, apex_weight_gradients=True)
     assert kernels.transformer_engine and not kernels.apex_adam and kernels.fuses_weight_gradients
     assert "are Transformer Engine's" in kernels.line()
 
 
 def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
     install("fused_weight_gradient_mlp_cuda.py", *NVIDIA)
-    kernels = choose(is_cuda=True, apex_adam=True, apex_weight_gradients=True)
+    kernels = choose_kernels(is_cuda=True, apex_adam=True, apex_weight_gradients=True)
     assert kernels.apex_adam and kernels.apex_weight_gradients and not kernels.transformer_engine
     assert kernels.line() == (
         "kernels: layers, attention and norms are torch's; Adam and gradient accumulation NVIDIA Apex's "
@@ -62,7 +62,7 @@ def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
 
 
 def test_without_both_all_kernels_are_from_torch(install: Install) -> None:
-    kernels = choose(is_cuda=True)
+    kernels = choose_kernels(is_cuda=True)
     assert not kernels.fuses_weight_gradients and not kernels.apex_adam
     assert kernels.line().endswith("and so is Adam (Transformer Engine is not installed, nor is NVIDIA Apex)")
 
@@ -129,7 +129,7 @@ def test_the_cuda_version_of_torch_is_read_without_importing_torch(tmp_path: Pat
 def test_the_web_package_called_apex_is_refused(install: Install, is_cuda: bool) -> None:
     install("apex/__init__.py", "apex/lib/libapex.py", "apex/models.py")  # files of the web package
     with pytest.raises(ConfigError, match=r"apex is not NVIDIA Apex but an unrelated web package.*pip uninstall apex"):
-        choose(is_cuda=is_cuda)
+        choose_kernels(is_cuda=is_cuda)
 
 
 def test_apex_of_nvidia_is_accepted(install: Install) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.tokenizer import bound_problem, check_chat_template, find_template
+from grpo_mega.preflight.tokenizer import bound_problem, check_template, find_template
 from tests.helpers.models import make_model, save_checkpoint
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
@@ -74,7 +74,7 @@ def test_the_template_is_the_one_that_transformers_takes(
 )
 def test_a_template_without_bounds_is_refused(tmp_path: Path, template: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"^the chat template of model\.path=\S+ .*{says}.*; correct the template$"):
-        check_chat_template(tmp_path, {"chat_template": template})
+        check_template(tmp_path, {"chat_template": template})
 
 
 @pytest.mark.parametrize(

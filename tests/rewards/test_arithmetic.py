@@ -14,7 +14,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import Score, Step
 
-arithmetic_steps = registry.resolve("arithmetic_steps")
+arithmetic_steps = registry.resolve_reward("arithmetic_steps")
 equations_hold = sys.modules[arithmetic_steps.__module__].equations_hold
 
 RIGHT = [
@@ -174,4 +174,4 @@ def test_a_package_without_examples_reports_where_the_function_is(tmp_path: Path
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
     registry._example.cache_clear()
     with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):
-        registry.check("arithmetic_steps", {}, "lines", 5.0)
+        registry.check_rewards("arithmetic_steps", {}, "lines", 5.0)

@@ -145,7 +145,7 @@ def test_the_scorer_submits_whole_groups_in_the_order_of_their_samples() -> None
 
 
 def test_no_built_in_function_takes_groups() -> None:
-    assert not any(takes_groups(registry.resolve(name)) for name in registry.BUILT_IN)  # the pool calls len
+    assert not any(takes_groups(registry.resolve_reward(name)) for name in registry.BUILT_IN)  # the pool calls len
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_rewards_are_added_by_weight_or_multiplied(multiplies: tuple[str, ...], 
     weights = {"accuracy": 2.0, "format": 0.5, "tag_count": 3.0}
     functions = [{"name": n, "weight": w, "multiplies": n in multiplies} for n, w in weights.items()]
     config = RewardsConfig.model_validate({"functions": functions})
-    outcomes = {n: as_score(registry.resolve(n)("", response, "18", {}), response) for n in weights}
+    outcomes = {n: as_score(registry.resolve_reward(n)("", response, "18", {}), response) for n in weights}
     found = result_of(weights, outcomes, {}, [f.name for f in config.functions if f.multiplies])
     assert found.total == pytest.approx(total)
 
@@ -184,4 +184,4 @@ def test_rewards_are_added_by_weight_or_multiplied(multiplies: tuple[str, ...], 
 )
 def test_wrong_options_of_the_shaping_functions_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)):
-        registry.check(name, options, "lines", 5.0)
+        registry.check_rewards(name, options, "lines", 5.0)

@@ -65,10 +65,10 @@ def test_formulas_are_read_and_compared_like_in_plain_math_verify() -> None:
     out = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True).stdout
     trees, equal = json.loads(out.splitlines()[-1])
     for _ in range(2):  # the second pass uses the parser's cache
-        read = [mathverify.parse(text.replace(r"\%", "%")) for text in FORMULAS]
+        read = [mathverify.parse_answer(text.replace(r"\%", "%")) for text in FORMULAS]
         assert [repr(list(expressions)) for expressions in read] == trees
     for i, a in enumerate(read):
-        assert [int(mathverify.verify(a, b)) for b in read[i : i + 5]] == equal[i], a
+        assert [int(mathverify.is_equal_answer(a, b)) for b in read[i : i + 5]] == equal[i], a
 
 
 ELEMENTS = st.one_of(
@@ -92,9 +92,9 @@ def test_lists_of_numbers_are_compared_like_in_math_verify(gold: tuple[str, list
     a, b = (numbers.parse_list(_written(brackets, texts)) for texts in (elements, other))
     is_equal = numbers.lists_equal(a, b) if a and b else None
     if is_equal is not None:
-        trees = [mathverify.parse(_written(brackets, texts)) for texts in (elements, other)]
+        trees = [mathverify.parse_answer(_written(brackets, texts)) for texts in (elements, other)]
         assert all(trees)
-        assert is_equal == mathverify.verify(trees[0], trees[1]), (elements, other)
+        assert is_equal == mathverify.is_equal_answer(trees[0], trees[1]), (elements, other)
 
 
 @pytest.mark.parametrize("text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"])

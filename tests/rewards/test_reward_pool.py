@@ -204,7 +204,7 @@ def test_a_function_that_cannot_be_imported_is_an_error_with_the_reason(name: st
 
 def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"'acuracy' is unknown; did you mean accuracy\? use one of accuracy, "):
-        registry.check("acuracy", {}, "lines", 5.0)
+        registry.check_rewards("acuracy", {}, "lines", 5.0)
 
 
 def test_a_pool_without_workers_starts_none_and_is_ready_at_once() -> None:

@@ -244,7 +244,7 @@ def test_wrong_options_of_a_users_function_are_an_error_before_any_check(
 )
 def test_wrong_options_of_a_built_in_function_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        registry.check(name, options, "blank-lines", 20.0)
+        registry.check_rewards(name, options, "blank-lines", 20.0)
     assert error in str(raised.value)
 
 
@@ -259,15 +259,15 @@ def test_wrong_options_of_a_built_in_function_are_refused_at_once(name: str, opt
 )
 def test_options_of_another_type_are_refused_at_once(name: str, option: str, value: Any, form: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        registry.check(name, {option: value}, "blank-lines", 20.0)
+        registry.check_rewards(name, {option: value}, "blank-lines", 20.0)
     assert option in str(raised.value) and f"must be {form}" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_options_of_the_right_type_are_accepted() -> None:
-    registry.check("accuracy", {"unevaluated": True}, "blank-lines", 20.0)
-    registry.check("cosine", {"max_len": 7, "min_value_correct": 0.25}, "blank-lines", 20.0)
-    registry.check("repetition_penalty", {"ngram_size": 5, "unit": "characters"}, "blank-lines", 20.0)
-    registry.check("arithmetic_steps", {"step_splitter": "lines"}, "blank-lines", 20.0)
+    registry.check_rewards("accuracy", {"unevaluated": True}, "blank-lines", 20.0)
+    registry.check_rewards("cosine", {"max_len": 7, "min_value_correct": 0.25}, "blank-lines", 20.0)
+    registry.check_rewards("repetition_penalty", {"ngram_size": 5, "unit": "characters"}, "blank-lines", 20.0)
+    registry.check_rewards("arithmetic_steps", {"step_splitter": "lines"}, "blank-lines", 20.0)
 
 
 def test_every_verdict_of_a_built_in_function_reaches_the_other_ranks() -> None:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from grpo_mega.batching.pack import PackingSpec, pack
+from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError, MismatchError
 from grpo_mega.rollout import exchange
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
-from grpo_mega.rollout.routes import RouterSizes, cut, extended, is_intact, parsed, share_live
+from grpo_mega.rollout.routes import RouterSizes, cut, is_intact, parsed, share_live, with_routes_of
 from grpo_mega.rollout.sglang import session
 from grpo_mega.run.batches import check_routes
 from grpo_mega.types import Group, PackedBatch, Prompt, Routes, Sample, Span
@@ -45,7 +45,7 @@ def encoded(numbers: np.ndarray[Any, Any]) -> str:
 
 
 def routes(num_tokens: int, routers: RouterSizes = ROUTERS, seed: int = 0) -> Routes:
-    return extended(None, parsed(encoded(experts(num_tokens, routers, seed)), routers, num_tokens))
+    return with_routes_of(None, parsed(encoded(experts(num_tokens, routers, seed)), routers, num_tokens))
 
 
 def sample(index: int, response: int, routed: Routes | None) -> Sample:
@@ -78,7 +78,7 @@ def test_an_answer_that_no_router_can_have_given_is_refused(spoil: Any, problem:
 
 def test_a_resumed_sample_keeps_the_experts_that_made_its_log_probs() -> None:
     first, later = routes(4, seed=1), routes(9, seed=2)
-    whole = extended(first, later.experts)
+    whole = with_routes_of(first, later.experts)
     assert (whole.experts[:4] == first.experts).all() and (whole.experts[4:] == later.experts[4:]).all()
     assert is_intact(whole) and not is_intact(replace(whole, experts=later.experts))
     shorter = cut(whole, 6)
@@ -122,7 +122,7 @@ def test_ranks_share_experts_in_one_or_two_bytes_and_checkpoints_keep_them(
     group = Group(PROMPT, samples)
     bare = Group(PROMPT, [replace(s, routes=None) for s in samples])
     numbers = sum(s.routes.experts.size for s in samples if s.routes)
-    added = len(exchange.pack({0: group})) - len(exchange.pack({0: bare}))
+    added = len(exchange.pack_groups({0: group})) - len(exchange.pack_groups({0: bare}))
     assert added < numbers * routers.dtype.itemsize + 500
     shared = exchange.gather({0: group}, {0: PROMPT}, (), "x")[0]
     Backlog(1, (group,)).write(tmp_path)
@@ -145,7 +145,7 @@ class OneRank:
 
 def packed(samples: list[Sample]) -> list[list[PackedBatch]]:
     weights = [[1.0] * len(samples)]
-    return pack([samples], weights, PackingSpec(1, 0, 24, length_multiple=3))
+    return pack_mini_batches([samples], weights, PackingSpec(1, 0, 24, length_multiple=3))
 
 
 def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_mega.commands import check
-from grpo_mega.commands.check import TOLERANCE, Difference, _worst, table
+from grpo_mega.commands.check import TOLERANCE, Difference, _worst, outcome_table
 from grpo_mega.config import load
 from grpo_mega.errors import ConfigError
 from tools.benchmarks import kills
@@ -78,7 +78,7 @@ def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pyt
 def test_a_difference_beyond_rounding_is_reported(change: dict[str, float]) -> None:
     different = replace(SAME, name="pp=2", **change)
     assert SAME.is_within(1e-5) and not different.is_within(1e-5)
-    first, second = table([SAME, different], 1e-5).splitlines()[1:]
+    first, second = outcome_table([SAME, different], 1e-5).splitlines()[1:]
     assert first.endswith("same") and second.endswith("DIFFERS")
 
 

@@ -23,7 +23,7 @@ from grpo_mega.config import ModelConfig
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data import load_data
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.model import check_model
+from grpo_mega.preflight.model import check_model_files
 from tools.benchmarks import kills
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
@@ -191,9 +191,9 @@ def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
         line = f"--step 1: {finished} has no checkpoints; leave --step out to take {finished / 'hf'}"
         assert line in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"it is a run's folder, so name its policy, {finished / 'hf'}$"):
-        check_model(ModelConfig(path=finished))
+        check_model_files(ModelConfig(path=finished))
     shutil.rmtree(finished / "hf")
     with pytest.raises(ConfigError, match=f"by `grpo-mega export {finished} OUT`, and name that$"):
-        check_model(ModelConfig(path=finished))
+        check_model_files(ModelConfig(path=finished))
     assert cli.main(["eval", str(finished)]) == 2
     assert "has no checkpoint; there are: none" in capsys.readouterr().err

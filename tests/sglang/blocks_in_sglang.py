@@ -49,7 +49,7 @@ def make_layer(method: Any, rows: int, cols: int) -> torch.nn.Module:
 
 def main(model: str, arguments: list[str]) -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    server_main.prepare()
+    server_main.prepare_server()
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization import fp8

@@ -150,7 +150,7 @@ def sync_layout(
     version: int,
     carried: dict[int, dict[int, Group]],
 ) -> None:
-    model = model_files.read_model(config)
+    model = model_files.read_model_files(config)
     policy = model_files.build_policy(config, model, runtime)
     take_step(policy, config)
     folder = model.folder.parent
@@ -220,7 +220,7 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
         save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
     rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
-    model = model_files.read_model(config)
+    model = model_files.read_model_files(config)
     sides = {
         tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise)
         for tp in case.engine_tps

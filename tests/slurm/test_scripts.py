@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.commands.plan import prepare as plan_setup
+from grpo_mega.commands.plan import prepare_plan as plan_setup
 from grpo_mega.config import load
 from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.plan import MARGIN, Plan

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from grpo_mega.batching.layout import chunks_of
-from grpo_mega.preflight.kernels import PACKED_A2A, as_text
+from grpo_mega.preflight.kernels import PACKED_A2A, version_text
 from tests.helpers.ranks import FORKED, ranks
 from tests.te_on_cpu.emulated_te import launcher
 
@@ -57,7 +57,7 @@ def test_rows_of_a_rank_rotate_by_their_positions_in_the_whole_sequence(rank: in
 HEADS, KV_HEADS, DIM = 8, 4, 24
 # Relative errors in bf16. p2p rounds output and gradients at each addition: measured 2.9e-3 and 3.7e-3, and 2.4e-3 with a2a.
 TOLERANCES = {("p2p", 2): 3e-3, ("p2p", 4): 4e-3, ("a2a", 2): 3e-3, ("a2a", 4): 3e-3}
-HAS_A2A = Version(transformer_engine.__version__) >= Version(as_text(PACKED_A2A))
+HAS_A2A = Version(transformer_engine.__version__) >= Version(version_text(PACKED_A2A))
 SUPPORTED = [pair for pair in TOLERANCES if HAS_A2A or pair[0] != "a2a"]
 REFUSED = [("all_gather", 2), ("a2a+p2p", 2), *(pair for pair in TOLERANCES if pair not in SUPPORTED)]
 

@@ -20,7 +20,7 @@ import torch
 
 from grpo_mega import config as configs
 from grpo_mega.commands import check as checks
-from grpo_mega.commands.check import Case, Outcome, compare, with_layout
+from grpo_mega.commands.check import Case, Outcome, compare_outcomes, with_layout
 from grpo_mega.config import Config, RouterConfig
 from grpo_mega.types import Group, Prompt, Sample
 from tests.distributed.layout_cases import LogitsCase, label, make_sequences, probe
@@ -182,8 +182,8 @@ def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, r
     tokens are clipped in the third update, and the few remaining tokens decide its gradient norm: it then differed by 107%.
     """
     one_rank = found.outcomes[family, "bf16" if recipe == "grouped" else recipe, "tp=1"]
-    difference = asdict(compare(layout, found.outcomes[family, recipe, layout], one_rank))
-    own = asdict(compare(layout, one_rank, found.outcomes[family, "bf16", "tp=1"]))
+    difference = asdict(compare_outcomes(layout, found.outcomes[family, recipe, layout], one_rank))
+    own = asdict(compare_outcomes(layout, one_rank, found.outcomes[family, "bf16", "tp=1"]))
     print(layout, difference, own)
     sums = 10 if family == "qwen3" else 2.5  # factor on the tolerance, because rounding errors add up
     for name in ("loss", "logprobs", "ref_logprobs", "weights", "grad_norm", "metrics"):
@@ -203,7 +203,7 @@ def test_the_updates_compared_are_real_ones(found: Found, family: str) -> None:
 def test_each_recipe_was_in_use_and_near_to_bf16(found: Found, family: str) -> None:
     """Compare the log-prob of the worst token, relative to the mean of all tokens."""
     for recipe, other in itertools.combinations(RECIPES, 2):
-        difference = compare(recipe, found.outcomes[family, recipe, "tp=1"], found.outcomes[family, other, "tp=1"])
+        difference = compare_outcomes(recipe, found.outcomes[family, recipe, "tp=1"], found.outcomes[family, other, "tp=1"])
         print(difference)
         assert 1e-3 < difference.logprobs < 0.3, (recipe, other, difference)
 

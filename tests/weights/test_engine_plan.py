@@ -13,7 +13,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import RankShards, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, megatron_shards
-from grpo_mega.weights.plan import Plan, Traffic, plan_transfers
+from grpo_mega.weights.plan import Traffic, TransferPlan, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
 from tests.helpers.mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate
@@ -127,7 +127,7 @@ MIXTURE = ModelShape(
 )
 
 
-def plan_for(shape: ModelShape, layout: MegatronLayout, engines: EngineLayout, ranks_per_node: int = 8) -> Plan:
+def plan_for(shape: ModelShape, layout: MegatronLayout, engines: EngineLayout, ranks_per_node: int = 8) -> TransferPlan:
     family = family_of(shape.model_type)
     world_size = max(layout.world_size, engines.world_size)
     return plan_transfers(

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import FAMILIES
-from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, difference, resolve
+from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, difference, resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 
 TYPES = {
@@ -100,7 +100,7 @@ def shape_in(fields: dict[str, Any]) -> ModelShape | str:
 
 def ours(fields: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        return resolve(fields)
+        return resolve_config(fields)
     except WeightMappingError as error:
         assert "\n" not in str(error) and len(str(error)) < 500
         return None
@@ -132,8 +132,8 @@ def test_a_config_of_a_family_is_resolved_as_transformers_resolves_it(model_type
         if (expected := theirs(fields, tmp_path)) is None:
             assert ours(fields) is None, more
             continue
-        assert same_as(expected, resolve(fields), model_type) is None, more
-        assert resolve(expected) == resolve(resolve(expected))
+        assert same_as(expected, resolve_config(fields), model_type) is None, more
+        assert resolve_config(expected) == resolve_config(resolve_config(expected))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -186,7 +186,7 @@ def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -
     }
     for name in {*sizes} - skipped - {"num_experts_per_tok"} | {"num_hidden_layers"}:
         with pytest.raises(WeightMappingError, match=rf"^config.json has {name}=[^\n]*; correct the file$|no field '{name}'"):
-            resolve(MODELS[model_type] | {name: value})
+            resolve_config(MODELS[model_type] | {name: value})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def same_as(expected: dict[str, Any], found: dict[str, Any], model_type: str) ->
             if (name, value) == ("head_dim", None) and found[name] == found["hidden_size"] // found["num_attention_heads"]:
                 continue  # transformers' modules then use this width
             return f"{name}: {value!r} is {found[name]!r} here"
-    return difference(model_type, found, resolve(expected))
+    return difference(model_type, found, resolve_config(expected))
 
 
 def test_torch_knows_the_dtypes_of_a_config() -> None:

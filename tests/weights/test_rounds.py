@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_shards, megatron_shards
-from grpo_mega.weights.plan import Plan, Rounds, plan_transfers
+from grpo_mega.weights.plan import Rounds, TransferPlan, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
 from tests.helpers.mapping import assert_equal, blank, filled, numbered, simulate
@@ -72,7 +72,7 @@ MIXTURE = ModelShape(
 )
 
 
-def plan_for(shape: ModelShape, layout: MegatronLayout) -> Plan:
+def plan_for(shape: ModelShape, layout: MegatronLayout) -> TransferPlan:
     family = family_of(shape.model_type)
     engines = EngineLayout(tp=4, num_engines=layout.world_size // 4)
     return plan_transfers(
@@ -105,4 +105,4 @@ def test_rounds_are_made_once_for_a_limit() -> None:
 
 
 def test_a_plan_without_transfers_has_no_rounds() -> None:
-    assert len(Plan((), world_size=4, ranks_per_node=4).rounds(10)) == 0
+    assert len(TransferPlan((), world_size=4, ranks_per_node=4).rounds(10)) == 0

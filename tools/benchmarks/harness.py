@@ -75,7 +75,7 @@ def benchmark(main: Main) -> Callable[..., int]:
 
 def start(main: Callable[..., int]) -> NoReturn:
     """Run a benchmark as a script."""
-    console.install()
+    console.filter_output()
     sys.exit(main())
 
 

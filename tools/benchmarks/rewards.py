@@ -286,5 +286,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

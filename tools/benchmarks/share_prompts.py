@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
@@ -81,7 +81,7 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace) -> dict[st
     losses: dict[bool, float] = {}
     for shared in (False, True):
         tokens = options.samples * (options.prompt + options.response)  # one group per micro-batch
-        rows = pack([samples], weights, replace(policy.packing, token_budget=tokens, share_prompts=shared))
+        rows = pack_mini_batches([samples], weights, replace(policy.packing, token_budget=tokens, share_prompts=shared))
         packed[shared] = policy.attach_logprobs(rows)
 
     def update(shared: bool) -> harness.Figures:

@@ -169,6 +169,6 @@ def _null_to_nan(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     torch.set_num_threads(1)  # more threads are many times slower for so few tokens
     sys.exit(main())

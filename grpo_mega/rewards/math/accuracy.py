@@ -63,7 +63,7 @@ def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *,
     With `unevaluated`, arithmetic on numerals is accepted as an answer.
     """
     turn = whole_turn(response, extras)
-    gold, text = _without_choices(read(answer), read(turn, is_cut=extras.get("finish_reason") == CUT))
+    gold, text = _without_choices(read_answer(answer), read_answer(turn, is_cut=extras.get("finish_reason") == CUT))
     return _judge(gold, text, unevaluated) or _judge_by_math_verify(gold, text)
 
 
@@ -85,7 +85,7 @@ def quick(
     return score, None if score is not None else (gold, text)
 
 
-def read(text: str, is_cut: bool = False) -> str:
+def read_answer(text: str, is_cut: bool = False) -> str:
     """Return the normalized answer of a response or of a gold answer; "" if it has none."""
     marked, conclusion = locate_answer(text, is_cut)
     return (_normalize_short if len(marked or conclusion) <= MAX_CHARS else _normalize)(marked, conclusion, is_cut)
@@ -159,10 +159,10 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
         text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
     if score := _judge_by_comparison(gold, text):
         return score
-    parsed = mathverify.parse(_right_side(gold, text))
+    parsed = mathverify.parse_answer(_right_side(gold, text))
     if not parsed:
         return UNPARSABLE
-    return CORRECT if mathverify.verify(_parse_gold(gold), parsed) else WRONG
+    return CORRECT if mathverify.is_equal_answer(_parse_gold(gold), parsed) else WRONG
 
 
 @lru_cache(maxsize=256)
@@ -171,7 +171,7 @@ def _parse_gold(gold: str) -> tuple[Any, ...]:
     from grpo_mega.rewards.math import mathverify
 
     with mathverify.cpu_limit(GOLD_SECONDS):
-        return mathverify.parse(gold)
+        return mathverify.parse_answer(gold)
     return ()
 
 

@@ -50,7 +50,7 @@ _FORMS = (
 )
 
 
-def parse(text: str) -> tuple[Any, ...]:
+def parse_answer(text: str) -> tuple[Any, ...]:
     """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; () if it cannot read the answer."""
     if not text:
         return ()
@@ -66,7 +66,7 @@ def parse(text: str) -> tuple[Any, ...]:
     return tuple(math_verify.parse(f"${latex}$", [config], fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def verify(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
+def is_equal_answer(gold: tuple[Any, ...], response: tuple[Any, ...]) -> bool:
     """Return whether any reading of the response equals any reading of the gold answer."""
     if math_verify.verify(list(gold), list(response), allow_set_relation_comp=True, timeout_seconds=None):
         return True
@@ -204,6 +204,6 @@ for _speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers)
         _speed_up()
 try:
     for _gold, _text in _FORMS:
-        verify(parse(_gold), parse(_text))
+        is_equal_answer(parse_answer(_gold), parse_answer(_text))
 except Exception as error:
     raise ImportError(f"math-verify cannot be used: {type(error).__name__}: {error}") from error

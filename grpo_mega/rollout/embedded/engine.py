@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.rollout.embedded.model import Recorder, checkpoint_tensors, make_model
+from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
 from grpo_mega.rollout.embedded.sampler import draw, uniforms
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes
@@ -54,7 +54,7 @@ class EmbeddedEngine(Engine):
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._verify = rank, world_size, verify
         self._model = make_model(hf_config, shape, dtype, self.device)
-        self._recorder = Recorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
+        self._recorder = RouteRecorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []
@@ -184,7 +184,7 @@ class _Decoding:
     is_live: Tensor  # [B] bool
 
     @classmethod
-    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: Recorder) -> _Decoding:
+    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: RouteRecorder) -> _Decoding:
         """Run each prompt once and copy its cache for each sample of the group. Run each continued response separately."""
         contexts: list[tuple[int, ...]] = []
         source: list[int] = []  # index of each sample's context

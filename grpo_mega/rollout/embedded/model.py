@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from grpo_mega.rollout.embedded.compat import scale_attention
-from grpo_mega.rollout.routes import RouterSizes, extended
+from grpo_mega.rollout.routes import RouterSizes, with_routes_of
 from grpo_mega.types import Routes, Sample
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
 
@@ -98,7 +98,7 @@ def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape,
         yield down[0].format(i=layer, e=expert), downs[expert]
 
 
-class Recorder:
+class RouteRecorder:
     """Records experts by hooks. While it is on, the engine must call `prefilled` or `fed` after every forward pass."""
 
     def __init__(self, model: Any, routers: RouterSizes | None) -> None:
@@ -134,7 +134,7 @@ class Recorder:
         if not self._routers or not self._is_on:
             return sample.routes
         experts = torch.cat((self._contexts[row], self._fed_BT[row, :num_fed])).cpu().numpy()
-        return extended(sample.routes, experts.astype(self._routers.dtype))
+        return with_routes_of(sample.routes, experts.astype(self._routers.dtype))
 
     def _note(self, number: int, module: Any, inputs: tuple[Tensor, ...]) -> None:
         if self._is_on:

@@ -83,7 +83,7 @@ def _open_files() -> set[str]:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run SGLang until it ends."""
-    prepare()
+    prepare_server()
     sys.argv = ["sglang", *arguments]  # SGLang's error messages start with this name
     gc.disable()  # imports leave no garbage, but the collector takes a seventh of their time
     from sglang.launch_server import run_server
@@ -101,7 +101,7 @@ def serve(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def prepare() -> None:
+def prepare_server() -> None:
     """Patch a process of SGLang before its first import of SGLang. Every spawned process needs this."""
     compat.hide_megatron()
     compat.drop_idle_warnings()
@@ -149,4 +149,4 @@ if __name__ == "__main__":
     sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
 if __name__ == "__mp_main__":  # a process that SGLang spawned; SGLang itself calls prctl only seconds later
     die_with_parent(os.getppid())
-    prepare()
+    prepare_server()

@@ -37,7 +37,7 @@ def install(version: str) -> None:
 
     if torch.cuda.is_available():
         raise RuntimeError("emulate Transformer Engine only on machines without a GPU")
-    compat.install()
+    compat.install_patches()
     sys.path.insert(0, str(wheel(version)))
     machine.put_up()
     sys.modules[extension.NAME] = extension.module()

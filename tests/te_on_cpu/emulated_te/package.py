@@ -1,6 +1,6 @@
 """Make the package under test believe that Transformer Engine is installed: replace, from outside, its view of the machine.
 
-`kernels.choose` returns TE's kernels, and a CPU device has the card's name and compute capability. The rest of the package is
+`kernels.choose_kernels` returns TE's kernels, and a CPU device has the card's name and compute capability. The rest of the package is
 unchanged: it takes the branches of a GPU if they depend only on Transformer Engine.
 """
 
@@ -18,7 +18,7 @@ def emulate(version: str) -> None:
     from grpo_mega.preflight import kernels
 
     why = f"version {version}, emulated on a CPU"
-    kernels.choose = lambda *, is_cuda: kernels.Kernels(True, False, False, why)
+    kernels.choose_kernels = lambda *, is_cuda: kernels.Kernels(True, False, False, why)
     device: Any = Device
     device.capability = property(lambda self: machine.card().capability)
     device.name = property(lambda self: f"{machine.card().name}, emulated")

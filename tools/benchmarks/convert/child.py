@@ -86,7 +86,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     from grpo_mega.megatron import model as models
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.state import InProcessSave
-    from grpo_mega.run.model_files import read_model
+    from grpo_mega.run.model_files import read_model_files
     from tools.benchmarks.gpu.rank import config_of
 
     bridges: Any = importlib.import_module("mbridge.models")
@@ -98,7 +98,7 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
     runtime = runtimes.start(config)
 
     def act() -> dict[str, Any]:
-        model = read_model(config)
+        model = read_model_files(config)
         hf_config = AutoConfig.from_pretrained(source)
         base = bridges.Qwen3MoEBridge if model.shape.num_experts else bridges.LLaMABridge
         bridge = _named_as_local(base)(hf_config, parallel_states=states.ParallelStates.get_parallel_state())
@@ -155,5 +155,5 @@ def _as_transformer_engine(name: str) -> str:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

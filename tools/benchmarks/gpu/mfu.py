@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.batching import flops
-from grpo_mega.batching.pack import pack
+from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import runtime as runtimes
@@ -166,7 +166,7 @@ def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatc
         sample.advantages = torch.full((len(response),), 1.0 if number % 2 else -1.0)
         samples.append(sample)
     weight = 1 / sum(s.response_len for s in samples)
-    return pack(
+    return pack_mini_batches(
         [samples],
         [[weight] * len(samples)],
         replace(policy.packing, token_budget=work.tokens),

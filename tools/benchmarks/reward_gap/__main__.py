@@ -174,5 +174,5 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     sys.exit(main())

@@ -54,5 +54,5 @@ def is_right(response: str, problem: Problem) -> bool:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

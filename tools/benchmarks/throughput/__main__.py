@@ -166,7 +166,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
         raise ConfigError(
             "rollout.placement=separate: must be colocated here; tools/benchmarks/async.py measures ranks that generate"
         )
-    preflight.check(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
+    preflight.check_config(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
     code = EXIT_USER_ERROR

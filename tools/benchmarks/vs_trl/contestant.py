@@ -58,5 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    console.install()
+    console.filter_output()
     main()

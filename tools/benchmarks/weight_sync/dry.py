@@ -17,7 +17,7 @@ from itertools import starmap
 from grpo_mega.weights.boxes import Block, Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, hf_shards, megatron_shards
-from grpo_mega.weights.plan import Plan, Traffic, plan_transfers
+from grpo_mega.weights.plan import Traffic, TransferPlan, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 
 ITEM_BYTES = 2  # weights move in bfloat16
@@ -38,7 +38,7 @@ class Spec:
 class Dry:
     """The bytes that a sync would move."""
 
-    plan: Plan
+    plan: TransferPlan
     traffic: Traffic
     lower_bound: int
     full_gather_bytes: int
