@@ -1,7 +1,8 @@
-"""Answer a finished run's held-out prompts with transformers and the exported checkpoint, and compare with the run's answers.
+"""Answer a finished run's held-out prompts with transformers and the exported checkpoint, and compare with the run's
+answers.
 
-`python examples/answer_again.py RUN_DIR [--prompts 64]` exits with 1 unless all greedy answers have the same tokens. If they
-do, the exported checkpoint is the policy that the run trained.
+`python examples/answer_again.py RUN_DIR [--prompts 64]` exits with 1 unless all greedy answers have the same tokens. If
+they do, the exported checkpoint is the policy that the run trained.
 """
 
 import argparse
@@ -34,7 +35,9 @@ def main() -> int:
     longest = max(len(row["token_ids"]) for row in rows)
     with torch.inference_mode():
         out = model.generate(**inputs, max_new_tokens=longest, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    same = sum(answer[: len(row["token_ids"])] == row["token_ids"] for answer, row in zip(out.tolist(), rows, strict=True))
+    same = sum(
+        answer[: len(row["token_ids"])] == row["token_ids"] for answer, row in zip(out.tolist(), rows, strict=True)
+    )
     print(f"transformers gives the run's answer to {same} of {len(rows)} held-out prompts from {checkpoint}")
     return 0 if same == len(rows) else 1
 

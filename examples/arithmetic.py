@@ -1,13 +1,13 @@
 """Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe]`.
 
-Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer), OUT/train.jsonl and
-OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}. No held-out prompt is used in training. A response adds one
-term per line inside <think> and ends with <answer>.
+Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer),
+OUT/train.jsonl and OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}. No held-out prompt is used in
+training. A response adds one term per line inside <think> and ends with <answer>.
 
-The SFT data is noisy on purpose: it often drops the carry of a large digit (CARRY_DROPPED) and sometimes leaves out the tags of
-the answer (TAGS_MISSING). So the model samples both right and wrong sums, and its greedy answer is right about half the time.
-GRPO teaches it to carry. The last line printed is the greedy held-out score: the share of right and well-formed answers.
-The output is deterministic for a given seed and thread count.
+The SFT data is noisy on purpose: it often drops the carry of a large digit (CARRY_DROPPED) and sometimes leaves out the
+tags of the answer (TAGS_MISSING). So the model samples both right and wrong sums, and its greedy answer is right about
+half the time. GRPO teaches it to carry. The last line printed is the greedy held-out score: the share of right and
+well-formed answers. The output is deterministic for a given seed and thread count.
 """
 
 import argparse
@@ -113,7 +113,10 @@ def main() -> None:
     steps = train_supervised(model, tokenizer, train, rng)
     score = greedy_score(model, tokenizer, heldout)
     save(options.out, model, tokenizer, train, heldout)
-    print(f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; see {options.out}")
+    print(
+        f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; see"
+        f" {options.out}"
+    )
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
@@ -145,10 +148,11 @@ def is_right_and_well_formed(response: str, problem: Problem) -> bool:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """Make a tokenizer with one token per character and one per tag. Decoding keeps the tags, because they are ordinary tokens.
+    """Make a tokenizer with one token per character and one per tag. Decoding keeps the tags, because they are ordinary
+    tokens.
 
-    The tokenizer is byte-level BPE without merges. It must be a Qwen2Tokenizer, because AutoTokenizer loads one for every Qwen2
-    checkpoint. Characters outside of CHARACTERS are dropped.
+    The tokenizer is byte-level BPE without merges. It must be a Qwen2Tokenizer, because AutoTokenizer loads one for
+    every Qwen2 checkpoint. Characters outside of CHARACTERS are dropped.
     """
     names = SPECIAL_TOKENS + TAGS + CHARACTERS
     tokenizer = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], **TOKENIZER_SETTINGS)
@@ -159,7 +163,13 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTrainedModel:
     """Make a model that two ranks can share: heads, layers, FFN, experts and vocabulary are even numbers."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    }
     config = (Qwen3MoeConfig if has_experts else Qwen2Config)(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -193,9 +203,11 @@ def train_supervised(
     max_tokens: int = MAX_RESPONSE_TOKENS,
     is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
 ) -> int:
-    """Train with AdamW on demonstrations until the greedy score on some training prompts reaches the target. Return the steps.
+    """Train with AdamW on demonstrations until the greedy score on some training prompts reaches the target. Return the
+    steps.
 
-    Then the learning rate decays to 0 over COOLDOWN_STEPS, so the model's error rates approach the rates in the demonstrations.
+    Then the learning rate decays to 0 over COOLDOWN_STEPS, so the model's error rates approach the rates in the
+    demonstrations.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("supervised"), BarColumn(), TextColumn("{task.fields[status]}"), TimeElapsedColumn())
@@ -242,7 +254,9 @@ def tokenize_demonstrations(
 
 def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> list[str]:
     return [
-        tokenizer.apply_chat_template([{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}], tokenize=False, add_generation_prompt=True
+        )
         for problem in problems
     ]
 

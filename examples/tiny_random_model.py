@@ -1,8 +1,8 @@
 """Make a model folder without weights: `python examples/tiny_random_model.py OUT`.
 
-Output: OUT/config.json of a Qwen2 with 2 layers and hidden size 64, for model.init=random; a tokenizer with one token per byte,
-so it accepts any text; a chat template. Nothing is downloaded or trained. Layers, heads and vocabulary are divisible by 2,
-as tp=2 and pp=2 need.
+Output: OUT/config.json of a Qwen2 with 2 layers and hidden size 64, for model.init=random; a tokenizer with one token
+per byte, so it accepts any text; a chat template. Nothing is downloaded or trained. Layers, heads and vocabulary are
+divisible by 2, as tp=2 and pp=2 need.
 """
 
 import argparse

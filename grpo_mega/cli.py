@@ -1,7 +1,8 @@
 """The command line of grpo-mega: one table of commands.
 
-Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line per broken rule on
-stderr and exit code 2. distributed/launch.py describes how a process becomes a rank of train, grpo, eval or check.
+Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line per broken
+rule on stderr and exit code 2. distributed/launch.py describes how a process becomes a rank of train, grpo, eval or
+check.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ def _in(command: str) -> Callable[[Any], int]:
 
 COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "train": (_in("train"), of.TrainOptions, "train with a YAML config"),
-    "grpo": (_in("trl"), of.TrlOptions, "train with the flags of TRL and open-r1, without a file; grpo --help lists them"),
+    "grpo": (
+        _in("trl"),
+        of.TrlOptions,
+        "train with the flags of TRL and open-r1, without a file; grpo --help lists them",
+    ),
     "plan": (_in("plan"), of.PlanOptions, "estimate without a GPU whether a job fits in memory, and how fast it is"),
     "check": (_in("check"), of.CheckOptions, "verify that layouts give the same numbers as a single rank"),
     "eval": (_in("eval"), of.EvalOptions, "generate and score responses to held-out or other prompts"),

@@ -1,9 +1,9 @@
 """Filter all output to the terminal in one place.
 
-After `install`, everything that this process prints, logs, warns of or raises passes through `text.printable`. Texts of models,
-data and templates may contain escape sequences that recolour, rewrite or reprogram a terminal, and controls that reverse a
-line. Styled output goes through `get_console`, a rich console that filters the text and writes its own styles. The progress
-bars of libraries (tqdm) keep the two controls that redraw their lines.
+After `install`, everything that this process prints, logs, warns of or raises passes through `text.printable`. Texts of
+models, data and templates may contain escape sequences that recolour, rewrite or reprogram a terminal, and controls
+that reverse a line. Styled output goes through `get_console`, a rich console that filters the text and writes its own
+styles. The progress bars of libraries (tqdm) keep the two controls that redraw their lines.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class SafeStream:
 
 
 def filter_output() -> None:
-    """Filter this process's stdout and stderr. Text that the terminal cannot show is escaped, because it must not end a run."""
+    """Filter this process's stdout and stderr. Text that the terminal cannot show is escaped, because it must not end a
+    run.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -1,6 +1,7 @@
 """Errors that the user can correct. Each is one line per broken rule, which names the value, the rule, and the fix.
 
-The command line prints the lines without a traceback and exits with code 2. Conditions that cannot happen are asserts instead.
+The command line prints the lines without a traceback and exits with code 2. Conditions that cannot happen are asserts
+instead.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """One HTTP request with one deadline for everything, a limit on the reply and no redirects.
 
-A followed redirect would send the request's headers, including an API key, to an address that the user did not set. So a
-redirect is returned like any other reply. The request runs in a thread, because a socket's timeout limits neither a name lookup
-nor a reply that arrives byte by byte.
+A followed redirect would send the request's headers, including an API key, to an address that the user did not set. So
+a redirect is returned like any other reply. The request runs in a thread, because a socket's timeout limits neither a
+name lookup nor a reply that arrives byte by byte.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _exchange(request: urllib.request.Request, end: float, most_bytes: int) -> Reply:
     proxies = [urllib.request.ProxyHandler({})] if is_on_this_machine(request.full_url) else []
     try:
-        response = urllib.request.build_opener(_NoRedirects, *proxies).open(request, timeout=max(end - time.monotonic(), 0.01))
+        response = urllib.request.build_opener(_NoRedirects, *proxies).open(
+            request, timeout=max(end - time.monotonic(), 0.01)
+        )
     except urllib.error.HTTPError as error:
         response = error
     with response:

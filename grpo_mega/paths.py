@@ -1,7 +1,7 @@
 """File names in a run's folder (RUN_DIR), paths that a user writes, and how files are read and written.
 
-Files are never seen half-written. Files that people name are never a pipe or a device, because it may have no end, and have no
-more bytes than expected.
+Files are never seen half-written. Files that people name are never a pipe or a device, because it may have no end, and
+have no more bytes than expected.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON. Raise ValueError, also for deeply nested values and numbers with thousands of digits."""
+    """Return the value of JSON. Raise ValueError, also for deeply nested values and numbers with thousands of
+    digits.
+    """
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,13 +1,13 @@
 """Nothing outlives a process: end the processes below it, and remove its temporary folders, however it ends (Linux).
 
-`die_with_parent` ends a process with its parent. Its own children end with a guardian: a process that adopts the orphans below
-it (`adopt_orphans`) and calls `kill_descendants` before it exits.
+`die_with_parent` ends a process with its parent. Its own children end with a guardian: a process that adopts the
+orphans below it (`adopt_orphans`) and calls `kill_descendants` before it exits.
 
-A temporary folder belongs to the processes that hold its lock. `remove_unlocked` removes a folder when no process holds its
-lock. Private folders are only for this user, and short enough for Unix sockets. Batch systems set a TMPDIR that is too long for
-the path of a socket in it (at most 107 bytes). So a folder is made in the first of TMPDIR, /tmp, /dev/shm and XDG_RUNTIME_DIR
-that can bind a socket. Its name has the host, so hosts that share a TMPDIR remove only their own folders. Neither reused
-process ids nor a container's process ids can cause a wrong removal.
+A temporary folder belongs to the processes that hold its lock. `remove_unlocked` removes a folder when no process holds
+its lock. Private folders are only for this user, and short enough for Unix sockets. Batch systems set a TMPDIR that is
+too long for the path of a socket in it (at most 107 bytes). So a folder is made in the first of TMPDIR, /tmp, /dev/shm
+and XDG_RUNTIME_DIR that can bind a socket. Its name has the host, so hosts that share a TMPDIR remove only their own
+folders. Neither reused process ids nor a container's process ids can cause a wrong removal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Process:
 
 
 def living() -> Iterator[Process]:
-    """Yield all processes of this machine except zombies. A process with living threads is none, even without its first."""
+    """Yield all processes of this machine except zombies. A process with living threads is none, even without its
+    first.
+    """
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):
@@ -106,8 +108,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def enter_private_folder() -> Path:
     """Create a folder, set TMPDIR to it until this process ends, and return it. May be called again.
 
-    It is for everything that a process and its libraries make: fork servers, torch's shared memory, W&B. Raise ConfigError if
-    no folder can bind a socket.
+    It is for everything that a process and its libraries make: fork servers, torch's shared memory, W&B. Raise
+    ConfigError if no folder can bind a socket.
     """
     global _entered
     if _entered is None or _entered[0] != os.getpid():
@@ -151,8 +153,8 @@ def make_folder() -> tuple[Path, int]:
             os.close(lock)
     longest = 107 - len(f"/{_prefix()}XXXXXXXX/{LONGEST_SOCKET}")
     raise ConfigError(
-        f"TMPDIR={shared_folder()}: no folder takes a Unix socket ({'; '.join(problems)}); set TMPDIR to a writable folder of "
-        f"at most {longest} characters"
+        f"TMPDIR={shared_folder()}: no folder takes a Unix socket ({'; '.join(problems)}); set TMPDIR to a writable"
+        f" folder of at most {longest} characters"
     )
 
 
@@ -194,7 +196,9 @@ def make_locked_folder(prefix: str, base: Path) -> tuple[Path, int]:
 
 
 def remove_unlocked(prefix: str, base: Path, keep: str = "") -> None:
-    """Remove this user's folders with this prefix that no living process has locked and that have no file called `keep`."""
+    """Remove this user's folders with this prefix that no living process has locked and that have no file called
+    `keep`.
+    """
     with contextlib.suppress(OSError):  # the base is gone, or closed
         for folder in list(base.glob(f"{prefix}*")):
             with contextlib.suppress(OSError):  # in use, a link, another user's, or already removed

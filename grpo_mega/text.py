@@ -1,10 +1,10 @@
 """Text that every file, server and tokenizer accepts (a str without surrogates), and text that a terminal may show.
 
-UTF-8 cannot encode a lone surrogate, half of a character in UTF-16. A str gets one from an escape in JSON or YAML ("\\ud800"),
-from a decoder or from a file name.
+UTF-8 cannot encode a lone surrogate, half of a character in UTF-16. A str gets one from an escape in JSON or YAML
+("\\ud800"), from a decoder or from a file name.
 
-In files of JSON lines, one object per line, only "\\n" ends a line. `str.splitlines` also splits at U+2028, U+2029 and U+0085.
-These are escaped on writing, and are text on reading. A byte order mark is skipped on reading.
+In files of JSON lines, one object per line, only "\\n" ends a line. `str.splitlines` also splits at U+2028, U+2029 and
+U+0085. These are escaped on writing, and are text on reading. A byte order mark is skipped on reading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def well_formed(text: str) -> str:
 
 
 def find_surrogate(value: Any) -> str | None:
-    """Return the first surrogate in a str or in nested lists and dicts, like "U+D800 at character 7"; None if there is none."""
+    """Return the first surrogate in a str or in nested lists and dicts, like "U+D800 at character 7"; None if there is
+    none.
+    """
     if isinstance(value, str):
         match = _SURROGATE.search(value)
         return match and f"U+{ord(match[0]):04X} at character {match.start()}"
@@ -40,17 +42,19 @@ def find_surrogate(value: Any) -> str | None:
 def printable(text: str) -> str:
     """Return text that cannot control a terminal: controls are escaped as "\\x1b" or "\\u202e", and colours removed.
 
-    Line feeds and tabs stay. All other controls (C0, C1, DEL) and line and paragraph separators are escaped. Controls of
-    bidirectional text are escaped too, because they show a line in a different order.
+    Line feeds and tabs stay. All other controls (C0, C1, DEL) and line and paragraph separators are escaped. Controls
+    of bidirectional text are escaped too, because they show a line in a different order.
     """
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOUR.sub("", text.replace("\r\n", "\n")))
+    return _CONTROL.sub(
+        lambda match: match[0].encode("unicode_escape").decode(), _COLOUR.sub("", text.replace("\r\n", "\n"))
+    )
 
 
 def json_line(record: Mapping[str, Any]) -> str:
     """Return the line of an object.
 
-    Not-a-number and infinities become the strings "NaN", "Infinity" and "-Infinity", because Python's float() reads them. Lone
-    surrogates become U+FFFD.
+    Not-a-number and infinities become the strings "NaN", "Infinity" and "-Infinity", because Python's float() reads
+    them. Lone surrogates become U+FFFD.
     """
     text = well_formed(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False))
     return _OTHER_LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"

@@ -1,7 +1,8 @@
 """The training run, top to bottom: generate, score, pack, update, sync_weights.
 
-Every rank runs this program; there is no controller. Generation is shared over the ranks, and then every rank gathers all
-groups. So every rank computes the same advantages and the same packing. Then each rank trains on its own micro-batches.
+Every rank runs this program; there is no controller. Generation is shared over the ranks, and then every rank gathers
+all groups. So every rank computes the same advantages and the same packing. Then each rank trains on its own
+micro-batches.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from grpo_mega.types import Group, PackedBatch, StepMetrics
 def run(config: Config) -> None:
     """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
 
-    Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end. Ranks
-    without a policy only generate, step by step.
+    Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end.
+    Ranks without a policy only generate, step by step.
     """
     with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
         first, runtime = job.resume(), job.runtime
@@ -74,7 +75,8 @@ def run(config: Config) -> None:
 
 
 def train_step(job: Job, step: int) -> None:
-    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the engine.
+    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the
+    engine.
 
     A step with fewer groups than mini-batches, which dynamic sampling and a small data set may leave, trains nothing.
     """
@@ -110,7 +112,9 @@ def generate_step(job: Job, step: int) -> None:
 
 
 def generate_ahead(job: Job, step: int) -> None:
-    """Wait until engine ranks have generated ahead for the next step, if there are any. Nothing is in flight afterwards."""
+    """Wait until engine ranks have generated ahead for the next step, if there are any. Nothing is in flight
+    afterwards.
+    """
     num_ahead = job.config.rollout.num_ahead(job.config.batch.prompts_per_step)
     if num_ahead and step + 1 < job.config.steps:
         backlog = job.backlog.drawn_up_to(num_ahead, job.draw, ())
@@ -120,8 +124,9 @@ def generate_ahead(job: Job, step: int) -> None:
 def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
     """Return the step's scored groups, the backlog after it, and counts of dropped groups.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced from further
-    rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges the groups again, over all groups so far.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), groups whose advantages are all 0 are replaced from
+    further rollouts, at most algorithm.dynamic_sampling_tries of them. Each rollout judges the groups again, over all
+    groups so far.
     """
     config, groups, usable, seen = job.config, list[Group](), list[Group](), set[int]()
     wanted, is_dynamic = config.batch.prompts_per_step, config.algorithm.dynamic_sampling_tries > 0
@@ -200,7 +205,10 @@ def after_update(
         if job.config.rollout.routing_replay:
             metrics |= {"routing/live": share_live(samples)}
         blamed = [samples[i] for i in sorted(policy.nonfinite_samples)]
-        for message in (*job.health.observe(step + 1, metrics, blamed), *policy.watch(step + 1, engine_mismatch(metrics))):
+        for message in (
+            *job.health.observe(step + 1, metrics, blamed),
+            *policy.watch(step + 1, engine_mismatch(metrics)),
+        ):
             job.log.warn(message)
         metrics |= {"guard/level": float(policy.guard.level)}
     if job.config.algorithm.ends_iteration(step + 1):

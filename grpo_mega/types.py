@@ -1,7 +1,7 @@
 """The containers that cross package borders: Prompt, Turn, Sample, Group, PackedBatch, StepMetrics.
 
-They are plain dataclasses without behaviour beyond derived sizes. torch is imported only for annotations, so processes without
-tensors (reward workers, the command line) stay light.
+They are plain dataclasses without behaviour beyond derived sizes. torch is imported only for annotations, so processes
+without tensors (reward workers, the command line) stay light.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ StepMetrics = dict[str, float]  # metrics of one step, with names like paths: "r
 class Prompt:
     """One row of a data set, rendered and tokenised.
 
-    `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"). It is part
-    of `text` and `token_ids`, and format rewards score it together with the response.
+    `prefill` is the text that the chat template already wrote into the assistant's turn (for example "<think>\\n"). It
+    is part of `text` and `token_ids`, and format rewards score it together with the response.
     """
 
     id: int  # index in the data set; with (seed, step, sample index) it sets the random stream of a rollout
@@ -70,9 +70,9 @@ def unknown_expert(dtype: Any) -> int:
 class Sample:
     """One response to a prompt, with its log-probs, scores and advantages. It may be unfinished (partial rollouts).
 
-    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token is part
-    of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled, before top-p and
-    top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
+    `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token
+    is part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled,
+    before top-p and top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
     """
 
     prompt: Prompt
@@ -92,7 +92,9 @@ class Sample:
 
     @property
     def is_scored(self) -> bool:
-        """Return True if a reward function scored the sample. Other samples are excluded from loss and group statistics."""
+        """Return True if a reward function scored the sample. Other samples are excluded from loss and group
+        statistics.
+        """
         return self.reward is not None or bool(self.step_rewards)
 
     @property
@@ -145,8 +147,9 @@ class PackedBatch:
 
     With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
 
-    Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after `tokens[t]`.
-    The last position of every segment predicts nothing (loss_mask 0). Padding, if any, is the last segment.
+    Per-token arrays are aligned to the position that *predicts*: entry t belongs to `targets[t]`, the token after
+    `tokens[t]`. The last position of every segment predicts nothing (loss_mask 0). Padding, if any, is the last
+    segment.
     """
 
     tokens: Tensor  # [T] int64
@@ -159,8 +162,8 @@ class PackedBatch:
     rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # step-wide index of each segment's sample, without padding
     lengths: list[int]  # tokens per sample over all context-parallel ranks, without padding
-    # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the segments of
-    # all samples. It is -1 if the sample's segment has the whole prompt.
+    # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the
+    # segments of all samples. It is -1 if the sample's segment has the whole prompt.
     shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0

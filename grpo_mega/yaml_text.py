@@ -1,8 +1,8 @@
 """YAML as every part of the project reads and writes it. A value is what a person wrote, or an error with its line.
 
-Plain scalars follow the core schema of YAML 1.2: only true and false are booleans, `1e-6` is a number, and `1:30`, `yes` and
-dates are text. Keys are always text. Duplicate keys, merge keys and unknown tags are refused. Aliases may repeat a value, but
-may not turn a small file into a huge one.
+Plain scalars follow the core schema of YAML 1.2: only true and false are booleans, `1e-6` is a number, and `1:30`,
+`yes` and dates are text. Keys are always text. Duplicate keys, merge keys and unknown tags are refused. Aliases may
+repeat a value, but may not turn a small file into a huge one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of a text on a command line: a list or mapping in flow style, a number, true, null, or the text itself.
+    """Return the value of a text on a command line: a list or mapping in flow style, a number, true, null, or the text
+    itself.
 
     Raise ValueError.
     """
@@ -154,4 +155,6 @@ def _scalar(kind: str, text: str) -> Any:
     if kind == "float":
         lowered = text.lower()
         return float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")  # joins escaped pairs, like JSON
+    return text.encode("utf-16-le", "surrogatepass").decode(
+        "utf-16-le", "surrogatepass"
+    )  # joins escaped pairs, like JSON

@@ -1,8 +1,9 @@
-"""Run one node's part of a job. srun starts `node.py ARGUMENTS`, and torchrun starts `grpo-mega ARGUMENTS` in each rank.
+"""Run one node's part of a job. srun starts `node.py ARGUMENTS`, and torchrun starts `grpo-mega ARGUMENTS` in each
+rank.
 
-The node writes a heartbeat to STATE/beats/NODE. The job's script treats a node without heartbeats as lost. Invariant: if the
-job's script, Slurm's daemon for this node's part of the job, or a rank of this node ends, all ranks of this node are killed.
-After a failed rank the others have some seconds to report their own failures.
+The node writes a heartbeat to STATE/beats/NODE. The job's script treats a node without heartbeats as lost. Invariant:
+if the job's script, Slurm's daemon for this node's part of the job, or a rank of this node ends, all ranks of this node
+are killed. After a failed rank the others have some seconds to report their own failures.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ class Node:
 
     def run(self, arguments: list[str]) -> int:
         """Run torchrun and return its exit code."""
-        # scancel and Slurm send both signals to all steps of a job. torchrun would die on SIGUSR1 and kill its ranks on TERM,
-        # so it inherits that they are ignored. Ranks get SIGTERM too, and stop after their step.
+        # scancel and Slurm send both signals to all steps of a job. torchrun would die on SIGUSR1 and kill its ranks on
+        # TERM, so it inherits that they are ignored. Ranks get SIGTERM too, and stop after their step.
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=self.watch, daemon=True).start()
         code = subprocess.run([sys.executable, "-m", *torchrun_arguments(), *arguments]).returncode
         if code and not self.is_ending and not self.failures():
-            report(self.state / "failures" / f"{self.name}-", code, f"node {self.name}: its torchrun exited with code {code}")
+            report(
+                self.state / "failures" / f"{self.name}-",
+                code,
+                f"node {self.name}: its torchrun exited with code {code}",
+            )
         return code
 
     def watch(self) -> None:
@@ -100,7 +105,8 @@ def torchrun_arguments() -> list[str]:
     return [
         "grpo_mega.distributed.agent",
         f"--nnodes={environ['SLURM_NNODES']}",
-        # Node N always has ranks N * RANKS_PER_NODE and up, regardless of the order in which nodes reach the rendezvous.
+        # Node N always has ranks N * RANKS_PER_NODE and up, regardless of the order in which nodes reach the
+        # rendezvous.
         f"--node-rank={environ['SLURM_NODEID']}",
         f"--nproc-per-node={environ['RANKS_PER_NODE']}",
         f"--master-addr={environ['MASTER_ADDR']}",

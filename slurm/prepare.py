@@ -1,7 +1,8 @@
 """Check a job's config before its ranks start, and compute how long before the time limit the job must stop.
 
-Prints the plan and a line LEAD_SECONDS=N, the time that a step, a save and its verification may take. Prints NEEDS_NVCC=1 if
-SGLang runs on GPUs. Writes no files. Errors that the user must fix are one line each on stderr, with exit code 2.
+Prints the plan and a line LEAD_SECONDS=N, the time that a step, a save and its verification may take. Prints
+NEEDS_NVCC=1 if SGLang runs on GPUs. Writes no files. Errors that the user must fix are one line each on stderr, with
+exit code 2.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ def main() -> int:
     add_options(parser, RewardOptions)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--ranks-per-node", type=int, required=True)
-    parser.add_argument("--disk-gbps", type=float, required=True, help="GB/s that all nodes together write to the run's folder")
+    parser.add_argument(
+        "--disk-gbps", type=float, required=True, help="GB/s that all nodes together write to the run's folder"
+    )
     parser.add_argument("--gpu", default="h100")
     options = parser.parse_args()
     try:
         config = configs.load(options.config, overrides_of(read_options(RewardOptions, options)))
         preflight.check_config(config, preflight.Machine(options.world_size, options.ranks_per_node))
         plan_options = PlanOptions(
-            options.config, options.overrides, options.gpu, world_size=options.world_size, gpus_per_node=options.ranks_per_node
+            options.config,
+            options.overrides,
+            options.gpu,
+            world_size=options.world_size,
+            gpus_per_node=options.ranks_per_node,
         )
         setup, findings = plan_setup(plan_options)
     except UserError as error:

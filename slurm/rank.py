@@ -1,8 +1,9 @@
 """Run one rank. torchrun starts `rank.py ARGUMENTS`, which runs `grpo-mega ARGUMENTS` and exits with its code.
 
-Rank 0 writes to the job's output; other ranks write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. A rank that
-fails writes STATE/failures/NODE-RANK at once, with time, exit code, and a line that names node and rank. torchrun would report
-the failure half a minute later, when all ranks of the node have ended. By then the job has killed its other nodes.
+Rank 0 writes to the job's output; other ranks write to RUN_DIR/logs/rank_N.log, as with grpo-mega's own launcher. A
+rank that fails writes STATE/failures/NODE-RANK at once, with time, exit code, and a line that names node and rank.
+torchrun would report the failure half a minute later, when all ranks of the node have ended. By then the job has killed
+its other nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> int:
     launcher = os.getpid()
 
     def prepare() -> None:
-        # The launcher ignores SIGTERM and its children inherit that, but the rank's helper processes must end on SIGTERM.
+        # The launcher ignores SIGTERM and its children inherit that, but the rank's helper processes must end on
+        # SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_launcher(launcher)
 

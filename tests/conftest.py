@@ -1,10 +1,11 @@
-"""Three levels of tests. By default pytest leaves out the tests marked `full` and `sweep`: further cases of large matrices.
+"""Three levels of tests. By default pytest leaves out the tests marked `full` and `sweep`: further cases of large
+matrices.
 
-`--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests. A test that is left out still runs if an argument
-names it (`FILE::TEST`), or if `-m` contains its mark.
+`--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests. A test that is left out still runs if an
+argument names it (`FILE::TEST`), or if `-m` contains its mark.
 
-Tests marked `sglang` are skipped if SGLang is not installed. PROGRESS_FILE names a file that always holds one line with the
-number of finished tests, the number of failed ones, and the running test.
+Tests marked `sglang` are skipped if SGLang is not installed. PROGRESS_FILE names a file that always holds one line with
+the number of finished tests, the number of failed ones, and the running test.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def preloaded_python() -> Iterator[None]:
-    """Start the module's programs by sys.executable from a Python that has imported everything heavy (helpers/preloaded.py)."""
+    """Start the module's programs by sys.executable from a Python that has imported everything heavy
+    (helpers/preloaded.py).
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", preloaded.python())
         yield

@@ -1,4 +1,6 @@
-"""The command line: light imports until a command runs, one line for user errors, ranks by torchrun or its own launcher."""
+"""The command line: light imports until a command runs, one line for user errors, ranks by torchrun or its own
+launcher.
+"""
 
 import json
 import os
@@ -172,15 +174,25 @@ def test_an_error_of_another_rank_names_the_rank(
         ),
         ("2", {"cp": 2, "ep": 4}, r"WORLD_SIZE=2 .* times layout\.cp=2 times 2 for layout\.ep=4; start 4 processes"),
         ("6", {"cp": 2, "dp": 2}, r"WORLD_SIZE=6 contradicts layout\.tp=1, pp=1, cp=2, dp=2; start 4 processes"),
-        ("6", {"tp": 2, "pp": 2}, r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=2; start 4 or 8 proc"),
+        (
+            "6",
+            {"tp": 2, "pp": 2},
+            r"WORLD_SIZE=6 is not a multiple of layout\.tp=2 times layout\.pp=2; start 4 or 8 proc",
+        ),
         ("2", {"tp": 4}, r"WORLD_SIZE=2 is not a multiple .*; start 4 processes, or change the layout"),
         ("8", {"tp": 2, "dp": 2}, r"WORLD_SIZE=8 contradicts layout\.tp=2, pp=1, dp=2; start 4 processes, or leave"),
-        ("5", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=5 less layout\.engine_ranks=2 is not .* start 4 or 6 processes"),
+        (
+            "5",
+            {"tp": 2, "engine_ranks": 2},
+            r"WORLD_SIZE=5 less layout\.engine_ranks=2 is not .* start 4 or 6 processes",
+        ),
         ("2", {"tp": 2, "engine_ranks": 2}, r"WORLD_SIZE=2 less layout\.engine_ranks=2 is not .* start 4 processes"),
         ("4", {"dp": 3, "engine_ranks": 2}, r"WORLD_SIZE=4 contradicts .*dp=3, engine_ranks=2; start 5 processes"),
     ],
 )
-def test_a_world_size_that_does_not_fit_the_layout_is_an_error(world_size: str, layout: dict[str, int], problem: str) -> None:
+def test_a_world_size_that_does_not_fit_the_layout_is_an_error(
+    world_size: str, layout: dict[str, int], problem: str
+) -> None:
     (found,) = world_size_problems(LayoutConfig(**layout), int(world_size))
     assert re.search(problem, found)
 
@@ -209,7 +221,9 @@ def test_torchruns_world_size_is_one_of_the_rules_that_are_listed(
     assert "WORLD_SIZE=3 is not a multiple of layout.tp=2" in lines and "/none.jsonl" in lines
 
 
-def test_report_writes_a_page_and_the_curves_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_page_and_the_curves_into_the_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/report.html\n{tmp_path}/curves.png\n"

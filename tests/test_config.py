@@ -84,7 +84,9 @@ def test_the_token_budget_is_per_context_parallel_rank(tmp_path: Path) -> None:
 
 
 def test_dropped_tokens_cannot_be_replayed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"):
+    with pytest.raises(
+        ConfigError, match=r"model\.router\.capacity_factor=2 drops tokens that rollout\.routing_replay sends"
+    ):
         load(tmp_path, ["model.router.capacity_factor=2", "rollout.routing_replay=true"])
 
 
@@ -96,7 +98,9 @@ def test_set_overrides_the_file_in_order_and_adds_missing_sections(tmp_path: Pat
 
 
 def test_set_reads_its_value_as_yaml(tmp_path: Path) -> None:
-    loaded = load(tmp_path, ["rewards.functions=[{name: accuracy, weight: 2}]", "layout.dp=null", "data.system_prompt=a=b"])
+    loaded = load(
+        tmp_path, ["rewards.functions=[{name: accuracy, weight: 2}]", "layout.dp=null", "data.system_prompt=a=b"]
+    )
     assert [(function.name, function.weight) for function in loaded.rewards.functions] == [("accuracy", 2.0)]
     assert loaded.layout.dp is None
     assert loaded.data.system_prompt == "a=b"
@@ -134,7 +138,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gdpo normalises several rewards, but"):
         load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}]"])
     with pytest.raises(ConfigError, match="gdpo adds rewards, but 'format' multiplies them; leave multiplies out"):
-        load(tmp_path, ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"])
+        load(
+            tmp_path,
+            ["algorithm.recipe=gdpo", "rewards.functions=[{name: accuracy}, {name: format, multiplies: true}]"],
+        )
     assert load(tmp_path, ["algorithm.recipe=gdpo"]).algorithm.adv_type == "gdpo"
 
 
@@ -144,7 +151,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         # unknown keys
         ("algorithm.group_sise=8", "unknown key 'algorithm.group_sise'; did you mean 'group_size'?"),
         ("stepps=8", "unknown key 'stepps'; did you mean 'steps'?"),
-        ("rewards.functions=[{name: accuracy, wait: 1}]", "unknown key 'rewards.functions.0.wait'; did you mean 'weight'?"),
+        (
+            "rewards.functions=[{name: accuracy, wait: 1}]",
+            "unknown key 'rewards.functions.0.wait'; did you mean 'weight'?",
+        ),
         ("layout.zzz=1", "unknown key 'layout.zzz'; known keys here: tp, pp, vpp"),
         # values that are invalid by themselves
         ("steps=0", "steps=0: input should be greater than 0"),
@@ -167,9 +177,15 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         ("rollout={engine: sglang, tp: 4, ep: 3}", "rollout.ep=3 does not divide rollout.tp=4; use a divisor of it"),
         ("rollout.ep=2", "rollout.ep=2 does not divide rollout.tp=1; use a divisor of it"),
-        ("rollout.partial=true", "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
+        (
+            "rollout.partial=true",
+            "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25",
+        ),
         ("rollout.max_staleness=-1", "rollout.max_staleness=-1: input should be greater than or equal to 0"),
-        ("rollout.placement=separate", "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set"),
+        (
+            "rollout.placement=separate",
+            "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set",
+        ),
         ("layout.engine_ranks=2", "rollout.placement=colocated and layout.engine_ranks=2 contradict one another; set"),
         ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
         ("optimizer.lr=.inf", "optimizer.lr=inf: input should be a finite number"),
@@ -184,9 +200,15 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
         ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
         # values that contradict other values
-        ("batch.mini_batches=5", "batch.mini_batches=5 does not divide batch.prompts_per_step=32; use 1, 2, 4, 8, 16 or 32"),
+        (
+            "batch.mini_batches=5",
+            "batch.mini_batches=5 does not divide batch.prompts_per_step=32; use 1, 2, 4, 8, 16 or 32",
+        ),
         ("batch.tokens_per_micro_batch=2000", "batch.tokens_per_micro_batch=2000 cannot hold the longest sample"),
-        ("layout.sequence_parallel=true", "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp"),
+        (
+            "layout.sequence_parallel=true",
+            "layout.sequence_parallel=true needs layout.tp > 1; set it to false or raise tp",
+        ),
         (
             "layout={cp: 2, dp: 3, ep: 4}",
             "layout.ep=4 does not divide layout.dp=3 times layout.cp=2; use 1, 2, 3 or 6",
@@ -195,7 +217,10 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': input should be 'p2p' or 'a2a'"),
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
-        ("algorithm.entropy_bonus=0.01", "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both"),
+        (
+            "algorithm.entropy_bonus=0.01",
+            "algorithm.entropy_bonus=0.01 needs algorithm.calculate_entropy=true; set both",
+        ),
         (
             "algorithm.correction={importance: icepop, mask: sequence}",
             "algorithm.correction.mask='sequence': must be 'none' with algorithm.correction.importance='icepop'",
@@ -212,18 +237,30 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "algorithm.correction={importance: token, min_importance: 3}",
             "algorithm.correction.min_importance=3.0 is above max_importance=2.0; lower it",
         ),
-        ("algorithm.correction={batch_normalize: true}", "algorithm.correction.batch_normalize=true needs an importance other"),
+        (
+            "algorithm.correction={batch_normalize: true}",
+            "algorithm.correction.batch_normalize=true needs an importance other",
+        ),
         (
             "algorithm.correction={reject: token_k2}",
             "algorithm.correction.reject='token_k2' needs algorithm.correction.reject_above, its bound; set it",
         ),
-        ("algorithm.correction={reject_above: 1}", "algorithm.correction.reject_above=1.0 needs algorithm.correction.reject;"),
+        (
+            "algorithm.correction={reject_above: 1}",
+            "algorithm.correction.reject_above=1.0 needs algorithm.correction.reject;",
+        ),
         (
             "algorithm.correction={reject: token_k1}",
             "algorithm.correction.reject='token_k1': input should be 'none'",
         ),
-        ("algorithm={kl_in: reward, adv_type: gdpo}", "algorithm.kl_in=reward: must be loss with algorithm.adv_type=gdpo; use"),
-        ("algorithm.kl_target=0.1", "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the initial weight; set both"),
+        (
+            "algorithm={kl_in: reward, adv_type: gdpo}",
+            "algorithm.kl_in=reward: must be loss with algorithm.adv_type=gdpo; use",
+        ),
+        (
+            "algorithm.kl_target=0.1",
+            "algorithm.kl_target=0.1 needs algorithm.kl_beta > 0, the initial weight; set both",
+        ),
         ("algorithm={adv_type: rloo, std_over: batch}", "algorithm.std_over=batch needs algorithm.adv_type=grpo and"),
         (
             "algorithm={adv_type: grpo_leave_one_out, group_size: 2}",
@@ -234,16 +271,25 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "algorithm.overlong_buffer=0.1: must be 0 with",
         ),
         ("algorithm.pass_k=2", "algorithm.pass_k=2 needs algorithm.adv_type=pass_at_k; set it, or leave pass_k out"),
-        ("algorithm={adv_type: pass_at_k, pass_k: 17}", "algorithm.pass_k=17 is above algorithm.group_size=16; lower it"),
+        (
+            "algorithm={adv_type: pass_at_k, pass_k: 17}",
+            "algorithm.pass_k=17 is above algorithm.group_size=16; lower it",
+        ),
         ("algorithm.cov_share=0.1", "algorithm.cov_share=0.1 needs algorithm.loss_type=clip_cov or kl_cov; set it"),
         (
             "algorithm={loss_type: kl_cov, cov_low: 2}",
             "algorithm.cov_low and cov_high need algorithm.loss_type=clip_cov",
         ),
         ("algorithm={loss_type: clip_cov, cov_kl: 2}", "algorithm.cov_kl=2.0 needs algorithm.loss_type=kl_cov; set it"),
-        ("algorithm={loss_type: clip_cov, cov_low: 7}", "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it"),
+        (
+            "algorithm={loss_type: clip_cov, cov_low: 7}",
+            "algorithm.cov_low=7.0 is not below algorithm.cov_high=5.0; lower it",
+        ),
         ("algorithm.positive_above=0.5", "algorithm.positive_above=0.5 needs algorithm.positive_nll > 0; set it"),
-        ("algorithm.recipe=kl_cov", "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout"),
+        (
+            "algorithm.recipe=kl_cov",
+            "algorithm.loss_type=kl_cov has a penalty of 0 in the first optimizer step of a rollout",
+        ),
         (
             "model.router.balancing=aux_loss",
             "model.router.balancing=aux_loss contradicts model.router.aux_loss_coeff=0; set both or neither",
@@ -254,13 +300,19 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
         ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
-        ("data={train: a, heldout: b, heldout_size: 3}", "data.heldout=b and data.heldout_size=3 are set; give one of them"),
+        (
+            "data={train: a, heldout: b, heldout_size: 3}",
+            "data.heldout=b and data.heldout_size=3 are set; give one of them",
+        ),
         ("data.train=[]", "data.train=[] is empty; name at least one data set"),
         ("data.train=[a, {path: a}]", "data.train names 'a' twice; give it once, with its total weight"),
         ("data.train=[{path: a, wait: 1}]", "unknown key 'data.train.0.wait'; did you mean 'weight'?"),
         ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),
         ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: input should be greater than 0"),
-        ("data.heldout={path: a, weight: 1}", "unknown key 'data.heldout.weight'; known keys here: path, prompt_column"),
+        (
+            "data.heldout={path: a, weight: 1}",
+            "unknown key 'data.heldout.weight'; known keys here: path, prompt_column",
+        ),
         ("sync.prove=false", "sync.prove is called sync.verify now; rename the key"),
         # invalid overrides
         ("steps", "--set 'steps' is not of the form key.subkey=value"),

@@ -170,7 +170,9 @@ def main_blocks(path: Path) -> list[list[ast.stmt]]:
 
 
 def test_every_script_filters_its_output_first() -> None:
-    paths = [path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     scripts = {path.relative_to(ROOT).as_posix(): blocks[-1] for path in paths if (blocks := main_blocks(path))}
     filters = ("console.filter_output()", "harness.start(")  # the harness of the benchmarks installs the filter, too
     unfiltered = {name for name, body in scripts.items() if not ast.unparse(body[0]).startswith(filters)}
@@ -179,7 +181,12 @@ def test_every_script_filters_its_output_first() -> None:
 
 def output_of(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ, check=False
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env=os.environ,
+        check=False,
     )
     assert done.returncode != 0
     return done.stdout.decode()

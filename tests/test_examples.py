@@ -46,8 +46,12 @@ def test_an_example_names_nothing_outside_the_repository(path: Path) -> None:
 
 
 SHAPES = {  # models named in the recipes
-    "qwen2.5-1.5b": ModelShape("qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True),
-    "qwen3-8b": ModelShape("qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False),
+    "qwen2.5-1.5b": ModelShape(
+        "qwen2", 28, 1536, 8960, num_heads=12, num_kv_heads=2, head_dim=128, vocab=151936, tied=True
+    ),
+    "qwen3-8b": ModelShape(
+        "qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False
+    ),
 }
 SHAPES["qwen3-8b-32k"] = SHAPES["qwen3-8b"]
 
@@ -97,7 +101,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_tokenizer_of_the_tiny_model_keeps_every_byte_of_any_text(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    for text in ("Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24", "  two  spaces\t\r\n", "½ é 漢字 🙂", "<think>1</think>"):
+    for text in (
+        "Natalia sold 48/2 = <<48/2=24>>24 clips.\n#### 24",
+        "  two  spaces\t\r\n",
+        "½ é 漢字 🙂",
+        "<think>1</think>",
+    ):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert len(ids) == len(text.encode())
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text

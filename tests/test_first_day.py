@@ -25,7 +25,10 @@ def report(folder: Path, metrics: list[dict[str, Any]], **codes: int) -> tuple[i
     parts = [{"name": name, "code": code, "seconds": 7} for name, code in codes.items()]
     (folder / "steps.jsonl").write_text("".join(json.dumps(part) + "\n" for part in parts))
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    rows = [BENCHMARK | {"value": 41.25, "target": 40.0, "met": True}, BENCHMARK | {"value": None, "target": 40.0, "met": None}]
+    rows = [
+        BENCHMARK | {"value": 41.25, "target": 40.0, "met": True},
+        BENCHMARK | {"value": None, "target": 40.0, "met": None},
+    ]
     bench = {"date": "2026-11-22", "card": "H100", "versions": {"torch": "2.13.0"}, "rows": rows, "tiny": False}
     (folder / "benchmarks.log").write_text(f"some text\n{json.dumps(bench)}\n")
     (folder / "plan.log").write_text("note: a line\n" + json.dumps({"step_seconds": 1.0}, indent=1) + "\n")
@@ -40,7 +43,9 @@ def test_every_value_is_reported_with_its_target(tmp_path: Path) -> None:
     assert "| parts | install | code 0, 7 s | code 0 | met |" in text
     assert "| run | largest mismatch/k3, nats per token | 0.001 | at most 0.01 | met |" in text
     assert "| run | reward, first to last | 0.250 to 0.500 |  |  |" in text
-    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, "a slow card does not fail"
+    assert "| speed | median step, s | 2 | at most 1.5 x the plan's 1.0 | **missed** |" in text, (
+        "a slow card does not fail"
+    )
     assert "| mfu | MFU, 4B, bf16 | 41.25 % | at least 40 % | met |" in text
     assert "| mfu | MFU, 4B, bf16 | none here | at least 40 % |  |" in text
     assert "say nothing about a card" not in text
@@ -52,7 +57,11 @@ def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) 
     code, found, _ = report(tmp_path / "b", [STEP | {"grad_norm": 0.0}], train=0)
     assert code == 1 and found["failed"] == ["steps with a gradient"]
     code, found, text = report(tmp_path / "c", [], train=2)
-    assert code == 1 and found["failed"] == ["train", "steps"] and "| run | steps | none | at least 1 | **missed** |" in text
+    assert (
+        code == 1
+        and found["failed"] == ["train", "steps"]
+        and "| run | steps | none | at least 1 | **missed** |" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,9 @@ def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) 
 def test_wrong_arguments_are_a_one_line_error_and_leave_nothing(arguments: list[str], said: str) -> None:
     before = sorted(path.name for path in ROOT.glob("runs/first_day*"))
     environment = os.environ | {"PATH": "/usr/bin:/bin"}
-    result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", str(SCRIPT), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 1 and result.stderr.startswith(f"first_day.sh: error: {said}")
     assert result.stderr.count("\n") == 1 and not result.stdout
     assert sorted(path.name for path in ROOT.glob("runs/first_day*")) == before

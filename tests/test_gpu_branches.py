@@ -38,7 +38,9 @@ def rows(width: int) -> list[list[tuple[str, ...]]]:
     lines = (TESTS / "gpu" / "README.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [
-        [tuple(re.findall(r"`([^`]+)`", cell)) for cell in row] for row in cells if len(row) == width and row[0] not in HEADS
+        [tuple(re.findall(r"`([^`]+)`", cell)) for cell in row]
+        for row in cells
+        if len(row) == width and row[0] not in HEADS
     ]
 
 
@@ -55,7 +57,9 @@ def emulated_tests() -> dict[str, bool]:
     for path in sorted((TESTS / "gpu").glob("test_*.py")):
         body = ast.parse(path.read_text()).body
         marks = [
-            ast.unparse(node) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+            ast.unparse(node)
+            for node in body
+            if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
         ]
         for node in body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):

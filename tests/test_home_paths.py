@@ -100,7 +100,9 @@ def test_every_script_expands_the_tilde_in_paths() -> None:
     for path in (path for folder in ("slurm", "tools", "examples") for path in sorted((root / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
         num_paths += text.count("type=user_path")
-        if not re.search("class Parser.*user_path|import Parser", text, re.DOTALL):  # the tools' parser expands ~ for type=Path
+        if not re.search(
+            "class Parser.*user_path|import Parser", text, re.DOTALL
+        ):  # the tools' parser expands ~ for type=Path
             assert not re.search(r"type=(?:pathlib\.)?Path\b", text), path
     assert num_paths > 10
 

@@ -1,4 +1,6 @@
-"""Allowed imports between packages: the direction of every import, read from the source, including imports in functions."""
+"""Allowed imports between packages: the direction of every import, read from the source, including imports in
+functions.
+"""
 
 import ast
 import re
@@ -13,7 +15,8 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
-__init__ errors text console yaml_text processes http_client types paths config weights batching rewards data algorithm observe
+__init__ errors text console yaml_text processes http_client types paths config weights batching rewards data algorithm
+observe
 distributed formats preflight rollout planner megatron run train commands cli grpo
 """
 
@@ -109,7 +112,10 @@ def _imported_names(node: ast.AST, path: Path) -> list[str]:
 
 PACKAGE_IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
 TOOL_IMPORTS = [
-    found for folder in ("tools", "examples") for path in sorted((ROOT / folder).rglob("*.py")) for found in imports_of(path)
+    found
+    for folder in ("tools", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    for found in imports_of(path)
 ]
 
 
@@ -137,7 +143,9 @@ def test_megatron_and_sglang_are_imported_in_only_one_place(module: str) -> None
 def test_emulated_kernels_are_not_used_outside_the_tests() -> None:
     """They are neither imported nor mentioned, so a run cannot enable them."""
     files = [path for folder in ("grpo_mega", "tools", "examples", "slurm") for path in (ROOT / folder).rglob("*")]
-    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".sh", ".yaml", ".toml")}
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in files if path.suffix in (".py", ".sh", ".yaml", ".toml")
+    }
     assert len(texts) > 200
     named = {path.name for path, text in texts.items() if re.search("emulated_te|te_on_cpu", text, re.IGNORECASE)}
     assert named == {"first_day.sh"}, "only first_day.sh uses them, with --cpu"
@@ -159,7 +167,9 @@ def test_light_modules_import_nothing_heavy(importer: str) -> None:
 
 
 def test_the_command_line_imports_nothing_heavy_until_a_command_runs() -> None:
-    eager = [found for found in PACKAGE_IMPORTS if found.importer == "cli" and not found.is_lazy and not found.is_for_types]
+    eager = [
+        found for found in PACKAGE_IMPORTS if found.importer == "cli" and not found.is_lazy and not found.is_for_types
+    ]
     assert {found.ours for found in eager if found.ours} == {"console", "errors", "commands"}
 
 

@@ -72,11 +72,15 @@ if __name__ == "__main__":
         (("test_cases.py",), 1),
     ],
 )
-def test_more_cases_run_with_all_or_sweep_or_by_name(arguments: tuple[str, ...], num_passed: int, tmp_path: Path) -> None:
+def test_more_cases_run_with_all_or_sweep_or_by_name(
+    arguments: tuple[str, ...], num_passed: int, tmp_path: Path
+) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n full\n sweep\npythonpath = {ROOT}\n")
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
     assert f"{num_passed} passed" in result.stdout, result.stdout
 
 
@@ -163,7 +167,9 @@ def test_ranks_makes_tests_that_fail_alone_and_run_only_if_chosen(tmp_path: Path
     (tmp_path / "test_chosen.py").write_text(CHOSEN)
     arguments = (sys.executable, "-m", "pytest", "-q", "-k", "not second", "-p", "no:cacheprovider", "test_chosen.py")
     paths = os.pathsep.join(map(str, (ROOT, tmp_path)))
-    result = subprocess.run(arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    result = subprocess.run(
+        arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
     assert "1 failed, 2 passed, 1 deselected" in result.stdout, result.stdout + result.stderr
     assert "rank 1: Traceback" in result.stdout and "AssertionError: rank 1 fails" in result.stdout
 

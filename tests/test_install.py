@@ -40,7 +40,9 @@ def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
     for version in ("2.8.0", "2.9.0", "2.10.0", "2.11.0", "2.12.0"):
         assert (version in SpecifierSet(wanted)) == (version in theirs), version
     [extra] = PROJECT["optional-dependencies"]["gpu"]
-    kernels = [text for text in requires("sglang") or [] if text.startswith(("flashinfer_python[", "nvidia-cutlass-dsl["))]
+    kernels = [
+        text for text in requires("sglang") or [] if text.startswith(("flashinfer_python[", "nvidia-cutlass-dsl["))
+    ]
     assert extra.startswith("sglang==") and kernels and all("[cu13]" in text for text in kernels)
 
 
@@ -52,7 +54,8 @@ def test_the_extra_alone_builds_no_extension() -> None:
 def test_another_option_is_refused_before_anything_is_installed() -> None:
     result = subprocess.run(["bash", str(SCRIPT), "--cpu"], capture_output=True, text=True)
     assert (
-        result.returncode == 1 and result.stderr == "install_gpu.sh: error: --cpu is not known; the only option is --dry-run\n"
+        result.returncode == 1
+        and result.stderr == "install_gpu.sh: error: --cpu is not known; the only option is --dry-run\n"
     )
 
 

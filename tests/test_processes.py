@@ -78,7 +78,9 @@ def test_an_error_in_one_line_if_no_folder_supports_sockets(tmp_path: Path, monk
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(processes, "_bases", lambda: [long, tmp_path / "file", tmp_path / "none"])
-    with pytest.raises(ConfigError, match=r"TMPDIR=.*x: no folder takes a Unix socket \(.*; set TMPDIR to a writable") as error:
+    with pytest.raises(
+        ConfigError, match=r"TMPDIR=.*x: no folder takes a Unix socket \(.*; set TMPDIR to a writable"
+    ) as error:
         processes.make_folder()
     for reason in ("too long", "Not a directory", "No such file"):
         assert reason in str(error.value)

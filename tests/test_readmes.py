@@ -30,7 +30,9 @@ def test_every_link_leads_to_a_file_and_heading(name: str) -> None:
 
 
 def test_every_test_listed_against_a_silent_failure_exists() -> None:
-    rows = [line for line in (ROOT / "tests" / "README.md").read_text().splitlines() if re.match(r"\|.*`[\w/]+\.py", line)]
+    rows = [
+        line for line in (ROOT / "tests" / "README.md").read_text().splitlines() if re.match(r"\|.*`[\w/]+\.py", line)
+    ]
     assert len(rows) > 30
     for row in rows:
         for file, test in re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row):
@@ -39,12 +41,17 @@ def test_every_test_listed_against_a_silent_failure_exists() -> None:
 
 
 def test_every_test_listed_for_an_element_of_a_text_exists() -> None:
-    section = (ROOT / "grpo_mega/algorithm/README.md").read_text(encoding="utf-8").partition("## What texts on GRPO have")[2]
+    section = (
+        (ROOT / "grpo_mega/algorithm/README.md").read_text(encoding="utf-8").partition("## What texts on GRPO have")[2]
+    )
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+)(\.\.\.)?)?`", section.partition("\n## ")[0])
     assert len(named) > 20
     for file, test, cut in named:
         path = ROOT / "tests" / ("" if "/" in file else "algorithm") / file
-        assert re.search(rf"def {test}{'' if cut or not test else r'[(]'}", path.read_text(encoding="utf-8")), (file, test)
+        assert re.search(rf"def {test}{'' if cut or not test else r'[(]'}", path.read_text(encoding="utf-8")), (
+            file,
+            test,
+        )
 
 
 def test_the_front_page_has_at_most_160_lines() -> None:

@@ -22,7 +22,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "source").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "grpo_mega"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(folder / "source")], check=True)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(folder / "source")]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(folder / "source"),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     [wheel] = folder.glob("grpo_mega-*.whl")

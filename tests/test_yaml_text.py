@@ -41,7 +41,10 @@ CORE_SCHEMA: dict[str, Any] = {
     ".inf": math.inf,
     "-.INF": -math.inf,
     **{text: text for text in ("yes", "no", "on", "off", "y", "n", "Yes", "NO", "tRUE", "nULL", "none", "None")},
-    **{text: text for text in ("1:30", "190:20:30.15", "1_000", "0b101", "0o8", "2024-01-01", "2024-01-01 10:00:00", "1.2.3")},
+    **{
+        text: text
+        for text in ("1:30", "190:20:30.15", "1_000", "0b101", "0o8", "2024-01-01", "2024-01-01 10:00:00", "1.2.3")
+    },
     **{text: text for text in ("inf", "nan", "1e", "e3", "+", ".", "-.", "0x", "1,000", "12h", "=", "٣")},
 }
 TEXTS = st.text(st.characters(exclude_characters="\0"), max_size=40)
@@ -137,7 +140,9 @@ def test_written_text_reads_back_here_and_with_yaml_1_1(text: str) -> None:
         assert yaml.safe_load(written)["a"] == text
 
 
-@pytest.mark.parametrize("text", [*CORE_SCHEMA, *AWKWARD, "\u2028a", "a\n# b\n", "\ud800", "a\x85b", "\ufeffa", "\U0001f600"])
+@pytest.mark.parametrize(
+    "text", [*CORE_SCHEMA, *AWKWARD, "\u2028a", "a\n# b\n", "\ud800", "a\x85b", "\ufeffa", "\U0001f600"]
+)
 def test_text_that_looks_like_another_value_is_written_as_text(text: str) -> None:
     assert parse_yaml(dump_yaml({"a": text, text: 1})) == {"a": text, text: 1}
 
@@ -148,7 +153,9 @@ def test_json_is_read_as_json(value: Any) -> None:
     assert parse_value(json.dumps([value])) == [value]
 
 
-@pytest.mark.parametrize("key", ["data.system_prompt", "data.prompt_column", "log.wandb_project", "rewards.refresh_command"])
+@pytest.mark.parametrize(
+    "key", ["data.system_prompt", "data.prompt_column", "log.wandb_project", "rewards.refresh_command"]
+)
 @pytest.mark.parametrize("text", [*AWKWARD, *(text for text in CORE_SCHEMA if text not in ("null", ""))])
 def test_set_keeps_the_text_of_a_key_that_is_text(key: str, text: str, tmp_path: Path) -> None:
     assert value_of(tmp_path, [*_NEEDED.get(key, ()), f"{key}={text}"], key) == text
@@ -207,7 +214,10 @@ def test_set_reads_text_as_text_and_other_values_as_yaml(tmp_path: Path, overrid
         ("log.wandb=yes", "log.wandb='yes': must be true or false; write"),
         ("log.wandb=1", "log.wandb=1: must be true or false; write"),
         ("rollout.routing_replay=on", "rollout.routing_replay='on': must be true or false; write"),
-        ("rewards.functions=[{name: accuracy, weight: yes}]", "rewards.functions.0.weight='yes': must be a number; write"),
+        (
+            "rewards.functions=[{name: accuracy, weight: yes}]",
+            "rewards.functions.0.weight='yes': must be a number; write",
+        ),
         ("rewards.functions=[{name: 5}]", "rewards.functions.0.name=5: must be text; put"),
         ("layout=[1]", "layout=[1]: "),
         ("run_dir=", "run_dir='': must be the name of a file or folder; give"),
@@ -222,7 +232,9 @@ def test_a_value_of_another_type_is_refused_in_one_line(tmp_path: Path, override
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ["seed: yes", "seed: 1:30", "seed: '7'", "log: {progress: no}", "optimizer: {lr: '1e-6'}"])
+@pytest.mark.parametrize(
+    "line", ["seed: yes", "seed: 1:30", "seed: '7'", "log: {progress: no}", "optimizer: {lr: '1e-6'}"]
+)
 def test_numbers_and_booleans_of_a_file_are_not_text(line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be a (whole )?number; write|must be true or false; write"):
         value_of(tmp_path, [], "seed", dump_yaml(BASE) + line)

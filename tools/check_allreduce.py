@@ -1,12 +1,12 @@
 """Measure all-reduces within each node and between neighbours, and name the nodes below a floor.
 
-Run it once on every node of a Slurm job: `srun --ntasks-per-node=1 python tools/check_allreduce.py --ranks 8 --node-floor 200
---network-floor 100`. It takes the node's place in the job from Slurm's variables. Rates are bus bandwidths in GB/s, defined as
-in nccl-tests: 2 (n - 1) / n times the bytes per rank, divided by the time. The nodes form a ring, and all ranks of two
-neighbours take part in a measurement. A node is slow if both of its pairs are slow. --out gets the names of slow nodes, one per
-line. The exit code is 1 if any node is slow or a rank fails. If more than one node and more than a quarter of all nodes are
-slow, the floor is wrong: the measured rates go to a file `floor` in the folder of --out, and no name is written. With gloo on
-CPUs use a floor of 0, to check only that all-reduces work.
+Run it once on every node of a Slurm job: `srun --ntasks-per-node=1 python tools/check_allreduce.py --ranks 8
+--node-floor 200 --network-floor 100`. It takes the node's place in the job from Slurm's variables. Rates are bus
+bandwidths in GB/s, defined as in nccl-tests: 2 (n - 1) / n times the bytes per rank, divided by the time. The nodes
+form a ring, and all ranks of two neighbours take part in a measurement. A node is slow if both of its pairs are slow.
+--out gets the names of slow nodes, one per line. The exit code is 1 if any node is slow or a rank fails. If more than
+one node and more than a quarter of all nodes are slow, the floor is wrong: the measured rates go to a file `floor` in
+the folder of --out, and no name is written. With gloo on CPUs use a floor of 0, to check only that all-reduces work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def main() -> int:
         if not slow:
             rates = [f"{name} {rate:.1f}" for name, rate in zip(names, nodes[0], strict=True)]
             between = [f"{rate:.1f}" for rate in nodes[1]]
-            print(f"all-reduce, GB/s: within {', '.join(rates)}; between neighbours {', '.join(between) or 'none'}", flush=True)
+            print(
+                f"all-reduce, GB/s: within {', '.join(rates)}; between neighbours {', '.join(between) or 'none'}",
+                flush=True,
+            )
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -81,7 +84,9 @@ def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     # Training uses both backends, and gloo across nodes before anything else.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS)
+    )
     dist.all_reduce(torch.ones(1))
     num_nodes = dist.get_world_size() // ranks_per_node
     values = torch.ones(MIB[device.type] * 2**18, device=device)
@@ -104,10 +109,14 @@ def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
 
 
 def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) -> list[float]:
-    """Return the rate in GB/s of an all-reduce in each group of nodes, all groups at once. Collective over all ranks."""
+    """Return the rate in GB/s of an all-reduce in each group of nodes, all groups at once. Collective over all
+    ranks.
+    """
     rank = dist.get_rank()
     mine, rate = -1, 0.0
-    handles = [dist.new_group([node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)]) for nodes in groups]
+    handles = [
+        dist.new_group([node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)]) for nodes in groups
+    ]
     for number, nodes in enumerate(groups):
         if rank // ranks_per_node in nodes:
             mine = number
@@ -149,19 +158,24 @@ def slow_nodes(within: list[float], between: list[float], node_floor: float, net
 
 
 def is_floor_to_blame(num_slow: int, num_nodes: int) -> bool:
-    """Return True if more than one node and more than a quarter are slow. Then other nodes would probably be slow too."""
+    """Return True if more than one node and more than a quarter are slow. Then other nodes would probably be slow
+    too.
+    """
     return num_slow > max(1, num_nodes / 4)
 
 
 def blame(within: list[float], between: list[float], num_slow: int, node_floor: float, network_floor: float) -> str:
     rates = [
         f"{place} {min(values):.1f} to {max(values):.1f} GB/s (floor {floor:g})"
-        for place, values, floor in (("within nodes", within, node_floor), ("between neighbours", between, network_floor))
+        for place, values, floor in (
+            ("within nodes", within, node_floor),
+            ("between neighbours", between, network_floor),
+        )
         if values
     ]
     return (
-        f"{num_slow} of {len(within)} nodes are below the floor, so no node is to blame: all-reduce {', '.join(rates)}; "
-        "set ALLREDUCE_FLOOR_GBPS and NETWORK_FLOOR_GBPS to rates that this network reaches, or repair it"
+        f"{num_slow} of {len(within)} nodes are below the floor, so no node is to blame: all-reduce {', '.join(rates)};"
+        " set ALLREDUCE_FLOOR_GBPS and NETWORK_FLOOR_GBPS to rates that this network reaches, or repair it"
     )
 
 

@@ -1,11 +1,12 @@
-"""Check that this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500 /tmp:64"]`.
+"""Check that this node is fit for training: `python tools/check_node.py --expect-gpus 8 [--disks "/scratch:500
+/tmp:64"]`.
 
-Checks the number of GPUs, each GPU's state (uncorrected memory errors, rows to be remapped, throttled clocks, memory in use by
-others), that the driver supports the CUDA version of the installed torch, that all NVLinks are up, and free disk space. With
---nvcc it also checks that nvcc is installed, because SGLang needs it at startup. On a fit node it prints a line with versions;
-otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also writes FOLDER/NODE.json. Then
-`--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other versions than most nodes. This file
-imports only the standard library, so it runs even if the environment is broken.
+Checks the number of GPUs, each GPU's state (uncorrected memory errors, rows to be remapped, throttled clocks, memory in
+use by others), that the driver supports the CUDA version of the installed torch, that all NVLinks are up, and free disk
+space. With --nvcc it also checks that nvcc is installed, because SGLang needs it at startup. On a fit node it prints a
+line with versions; otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also
+writes FOLDER/NODE.json. Then `--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other
+versions than most nodes. This file imports only the standard library, so it runs even if the environment is broken.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def main() -> int:
     parser.add_argument(
         "--disks", default="", help='minimum free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
     )
-    parser.add_argument("--nvcc", action="store_true", help="require nvcc; SGLang compiles its rotary kernel at startup")
+    parser.add_argument(
+        "--nvcc", action="store_true", help="require nvcc; SGLang compiles its rotary kernel at startup"
+    )
     parser.add_argument("--out", type=user_path, help="folder for NODE.json")
     parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="compare the files of these nodes")
     options = parser.parse_args()
@@ -81,7 +84,9 @@ def compare(folder: Path, nodes: list[str]) -> int:
     usual = usual_fingerprint([report["fingerprint"] for report in reports.values()])
     for node, report in reports.items():
         found = report["fingerprint"]
-        others = [f"{name} {found.get(name)} (others: {usual[name]})" for name in usual if found.get(name) != usual[name]]
+        others = [
+            f"{name} {found.get(name)} (others: {usual[name]})" for name in usual if found.get(name) != usual[name]
+        ]
         reasons = [*report["problems"], *others]
         if reasons:
             bad[node] = "; ".join(reasons)
@@ -144,7 +149,9 @@ def gpu_problems(gpus: list[dict[str, str]], num_expected: int) -> list[str]:
 
 
 def driver_problems(gpus: list[dict[str, str]], cuda: str | None) -> list[str]:
-    """Check that the driver supports torch's CUDA version. A driver that is too old fails only when the first kernel starts."""
+    """Check that the driver supports torch's CUDA version. A driver that is too old fails only when the first kernel
+    starts.
+    """
     needed = DRIVERS.get(number(cuda.partition(".")[0])) if cuda else None
     driver = gpus[0]["driver_version"] if gpus else ""
     if needed is None or number(driver.partition(".")[0]) >= needed:
@@ -163,12 +170,17 @@ def torch_cuda() -> str | None:
 
 
 def compiler_problems() -> list[str]:
-    """Check that nvcc is in one of the places where SGLang looks for it: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+    """Check that nvcc is in one of the places where SGLang looks for it: CUDA_HOME, CUDA_PATH, PATH,
+    /usr/local/cuda.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin"
     if shutil.which("nvcc", path=places):
         return []
-    return ["nvcc is not there, with which SGLang compiles kernels when it starts; install the CUDA toolkit or set CUDA_HOME"]
+    return [
+        "nvcc is not there, with which SGLang compiles kernels when it starts; install the CUDA toolkit or set"
+        " CUDA_HOME"
+    ]
 
 
 def row_problems(rows: list[dict[str, str]]) -> list[str]:

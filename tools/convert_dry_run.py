@@ -1,7 +1,7 @@
 """`convert_hf_to_mcore.py --dry`: list every tensor that each rank of a layout would hold, its sources and its slices.
 
-Needs only config.json, neither weights nor torch. Each line is one tensor at one place of the layout. Equal layers and experts
-share a template, so a model with tens of thousands of experts takes only a moment.
+Needs only config.json, neither weights nor torch. Each line is one tensor at one place of the layout. Equal layers and
+experts share a template, so a model with tens of thousands of experts takes only a moment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def dry_run(config_folder: Path, layout_text: str) -> None:
             batch.clear()
     print("\n".join(batch))
     print(
-        f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters, at most "
-        f"{counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - started_at:.2f} s"
+        f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters, at most"
+        f" {counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - started_at:.2f} s"
     )
 
 

@@ -1,12 +1,13 @@
 """Convert a Hugging Face folder to a Megatron distributed checkpoint that loads in any layout.
 
-`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: HF_DIR has safetensors (sharded or not) or
-pytorch_model.bin. FP8 weights with block scales are dequantized. The tool reads and writes in blocks, so its memory does not
-depend on the model's size. It reads back and compares everything before OUT appears. After an interruption, the same command
-continues. OUT also has the folder's config and tokenizer, and can be the model.path of a run.
+`python tools/convert_hf_to_mcore.py HF_DIR OUT [--dtype bfloat16] [--workers 2]`: HF_DIR has safetensors (sharded or
+not) or pytorch_model.bin. FP8 weights with block scales are dequantized. The tool reads and writes in blocks, so its
+memory does not depend on the model's size. It reads back and compares everything before OUT appears. After an
+interruption, the same command continues. OUT also has the folder's config and tokenizer, and can be the model.path of a
+run.
 
-`--dry --layout tp=4,pp=4 [HF_DIR | --config config.json]` only lists every tensor of every rank, its sources and slices.
-If the folder cannot be converted, the tool prints the reason in one line and exits with 2.
+`--dry --layout tp=4,pp=4 [HF_DIR | --config config.json]` only lists every tensor of every rank, its sources and
+slices. If the folder cannot be converted, the tool prints the reason in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
     parser.add_argument("--dtype", help="cast all weights to float32, bfloat16 or float16; default: each keeps its own")
     parser.add_argument("--workers", type=count, default=2, help="tensors to convert at once")
-    parser.add_argument("--dry", action="store_true", help="list what each rank of --layout would hold; needs no weights")
+    parser.add_argument(
+        "--dry", action="store_true", help="list what each rank of --layout would hold; needs no weights"
+    )
     parser.add_argument("--layout", default="tp=1", help="with --dry, for example tp=4,pp=4,ep=2")
     parser.add_argument("--config", type=Path, help="with --dry: a config.json instead of HF_DIR")
     options = parser.parse_args(arguments)

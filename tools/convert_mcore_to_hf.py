@@ -1,10 +1,11 @@
 """Convert a Megatron distributed checkpoint, saved in any layout, to a Hugging Face folder.
 
-`python tools/convert_mcore_to_hf.py CKPT OUT [--max-shard-size 5GB] [--dtype D] [--workers 2] [--config HF_DIR]`: CKPT is an
-output of convert_hf_to_mcore.py, a run's folder or one of its checkpoints, or any folder with Megatron's .metadata. Optimizer
-state is skipped. The tool first checks the CRC32 that torch.save stores for every saved piece. Config, generation config and
-tokenizer come from the checkpoint's folder, from the run's model.path, or from --config. The tool streams, resumes and verifies
-like convert_hf_to_mcore.py. If CKPT cannot be converted, it prints the reason in one line and exits with 2.
+`python tools/convert_mcore_to_hf.py CKPT OUT [--max-shard-size 5GB] [--dtype D] [--workers 2] [--config HF_DIR]`: CKPT
+is an output of convert_hf_to_mcore.py, a run's folder or one of its checkpoints, or any folder with Megatron's
+.metadata. Optimizer state is skipped. The tool first checks the CRC32 that torch.save stores for every saved piece.
+Config, generation config and tokenizer come from the checkpoint's folder, from the run's model.path, or from --config.
+The tool streams, resumes and verifies like convert_hf_to_mcore.py. If CKPT cannot be converted, it prints the reason in
+one line and exits with 2.
 """
 
 from __future__ import annotations

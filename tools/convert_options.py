@@ -60,7 +60,8 @@ def print_report(report: Any, out: Any) -> None:
     resumed = f" ({report.resumed_bytes / 1e9:.3f} GB written by an earlier start)" if report.resumed_bytes else ""
     print(f"{out}: {report.num_tensors} tensors, {report.num_bytes / 1e9:.3f} GB{resumed}")
     print(
-        f"written in {report.write_seconds:.1f} s ({speed:.0f} MB/s); read back and verified in {report.verify_seconds:.1f} s"
+        f"written in {report.write_seconds:.1f} s ({speed:.0f} MB/s); read back and verified in"
+        f" {report.verify_seconds:.1f} s"
     )
     if report.nonfinite:
         names = "; ".join(report.nonfinite[:8]) + ("; ..." if len(report.nonfinite) > 8 else "")

@@ -1,4 +1,5 @@
-"""Write FOLDER/report.md and report.json from the results of tools/first_day.sh in FOLDER: every figure with its target.
+"""Write FOLDER/report.md and report.json from the results of tools/first_day.sh in FOLDER: every figure with its
+target.
 
 Prints the table. The exit code is 1 if a part failed, or if the run broke a rule that must hold on any machine.
 """
@@ -35,7 +36,9 @@ def main() -> int:
     text = render(rows, bench, folder)
     (folder / "report.md").write_text(text, encoding="utf-8")
     about = {name: bench.get(name) for name in ("date", "card", "versions")}
-    (folder / "report.json").write_text(json.dumps(about | {"rows": rows, "failed": failed}, indent=1), encoding="utf-8")
+    (folder / "report.json").write_text(
+        json.dumps(about | {"rows": rows, "failed": failed}, indent=1), encoding="utf-8"
+    )
     print(text)
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
@@ -43,7 +46,9 @@ def main() -> int:
 
 
 def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bool) -> list[Row]:
-    """Return the rows of the run: part "run" has rules that must hold on any machine, part "speed" has the step time."""
+    """Return the rows of the run: part "run" has rules that must hold on any machine, part "speed" has the step
+    time.
+    """
     steps = [row for row in metrics if "seconds/step" in row]
     if not steps:
         return [row_of("run", "steps", "none", "at least 1", False)]
@@ -54,8 +59,20 @@ def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bo
     return [
         row_of("run", "steps", len(steps), None, None),
         row_of("run", "largest mismatch/k3, nats per token", k3, f"at most {MOST_K3}", k3 <= MOST_K3),
-        row_of("run", "steps with a gradient", sum(norm > 0 for norm in norms), "at least 1", any(norm > 0 for norm in norms)),
-        row_of("run", "reward, first to last", f"{steps[0]['reward/mean']:.3f} to {steps[-1]['reward/mean']:.3f}", None, None),
+        row_of(
+            "run",
+            "steps with a gradient",
+            sum(norm > 0 for norm in norms),
+            "at least 1",
+            any(norm > 0 for norm in norms),
+        ),
+        row_of(
+            "run",
+            "reward, first to last",
+            f"{steps[0]['reward/mean']:.3f} to {steps[-1]['reward/mean']:.3f}",
+            None,
+            None,
+        ),
         row_of(
             "speed",
             "median step, s",

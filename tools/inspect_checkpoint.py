@@ -1,7 +1,7 @@
 """Describe a checkpoint: `python tools/inspect_checkpoint.py PATH [--config HF_DIR] [--json]`.
 
-PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. The tool reads only headers.
-If PATH is none of these, or damaged, it exits with 2.
+PATH is a Hugging Face folder, a converted checkpoint, or a run's folder or one of its checkpoints. The tool reads only
+headers. If PATH is none of these, or damaged, it exits with 2.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Compare two checkpoints, each a Hugging Face folder or a Megatron checkpoint: `python tools/verify_checkpoint.py A B`.
+"""Compare two checkpoints, each a Hugging Face folder or a Megatron checkpoint: `python tools/verify_checkpoint.py A
+B`.
 
-The tool compares config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory, it also
-compares the outputs of every layer on fixed prompts and names the first layer that differs. transformers runs a Hugging Face
-folder and Megatron-core runs a Megatron checkpoint, so a mapping that is wrong in both directions is found too. --no-logits
-leaves out the outputs. --config-a and --config-b are folders with config.json, for a checkpoint without one. Exit code 0 if the
-checkpoints are the same, 1 if not, 2 if one of them cannot be read.
+The tool compares config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory,
+it also compares the outputs of every layer on fixed prompts and names the first layer that differs. transformers runs a
+Hugging Face folder and Megatron-core runs a Megatron checkpoint, so a mapping that is wrong in both directions is found
+too. --no-logits leaves out the outputs. --config-a and --config-b are folders with config.json, for a checkpoint
+without one. Exit code 0 if the checkpoints are the same, 1 if not, 2 if one of them cannot be read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compute the outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
 
-transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the same
-names and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`, because the
-patches that Megatron needs without a GPU change torch's constructors.
+transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the
+same names and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`,
+because the patches that Megatron needs without a GPU change torch's constructors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def outputs(checkpoint: Checkpoint) -> Outputs:
 
 
 def first_difference(a: Outputs, b: Outputs) -> tuple[str, float] | None:
-    """Return the first layer whose outputs differ by more than TOLERANCE, and its difference relative to its largest output."""
+    """Return the first layer whose outputs differ by more than TOLERANCE, and its difference relative to its largest
+    output.
+    """
     for name, values in a.items():
         difference = float((values - b[name]).abs().max() / values.abs().max().clamp_min(1e-30))
         if not difference <= TOLERANCE:
@@ -79,7 +81,8 @@ def prompts(vocab: int) -> list[list[int]]:
 def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     from transformers import AutoModelForCausalLM
 
-    # Use the plain loop over experts. transformers' default, torch.grouped_mm, needs rows that are a multiple of 16 bytes.
+    # Use the plain loop over experts. transformers' default, torch.grouped_mm, needs rows that are a multiple of 16
+    # bytes.
     own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
     scale_attention(model)
@@ -134,7 +137,9 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             for number, layer in enumerate(policy.models[0].decoder.layers):
                 layer.register_forward_hook(_keep(outputs, f"layer {number}"))
             batches = [
-                pack_mini_batches([[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16))[0][0]
+                pack_mini_batches(
+                    [[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16)
+                )[0][0]
                 for s in samples
             ]
 
@@ -146,7 +151,8 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             runtimes.stop()
     vocab = checkpoint.model()[1].vocab
     cut = {
-        name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, PROMPT_LENGTHS, strict=True)] for name, vs in outputs.items()
+        name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, PROMPT_LENGTHS, strict=True)]
+        for name, vs in outputs.items()
     }
     return {name: torch.cat(values)[:, : vocab if name == "logits" else None] for name, values in cut.items()}
 

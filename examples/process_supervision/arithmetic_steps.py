@@ -1,12 +1,12 @@
 """A reward for each step of a response by its arithmetic: 1 if all equations of the step hold, otherwise 0.
 
-A step without equations has no reward. Verdicts: "steps_right", "steps_wrong" (at least one) and "no_steps" (no step has an
-equation). A config names this function `arithmetic_steps`. Copy the file to write your own reward of steps.
+A step without equations has no reward. Verdicts: "steps_right", "steps_wrong" (at least one) and "no_steps" (no step
+has an equation). A config names this function `arithmetic_steps`. Copy the file to write your own reward of steps.
 
 An equation contains numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac, \\times, \\div, and equals signs.
-The parser reads through Markdown, LaTeX and a unit after the last number. It computes exactly, with fractions; a decimal also
-equals a quotient that rounds to it. It skips anything else (2x + 3 = 7, 5 apples + 3 apples = 8 apples, 2^3 = 8), because no
-verdict is better than a wrong one. Time is linear in the length of the text.
+The parser reads through Markdown, LaTeX and a unit after the last number. It computes exactly, with fractions; a
+decimal also equals a quotient that rounds to it. It skips anything else (2x + 3 = 7, 5 apples + 3 apples = 8 apples,
+2^3 = 8), because no verdict is better than a wrong one. Time is linear in the length of the text.
 """
 # ruff: noqa: RUF001 -- the parser reads signs that look like other characters
 
@@ -65,7 +65,9 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Expression:
-    """An expression and its values: two if a percent sign can be read in two ways, none if the expression is undefined."""
+    """An expression and its values: two if a percent sign can be read in two ways, none if the expression is
+    undefined.
+    """
 
     values: tuple[Fraction, ...]
     has_operator: bool
@@ -280,7 +282,9 @@ class _Parser:
         if self._kind() != "operator" or self._tokens[self.position].text not in signs:
             return None
         has_operand = self._kind(1) in ("number", "open") or (
-            self._kind(1) == "operator" and self._tokens[self.position + 1].text in "+-" and self._kind(2) in ("number", "open")
+            self._kind(1) == "operator"
+            and self._tokens[self.position + 1].text in "+-"
+            and self._kind(2) in ("number", "open")
         )
         if not has_operand:
             return None

@@ -1,8 +1,9 @@
 """Advantages from rewards: one pure function of a group's samples per `algorithm.adv_type`.
 
-Input: the scored groups of a step. Output: the same samples with `advantages`, one finite float32 value per response token.
-Zero-variance groups and groups of one sample get exactly 0, unless gdpo or whitening subtracts a step mean that is not 0.
-Samples without a reward always get 0. reinforce_plus_plus has no group baseline, so only whole steps of equal values get 0.
+Input: the scored groups of a step. Output: the same samples with `advantages`, one finite float32 value per response
+token. Zero-variance groups and groups of one sample get exactly 0, unless gdpo or whitening subtracts a step mean that
+is not 0. Samples without a reward always get 0. reinforce_plus_plus has no group baseline, so only whole steps of equal
+values get 0.
 """
 
 from __future__ import annotations
@@ -45,19 +46,24 @@ def assign_advantages(
 ) -> list[Sample]:
     """Set the advantages of every sample by a.adv_type. Return all samples as a flat list, in order.
 
-    Samples without a reward get zeros and count in no mean. If a.kl_in is "reward", `kl_penalties` times kl_beta are subtracted
-    from the reward ([response_len] per sample, in the order of the samples; None: no penalty yet). `reward_weights` are the
-    weights of the reward functions, for gdpo. `groups` must be all groups of the step, on every rank. Raise RewardError if a
-    reward is not finite.
+    Samples without a reward get zeros and count in no mean. If a.kl_in is "reward", `kl_penalties` times kl_beta are
+    subtracted from the reward ([response_len] per sample, in the order of the samples; None: no penalty yet).
+    `reward_weights` are the weights of the reward functions, for gdpo. `groups` must be all groups of the step, on
+    every rank. Raise RewardError if a reward is not finite.
     """
     samples: list[Sample] = []
     rewards: list[Tensor] = []
     counted: list[Sample] = []
-    # Advantages of `counted`, in float64, because whitening nearly equal advantages would amplify the rounding of float32.
+    # Advantages of `counted`, in float64, because whitening nearly equal advantages would amplify the rounding of
+    # float32.
     rows: list[Tensor] = []
     beta = a.kl_beta if a.has_kl_reward else 0.0
     for group in groups:
-        kls = kl_penalties[len(samples) :] if kl_penalties is not None else [torch.zeros(s.response_len) for s in group.samples]
+        kls = (
+            kl_penalties[len(samples) :]
+            if kl_penalties is not None
+            else [torch.zeros(s.response_len) for s in group.samples]
+        )
         pairs = [(s, beta * kl.double()) for s, kl in zip(group.samples, kls, strict=False) if _is_scored(s, a)]
         members = [s for s, _ in pairs]
         # In float64, because float32 rounding would look like variance of equal rewards.
@@ -76,8 +82,8 @@ def assign_advantages(
         rows = _scaled([values_R - shift for values_R in rows], torch.tensor(sums, dtype=torch.float64), a)
     if a.normalize_advantages or a.adv_type in _WHITENED:
         rows = _whitened(rows)
-    # The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once that is subtracted, a zero-variance
-    # group would seem to teach. So advantages that differ from 0 only by rounding become 0.
+    # The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once that is subtracted, a
+    # zero-variance group would seem to teach. So advantages that differ from 0 only by rounding become 0.
     rounding = 1e-12 * max((float(values_R.abs().max()) for values_R in rows if len(values_R)), default=0.0)
     for sample in samples:
         sample.advantages = torch.zeros(sample.response_len)
@@ -86,7 +92,8 @@ def assign_advantages(
     return samples
 
 
-# Estimators: (scored samples of a group, config) -> float64 advantage of each sample [G], or of each token of each sample.
+# Estimators: (scored samples of a group, config) -> float64 advantage of each sample [G], or of each token of each
+# sample.
 
 
 def grpo(g: Scored, a: AlgorithmConfig) -> Tensor:
@@ -101,7 +108,8 @@ def grpo_process(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
     """Process supervision, DeepSeekMath (arXiv 2402.03300) 4.1.3: step rewards normalised over all steps of the group.
 
     The advantage of a token is the sum over the steps that end at or after it, 0 after the last step. Rewards for whole
-    responses add their z-score (as in `grpo`) on all tokens. If the group has none, the overlong penalty alone is the outcome.
+    responses add their z-score (as in `grpo`) on all tokens. If the group has none, the overlong penalty alone is the
+    outcome.
     """
     steps = group_zscore(torch.tensor([r for s in g.samples for r in s.step_rewards], dtype=torch.float64), a)
     return _of_steps(g, a, steps.split([len(s.step_rewards) for s in g.samples]) if g.samples else [])
@@ -124,8 +132,8 @@ def grpo_turn(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 def grpo_leave_one_out(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return (r_i - mean) / (std + std_eps), with mean and std of the group's other rewards.
 
-    This is RLOO's baseline (arXiv 2402.14740) with GRPO's scale, NeMo-RL's default. If the other rewards are all equal, return
-    r_i - mean.
+    This is RLOO's baseline (arXiv 2402.14740) with GRPO's scale, NeMo-RL's default. If the other rewards are all equal,
+    return r_i - mean.
     """
     rewards_G = g.rewards_G
     num = len(rewards_G)
@@ -154,7 +162,9 @@ def reinforce_plus_plus(g: Scored, a: AlgorithmConfig) -> list[Tensor]:
 
 
 def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> Tensor:
-    """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r minus the group's mean; tokens are whitened later."""
+    """REINFORCE++ with baseline (arXiv 2501.03262, eq. 7): return r minus the group's mean; tokens are whitened
+    later.
+    """
     return _centered(g.rewards_G)
 
 
@@ -171,10 +181,12 @@ def opo(g: Scored, a: AlgorithmConfig) -> Tensor:
 
 
 def pass_at_k_advantages(g: Scored, a: AlgorithmConfig) -> Tensor:
-    """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1 others.
+    """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1
+    others.
 
-    This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201). It is scaled so that for k = G the best sample gets its
-    lead over the second and all others 0 (arXiv 2503.19595). With normalize_by_std it is divided by the group's deviation.
+    This is PKPO's leave-one-out estimator of max@k (arXiv 2505.15201). It is scaled so that for k = G the best sample
+    gets its lead over the second and all others 0 (arXiv 2503.19595). With normalize_by_std it is divided by the
+    group's deviation.
     """
     rewards_G = g.rewards_G
     num = len(rewards_G)
@@ -219,8 +231,8 @@ _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
     """Return (r - mean) / (std + std_eps) over the rewards of one group; 0 if all are equal or there is only one.
 
-    std divides by G - std_ddof: slime, verl, RLinf and TRL use 1, Megatron-LM 0. Without normalize_by_std return r - mean, so
-    easy and hard prompts weigh no more than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
+    std divides by G - std_ddof: slime, verl, RLinf and TRL use 1, Megatron-LM 0. Without normalize_by_std return r -
+    mean, so easy and hard prompts weigh no more than others (Dr. GRPO, arXiv 2503.20783, section 3.1).
     """
     centered = _centered(rewards_G)
     if not a.normalize_by_std or a.std_over == "batch" or not bool(centered.any()):
@@ -254,8 +266,8 @@ def _scaled(rows: Sequence[Tensor], values: Tensor, a: AlgorithmConfig) -> list[
 def _whitened(rows: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
     """Return the rows shifted and scaled to mean 0 and standard deviation 1 over all response tokens.
 
-    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if all are
-    equal.
+    The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if
+    all are equal.
     """
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *rows])
     has_variance = bool((values != values[:1]).any())
@@ -264,7 +276,9 @@ def _whitened(rows: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
 
 
 def _centered(rewards: Tensor) -> Tensor:
-    """Return r - mean. Equal rewards are compared exactly, because std + eps would amplify a rounding error of the mean."""
+    """Return r - mean. Equal rewards are compared exactly, because std + eps would amplify a rounding error of the
+    mean.
+    """
     if rewards.numel() == 0 or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     return rewards - rewards.mean()
@@ -288,7 +302,8 @@ def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:
     """Return True if the sample has a reward that a.adv_type uses. Raise RewardError if a reward is not finite."""
     if any(not math.isfinite(r) for r in [*sample.step_rewards, sample.reward or 0.0]):
         raise RewardError(
-            f"sample {sample.index} of prompt {sample.prompt.id} has reward {sample.reward} and step rewards "
-            f"{sample.step_rewards} from scores {sample.scores}; a reward function must return finite numbers, or None for none"
+            f"sample {sample.index} of prompt {sample.prompt.id} has reward {sample.reward} and step rewards"
+            f" {sample.step_rewards} from scores {sample.scores}; a reward function must return finite numbers, or None"
+            " for none"
         )
     return sample.is_scored if a.adv_type in ("grpo_process", "grpo_turn") else sample.reward is not None

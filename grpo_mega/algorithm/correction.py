@@ -1,8 +1,8 @@
 """Off-policy correction: the engine samples with slightly different probabilities than the trainer computes.
 
-m_t = exp(old_logprobs_t - rollout_logprobs_t) is the mismatch ratio of a token, with its logarithm clamped to +-20. Weights
-turn samples of the engine's distribution into samples of the trainer's. A mask drops samples that are too far off. Neither has
-a gradient. Dropped tokens add nothing to the loss, and the counts that divide the loss stay the same.
+m_t = exp(old_logprobs_t - rollout_logprobs_t) is the mismatch ratio of a token, with its logarithm clamped to +-20.
+Weights turn samples of the engine's distribution into samples of the trainer's. A mask drops samples that are too far
+off. Neither has a gradient. Dropped tokens add nothing to the loss, and the counts that divide the loss stay the same.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
     c.importance sets the weight c_t of the policy's term of a token; KL and entropy keep the weight 1:
 
     token      clip(m_t, min_importance, max_importance): truncated importance sampling (Ionides 2008; Yao et al., "Your
-               efficient RL framework secretly brings you off-policy RL training", 2025). Together with the objective's ratio to
-               old_logprobs this is decoupled PPO (AReaL, arXiv 2505.24298, eq. 5)
+               efficient RL framework secretly brings you off-policy RL training", 2025). Together with the objective's
+               ratio to old_logprobs this is decoupled PPO (AReaL, arXiv 2505.24298, eq. 5)
     sequence   clip(prod_t m_t, min_importance, max_importance) for every token of the response
     icepop     m_t if mask_low <= m_t <= mask_high, else 0: IcePop (Ring-1T report, arXiv 2510.18855)
 
-    c.batch_normalize divides these weights by their mean over the mini-batch (x.importance_mean): self-normalised importance
-    sampling. c.off_policy_threshold then sets c_t = 0 if A_t < 0 and mean_u (rollout_logprobs_u - logprobs_u) of the response
-    exceeds it: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    c.batch_normalize divides these weights by their mean over the mini-batch (x.importance_mean): self-normalised
+    importance sampling. c.off_policy_threshold then sets c_t = 0 if A_t < 0 and mean_u (rollout_logprobs_u -
+    logprobs_u) of the response exceeds it: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 
     c.mask sets which tokens are kept; the others lose all their terms, KL and entropy too:
 
@@ -46,9 +46,9 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
     sequence   responses with mask_low <= prod_t m_t <= mask_high
     geometric  responses with mask_low <= exp(mean_t log m_t) <= mask_high
 
-    c.reject drops tokens (token_) or responses by rejection sampling, as in verl: if k2 = log^2 m_t / 2 or k3 = m_t - 1 - log
-    m_t, or their sum, mean or maximum over the response (seq_sum_, seq_mean_, seq_max_), is above reject_above. c.veto_below
-    drops responses that have a token with m_t < veto_below.
+    c.reject drops tokens (token_) or responses by rejection sampling, as in verl: if k2 = log^2 m_t / 2 or k3 = m_t - 1
+    - log m_t, or their sum, mean or maximum over the response (seq_sum_, seq_mean_, seq_max_), is above reject_above.
+    c.veto_below drops responses that have a token with m_t < veto_below.
     """
     log_T = x.log_mismatch()
     keep_T = torch.ones_like(log_T)
@@ -81,7 +81,9 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
 
 @torch.no_grad()
 def mean_importance(x: LossInputs, c: CorrectionConfig) -> float:
-    """Return the mean weight over a mini-batch's tokens, or over its responses if c.importance is "sequence"; 1 if it is 0."""
+    """Return the mean weight over a mini-batch's tokens, or over its responses if c.importance is "sequence"; 1 if it
+    is 0.
+    """
     x = x.without_masked()
     importance_T, _ = _importance(x, c)
     weights_T = x.loss_mask

@@ -1,8 +1,8 @@
 """The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches. With context parallelism a rank
-has a part of each response, and sums over a response include all parts, with exact gradients. Tokens with loss_mask 0 count in
-no sum, mean or count.
+Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches. With context parallelism
+a rank has a part of each response, and sums over a response include all parts, with exact gradients. Tokens with
+loss_mask 0 count in no sum, mean or count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from grpo_mega.config import AlgorithmConfig
 
-# Bound of every log-ratio. exp(20) = 5e8 is far outside any clip range, and still finite when multiplied by an advantage of 0.
+# Bound of every log-ratio. exp(20) = 5e8 is far outside any clip range, and still finite when multiplied by an
+# advantage of 0.
 MAX_LOG_RATIO = 20.0
 
 
@@ -64,7 +65,9 @@ class LossInputs:
         )
 
     def without_masked(self) -> LossInputs:
-        """Return the inputs with 0 on masked tokens, before any arithmetic, so no NaN of a masked token reaches a gradient."""
+        """Return the inputs with 0 on masked tokens, before any arithmetic, so no NaN of a masked token reaches a
+        gradient.
+        """
         is_unmasked_T = self.loss_mask > 0
         values = {n: v for n, v in vars(self).items() if isinstance(v, Tensor) and n not in ("loss_mask", "segments")}
         clean: dict[str, Any] = {name: torch.where(is_unmasked_T, values_T, 0.0) for name, values_T in values.items()}
@@ -93,7 +96,9 @@ class LossInputs:
         return sums_S[self.segments].to(values_T.dtype)
 
     def sequence_mean(self, values_T: Tensor) -> Tensor:
-        """Return [T]: for each token the mean of `values_T` over the unmasked tokens of its sequence, or 0 without any."""
+        """Return [T]: for each token the mean of `values_T` over the unmasked tokens of its sequence, or 0 without
+        any.
+        """
         return self.sequence_sum(values_T) / self.sequence_sum(torch.ones_like(values_T)).clamp(min=1.0)
 
     def sequence_max(self, values_T: Tensor) -> Tensor:
@@ -101,12 +106,16 @@ class LossInputs:
         maxima_S = torch.zeros(self.num_segments, dtype=values_T.dtype, device=values_T.device)
         maxima_S = maxima_S.scatter_reduce(0, self.segments, values_T * self.loss_mask, "amax")
         if self.cp_group is not None:
-            dist.all_reduce(maxima_S, op=dist.ReduceOp.MAX, group=self.cp_group)  # no loss has a gradient through a maximum
+            dist.all_reduce(
+                maxima_S, op=dist.ReduceOp.MAX, group=self.cp_group
+            )  # no loss has a gradient through a maximum
         return maxima_S[self.segments]
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' tensors, on each rank. The loss is the sum of the ranks' losses, so gradients are summed too."""
+    """The sum of all ranks' tensors, on each rank. The loss is the sum of the ranks' losses, so gradients are summed
+    too.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

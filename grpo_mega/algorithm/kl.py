@@ -1,9 +1,10 @@
-"""KL divergences: estimates from the log-probabilities of sampled tokens, and sums over the whole vocabulary. Differentiable.
+"""KL divergences: estimates from the log-probabilities of sampled tokens, and sums over the whole vocabulary.
+Differentiable.
 
 `kl_penalty` takes logprobs and ref_logprobs of the same shape and returns a penalty of that shape, 0 if both agree.
-`vocab_parallel_kl` takes hidden states of policy and teacher, and both output weights with the same rows of the vocabulary on a
-rank. It returns [T] nats, the same on every rank of the group. Only one tile of [T, V] exists at a time, as in logprobs.py.
-`adapted_beta` adapts the penalty's weight between steps.
+`vocab_parallel_kl` takes hidden states of policy and teacher, and both output weights with the same rows of the
+vocabulary on a rank. It returns [T] nats, the same on every rank of the group. Only one tile of [T, V] exists at a
+time, as in logprobs.py. `adapted_beta` adapts the penalty's weight between steps.
 """
 
 from __future__ import annotations
@@ -30,20 +31,25 @@ def kl_penalty(
     old_logprobs: Tensor | None = None,
     kl_clamp: float | None = KL_CLAMP,
 ) -> Tensor:
-    """Return the penalty `kind` for d = logprobs - ref_logprobs (k1, k2, k3: Schulman, "Approximating KL Divergence", 2020).
+    """Return the penalty `kind` for d = logprobs - ref_logprobs (k1, k2, k3: Schulman, "Approximating KL Divergence",
+    2020).
 
     kl          k1 = d. As a loss its gradient has mean 0 over the policy's own samples: for monitoring, or for rewards
     abs         |d|
     mse         k2 = d^2 / 2
-    low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most kl_clamp
-    low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556). Over
-                samples of the policy before the update its mean is the KL of the current policy, and its gradient is that
-                KL's gradient. The ratio has a gradient. d and log r are clamped to +-20, the product to at most kl_clamp
-    low_var_kl+  the value of low_var_kl with the gradient of mse, d: straight-through, as in verl. The mean of k3 is the KL
-                with little variance, and on-policy the mean gradient of k2 is the KL's gradient; each has only one of the two
+    low_var_kl  k3 = e^-d - 1 + d, DeepSeekMath (arXiv 2402.03300) eq. 4; d clamped to +-20, the value to at most
+                kl_clamp
+    low_var_kl_weighted  r k3 with r = e^(logprobs - old_logprobs), DeepSeek-V3.2's unbiased estimate (arXiv
+                2512.02556). Over samples of the policy before the update its mean is the KL of the current policy, and
+                its gradient is that KL's gradient. The ratio has a gradient. d and log r are clamped to +-20, the
+                product to at most kl_clamp
+    low_var_kl+  the value of low_var_kl with the gradient of mse, d: straight-through, as in verl. The mean of k3 is
+                the KL with little variance, and on-policy the mean gradient of k2 is the KL's gradient; each has only
+                one of the two
 
-    The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d. A clamp on k3 alone would leave the
-    ratio's gradient, and that lowers log-probs that are already below the reference. kl_clamp None clamps only d and log r.
+    The gradient of every penalty is 0 or points towards the reference. For r k3 it is r d. A clamp on k3 alone would
+    leave the ratio's gradient, and that lowers log-probs that are already below the reference. kl_clamp None clamps
+    only d and log r.
     """
     if kind == "kl":
         return logprobs - ref_logprobs
@@ -67,15 +73,16 @@ def kl_penalty(
 def k3(log_ratio: Tensor) -> Tensor:
     """Return e^d - 1 - d >= 0 for d = log_ratio clamped to +-20.
 
-    For d = log p - log q its mean over samples of q is KL(q || p). It is computed with expm1, because in float32 the plain form
-    is off by 5% at d = 1e-3 and meaningless below 3e-4.
+    For d = log p - log q its mean over samples of q is KL(q || p). It is computed with expm1, because in float32 the
+    plain form is off by 5% at d = 1e-3 and meaningless below 3e-4.
     """
     d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
 
 
 def adapted_beta(beta: float, kl: float, num_samples: int, a: AlgorithmConfig) -> float:
-    """Return the weight of the KL penalty after a step with this mean KL (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Return the weight of the KL penalty after a step with this mean KL (Ziegler et al., arXiv 1909.08593, section
+    2.2).
 
     It is beta (1 + clip(kl / kl_target - 1, -0.2, 0.2) num_samples / kl_horizon), or beta if kl is not finite.
     """
@@ -99,7 +106,8 @@ def vocab_parallel_kl(
     weight_grad_VH: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return KL(policy || teacher) if `is_reverse`, else KL(teacher || policy), of each token [T]; 0 if needed_T is False.
+    """Return KL(policy || teacher) if `is_reverse`, else KL(teacher || policy), of each token [T]; 0 if needed_T is
+    False.
 
     teacher_hidden_NG holds the N needed tokens. The other arguments are as in `vocab_parallel_logprobs`.
     """
@@ -128,7 +136,9 @@ class _Pair:
         return logp_nv, u_nv.sub_(self.teacher_log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
 
     def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Return the gradient of a tile's logits: p (log p - log q - KL) for the reverse KL, p - q for the forward KL."""
+        """Return the gradient of a tile's logits: p (log p - log q - KL) for the reverse KL, p - q for the forward
+        KL.
+        """
         assert self.grad_N is not None
         logp_nv, logq_nv = self.log_probs(x_nv, spare, tokens, columns)
         if self.is_reverse:

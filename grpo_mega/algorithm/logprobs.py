@@ -1,10 +1,11 @@
-"""Compute log-probabilities and entropies of softmax(hidden @ weight.T / temperature) over a vocabulary-parallel weight.
+"""Compute log-probabilities and entropies of softmax(hidden @ weight.T / temperature) over a vocabulary-parallel
+weight.
 
-Input: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Output: [T] vectors, the same on
-every rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64 weights).
-Forward and backward both compute them: a fourth matrix product is the price of never storing [T, V]. The forward has two
-collectives on [T] vectors (a max and a sum). The backward has none: the hidden states' gradient is this rank's part of a sum
-over the group.
+Input: hidden states [T, H] and this rank's rows [padded_vocab / tp, H] of the output weight. Output: [T] vectors, the
+same on every rank of the group. Logits exist one tile of tokens and columns at a time, in float32 (float64 for float64
+weights). Forward and backward both compute them: a fourth matrix product is the price of never storing [T, V]. The
+forward has two collectives on [T] vectors (a max and a sum). The backward has none: the hidden states' gradient is this
+rank's part of a sum over the group.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ def vocab_parallel_logprobs(
     weight_grad_VH: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and optionally entropies.
+    """Return log-probabilities of `targets_T` under softmax(hidden_TH @ weight.T / temperature), and optionally
+    entropies.
 
-    hidden_TH: [T, H], the same on all ranks of `tp_group`; weight_VH: [width, H]; both float32, bfloat16 or float64. Rank r
-    holds rows r * width to (r + 1) * width of the padded vocabulary. Rows from `vocab_size` on are padding: they are never
-    read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens with `needed_T` (bool) False return
-    0 and cost nothing. Logits of -inf have probability 0. A row of only such logits has no softmax and returns NaN. Returns
-    logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64 weights). All ranks of the group
-    must call with the same T and needed_T.
+    hidden_TH: [T, H], the same on all ranks of `tp_group`; weight_VH: [width, H]; both float32, bfloat16 or float64.
+    Rank r holds rows r * width to (r + 1) * width of the padded vocabulary. Rows from `vocab_size` on are padding: they
+    are never read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens with `needed_T`
+    (bool) False return 0 and cost nothing. Logits of -inf have probability 0. A row of only such logits has no softmax
+    and returns NaN. Returns logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64
+    weights). All ranks of the group must call with the same T and needed_T.
 
-    Both have gradients. The gradient of hidden_TH is this rank's part. The operation that made hidden_TH the same on all ranks
-    must add the parts up in its backward, like the input of a column-parallel linear layer. The gradient of the weight is
-    summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added to that tensor, and the
-    weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
+    Both have gradients. The gradient of hidden_TH is this rank's part. The operation that made hidden_TH the same on
+    all ranks must add the parts up in its backward, like the input of a column-parallel linear layer. The gradient of
+    the weight is summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added
+    to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
     """
     shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
     if needed_T is None:
@@ -91,14 +93,20 @@ class VocabShard:
         return x_nv
 
     def targets(self, targets_n: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Return each target's column in a tile [n, 1] (0 if in another tile), and a mask [n, 1] of targets in this tile."""
+        """Return each target's column in a tile [n, 1] (0 if in another tile), and a mask [n, 1] of targets in this
+        tile.
+        """
         column_n1 = (targets_n - (self.start + columns.start)).unsqueeze(1)
         is_here_n1 = (column_n1 >= 0) & (column_n1 < columns.stop - columns.start)
         return torch.where(is_here_n1, column_n1, 0), is_here_n1
 
 
 def shard_of(
-    weight_VH: Tensor, vocab_size: int, temperature: float, tp_group: dist.ProcessGroup | None, tile: tuple[int, int] | None
+    weight_VH: Tensor,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
+    tile: tuple[int, int] | None,
 ) -> VocabShard:
     width = weight_VH.shape[0]
     start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
@@ -121,7 +129,8 @@ class _Logprobs(torch.autograd.Function):
         max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, tp_group, with_entropy)
         target_T, sum_exp_T = sums_kT[0], sums_kT[1]
         log_sum_T = sum_exp_T.log()
-        # Both terms of the entropy are >= 0, so nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <= 0.
+        # Both terms of the entropy are >= 0, so nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <=
+        # 0.
         entropy_T = log_sum_T - sums_kT[2] / sum_exp_T if with_entropy else None
         ctx.shard, ctx.weight_grad_VH = shard, weight_grad_VH
         ctx.set_materialize_grads(False)
@@ -138,8 +147,9 @@ class _Logprobs(torch.autograd.Function):
         if grad_entropy_T is not None:
             is_moved_T |= grad_entropy_T != 0
         index_N = is_moved_T.nonzero().squeeze(1)
-        # With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, and d entropy / dx_j = -p_j (log p_j +
-        # entropy). Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j = target] grad sum_exp.
+        # With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, and d entropy / dx_j = -p_j
+        # (log p_j + entropy). Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j =
+        # target] grad sum_exp.
         scale_N = ctx.shard.inverse_temperature / sum_exp_T[index_N]
         slope_N = offset_N = None
         if grad_entropy_T is not None:
@@ -233,8 +243,8 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden states (in the dtype of the computation) and of the weight; None if not needed.
 
-    `to_logits(logits [n, v], spare, tokens, columns)` returns the gradient of a tile's logits; `spare` is scratch memory
-    of the tile's size with `with_spare`. The weight's gradient is added to `weight_grad_VH` if that is given.
+    `to_logits(logits [n, v], spare, tokens, columns)` returns the gradient of a tile's logits; `spare` is scratch
+    memory of the tile's size with `with_spare`. The weight's gradient is added to `weight_grad_VH` if that is given.
     """
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
@@ -267,7 +277,9 @@ def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """Compute out = beta out + alpha a @ b, in place. On a GPU sums and `out` may be float32 while a and b are bfloat16."""
+    """Compute out = beta out + alpha a @ b, in place. On a GPU sums and `out` may be float32 while a and b are
+    bfloat16.
+    """
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
@@ -275,7 +287,9 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha:
 
 
 def operand(x: Tensor) -> Tensor:
-    """Return the operand of matrix products: a GPU multiplies bfloat16 with float32 sums; on a CPU only float32 is fast."""
+    """Return the operand of matrix products: a GPU multiplies bfloat16 with float32 sums; on a CPU only float32 is
+    fast.
+    """
     return x if x.is_cuda else x.to(_compute_dtype(x))
 
 

@@ -1,14 +1,15 @@
 """Policy losses: LossInputs -> LossOutputs, pure functions on the [T] vectors of one micro-batch.
 
-`loss` is the micro-batch's part of the mini-batch's loss, sum_t loss_weights_t * l_t. Parts add up over micro-batches and
-ranks, and no part is ever divided by a local count. Metrics work the same way: over micro-batches (`accumulate`) and ranks,
-`sums` are added and the largest of `maxima` is taken. `finalize` turns them into numbers. Tokens with loss_mask 0 contribute
-exactly 0 to all of these and to the gradient, even if their values are NaN.
+`loss` is the micro-batch's part of the mini-batch's loss, sum_t loss_weights_t * l_t. Parts add up over micro-batches
+and ranks, and no part is ever divided by a local count. Metrics work the same way: over micro-batches (`accumulate`)
+and ranks, `sums` are added and the largest of `maxima` is taken. `finalize` turns them into numbers. Tokens with
+loss_mask 0 contribute exactly 0 to all of these and to the gradient, even if their values are NaN.
 
-An objective returns l_t of each token, the policy's term before weights, KL and entropy, to be minimised, with gradient. Its
-inputs are without masked values (LossInputs.without_masked). r_t = exp(logprobs_t - old_logprobs_t) is the importance ratio,
-with its logarithm clamped to +-20; low and high are a.clip_low and a.clip_high; sg[] stops the gradient. If a method defines
-one value per response, every token of the response gets it, so seq-mean-token-mean returns the mean over responses.
+An objective returns l_t of each token, the policy's term before weights, KL and entropy, to be minimised, with
+gradient. Its inputs are without masked values (LossInputs.without_masked). r_t = exp(logprobs_t - old_logprobs_t) is
+the importance ratio, with its logarithm clamped to +-20; low and high are a.clip_low and a.clip_high; sg[] stops the
+gradient. If a method defines one value per response, every token of the response gets it, so seq-mean-token-mean
+returns the mean over responses.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class LossOutputs:
     """One micro-batch's part of the loss and of the metrics (detached float64 scalars by name)."""
 
     loss: Tensor  # scalar with gradient
-    sums: dict[str, Tensor]  # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens
+    sums: dict[
+        str, Tensor
+    ]  # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens
     maxima: dict[str, Tensor]  # at least 0, the value without tokens
 
 
@@ -38,13 +41,15 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     """Return one micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
     l_t is the objective's loss of a token. c_t and keep_t are the off-policy correction's weight and mask
-    (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t), VAPO's
-    imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds nothing to the loss.
+    (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t),
+    VAPO's imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds
+    nothing to the loss.
 
-    a.distill_beta adds -distill_beta (old_logprobs - teacher_logprobs) to the advantages. On-policy, the gradient of the sum is
-    the gradient of KL(policy || teacher), one token at a time (MiniLLM's single-step part, arXiv 2306.08543, section 2.2).
-    Advantages of rewards are normalised before that, so the teacher's scale is distill_beta alone. With a.distill_kl reverse or
-    forward it adds distill_beta keep_t teacher_kl_t to the loss instead (GKD, arXiv 2306.13649, eq. 4).
+    a.distill_beta adds -distill_beta (old_logprobs - teacher_logprobs) to the advantages. On-policy, the gradient of
+    the sum is the gradient of KL(policy || teacher), one token at a time (MiniLLM's single-step part, arXiv 2306.08543,
+    section 2.2). Advantages of rewards are normalised before that, so the teacher's scale is distill_beta alone. With
+    a.distill_kl reverse or forward it adds distill_beta keep_t teacher_kl_t to the loss instead (GKD, arXiv 2306.13649,
+    eq. 4).
     """
     x = inputs.without_masked()
     if a.distill_beta > 0 and not a.has_vocab_kl:
@@ -56,7 +61,9 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     terms = {"loss/policy": weights_T * correction.importance * objective.loss}
     if a.has_kl_loss:
         assert x.ref_logprobs is not None, "a KL penalty needs ref_logprobs"
-        penalty_T = kl_penalty(x.logprobs, x.ref_logprobs, a.kl_penalty_type, old_logprobs=x.old_logprobs, kl_clamp=a.kl_clamp)
+        penalty_T = kl_penalty(
+            x.logprobs, x.ref_logprobs, a.kl_penalty_type, old_logprobs=x.old_logprobs, kl_clamp=a.kl_clamp
+        )
         terms["loss/kl"] = a.kl_beta * weights_T * penalty_T
     if a.has_vocab_kl:
         assert x.teacher_kl is not None, "distillation over the vocabulary needs teacher_kl"
@@ -135,7 +142,9 @@ def dual_clip(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def gspo(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return GSPO (arXiv 2507.18071, eqs. 5 to 7): `actor` with the response's ratio s = exp(mean_t log r_t) for r_t."""
+    """Return GSPO (arXiv 2507.18071, eqs. 5 to 7): `actor` with the response's ratio s = exp(mean_t log r_t) for
+    r_t.
+    """
     return _clipped(x.sequence_mean(x.log_ratio()).exp(), x.advantages, a)
 
 
@@ -149,7 +158,8 @@ def gspo_token(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def cispo(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5): l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t logprobs_t.
+    """Return CISPO (MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5): l_t = -sg[clip(r_t, 1 - low, 1 + high)] A_t
+    logprobs_t.
 
     No token loses its gradient, because the clip applies to its weight.
     """
@@ -161,8 +171,8 @@ def cispo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 def sapo(x: LossInputs, a: AlgorithmConfig) -> Objective:
     """Return SAPO's soft gate (arXiv 2511.20347): l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t.
 
-    The gradient weight is 1 at r_t = 1. tau is sapo_tau_positive if A_t > 0, else sapo_tau_negative. Nothing is clipped; is_low
-    and is_high mark the tokens that `actor` would clip.
+    The gradient weight is 1 at r_t = 1. tau is sapo_tau_positive if A_t > 0, else sapo_tau_negative. Nothing is
+    clipped; is_low and is_high mark the tokens that `actor` would clip.
     """
     ratio_T = x.log_ratio().exp()
     tau_T = torch.full_like(ratio_T, a.sapo_tau_negative).masked_fill(x.advantages > 0, a.sapo_tau_positive)
@@ -186,7 +196,9 @@ def gmpo(x: LossInputs, a: AlgorithmConfig) -> Objective:
 
 
 def reinforce(x: LossInputs, a: AlgorithmConfig) -> Objective:
-    """Return REINFORCE (Williams 1992): l_t = -A_t logprobs_t, without ratio or clip. Use one optimizer step per rollout."""
+    """Return REINFORCE (Williams 1992): l_t = -A_t logprobs_t, without ratio or clip. Use one optimizer step per
+    rollout.
+    """
     none_T = torch.zeros_like(x.advantages, dtype=torch.bool)
     return Objective(-x.advantages * x.logprobs, none_T, none_T)
 
@@ -223,13 +235,14 @@ OBJECTIVES: Mapping[str, Callable[[LossInputs, AlgorithmConfig], Objective]] = {
 def choose_by_covariance(x: LossInputs, a: AlgorithmConfig, generator: torch.Generator) -> Tensor:
     """Return [T]: 1 on the tokens that clip_cov and kl_cov treat differently (arXiv 2505.22617, section 4.2), else 0.
 
-    These tokens reduce the entropy most. `x` is a whole mini-batch before its update, so neither micro-batches nor ranks change
-    the choice. With cov_t = (old_logprobs_t - their mean) (A_t - its mean), and means over the mini-batch:
+    These tokens reduce the entropy most. `x` is a whole mini-batch before its update, so neither micro-batches nor
+    ranks change the choice. With cov_t = (old_logprobs_t - their mean) (A_t - its mean), and means over the mini-batch:
 
         clip_cov  chooses at random among the tokens with cov_low < cov_t < cov_high
         kl_cov    chooses the tokens with the largest cov_t
 
-    The number of chosen tokens is a share cov_share of all tokens, rounded down but at least one; clip_cov may find fewer.
+    The number of chosen tokens is a share cov_share of all tokens, rounded down but at least one; clip_cov may find
+    fewer.
     """
     is_chosen_T = torch.zeros_like(x.old_logprobs)
     where_N = torch.nonzero(x.loss_mask > 0)[:, 0]
@@ -246,7 +259,9 @@ def choose_by_covariance(x: LossInputs, a: AlgorithmConfig, generator: torch.Gen
     return is_chosen_T
 
 
-def _diagnostics(x: LossInputs, objective: Objective, kl_clamp: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _diagnostics(
+    x: LossInputs, objective: Objective, kl_clamp: float | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the sums and maxima that every loss reports. `x` must be without masked values."""
     ratio_T = x.log_ratio().exp()
     mismatch_T = x.old_logprobs - x.rollout_logprobs

@@ -1,7 +1,7 @@
 """The weight of each token in the loss, computed before any batch is packed.
 
-The loss of a mini-batch is sum_t weight_t * loss_t over all its tokens, on any rank and in any micro-batch. The weights come
-from global counts, so no layout can change the loss.
+The loss of a mini-batch is sum_t weight_t * loss_t over all its tokens, on any rank and in any micro-batch. The weights
+come from global counts, so no layout can change the loss.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def mini_batch_weights(
 ) -> list[list[float]]:
     """Return, for each sample of each of the step's mini-batches, the weight of each of its response tokens.
 
-    Samples that do not contribute to the loss get 0 and do not count. With use_valid_token_scale, token-mean divides by the
-    tokens of the whole rollout over the number of mini-batches.
+    Samples that do not contribute to the loss get 0 and do not count. With use_valid_token_scale, token-mean divides by
+    the tokens of the whole rollout over the number of mini-batches.
     """
     lengths = [[s.response_len if contributes_to_loss(s, a) else 0 for s in samples] for samples in mini_batches]
     num_tokens: list[float] = [sum(response_lens) for response_lens in lengths]
@@ -40,8 +40,8 @@ def mini_batch_weights(
 def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
     """Return False for samples outside the loss.
 
-    These are samples without a reward, unless a teacher teaches them, and with overlong_filter truncated samples. Both stay in
-    their group.
+    These are samples without a reward, unless a teacher teaches them, and with overlong_filter truncated samples. Both
+    stay in their group.
     """
     return (sample.is_scored or a.distill_beta > 0) and not (a.overlong_filter and sample.finish_reason == "length")
 
@@ -49,8 +49,8 @@ def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
 def positive_weights(mini_batch: Sequence[Sample], a: AlgorithmConfig) -> list[float]:
     """Return, for each sample, the weight of each of its tokens in the negative log-likelihood of right answers.
 
-    Right answers are responses in the loss with a reward above positive_above. The weight is 1 / the tokens of all right
-    answers (VAPO, arXiv 2504.05118, eq. 9), and 0 for other samples.
+    Right answers are responses in the loss with a reward above positive_above. The weight is 1 / the tokens of all
+    right answers (VAPO, arXiv 2504.05118, eq. 9), and 0 for other samples.
     """
     is_right = [contributes_to_loss(s, a) and s.reward is not None and s.reward > a.positive_above for s in mini_batch]
     num_tokens = sum(s.response_len for s, it_is in zip(mini_batch, is_right, strict=True) if it_is)

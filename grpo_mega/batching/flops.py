@@ -2,10 +2,11 @@
 
 A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a forward pass over segments of n tokens:
 
-  linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention (or the
-             matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for the router and
-             3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
-  attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each layer
+  linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention
+             (or the matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for
+             the router and 3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
+  attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each
+             layer
   output     2 x hidden x vocab for each token that needs a log-prob
 
 A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
@@ -38,7 +39,9 @@ class Flops:
         return 3 * self.forward
 
 
-def count(shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None) -> Flops:
+def count(
+    shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int = 0, num_outputs: int | None = None
+) -> Flops:
     """Count a pass over segments of `lengths` tokens, with `num_outputs` tokens (None: all) through the output layer.
 
     Raise ConfigError for an MoE model without its number of experts per token.
@@ -46,14 +49,20 @@ def count(shape: ModelShape, lengths: Sequence[int], *, experts_per_token: int =
     num_tokens = sum(lengths)
     num_pairs = sum(n * (n + 1) // 2 for n in lengths)
     return of_totals(
-        shape, num_tokens, num_pairs, num_tokens if num_outputs is None else num_outputs, experts_per_token=experts_per_token
+        shape,
+        num_tokens,
+        num_pairs,
+        num_tokens if num_outputs is None else num_outputs,
+        experts_per_token=experts_per_token,
     )
 
 
 def of_totals(
     shape: ModelShape, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0
 ) -> Flops:
-    """Count a pass from totals: tokens, pairs of a query and a key that it sees, and tokens through the output layer."""
+    """Count a pass from totals: tokens, pairs of a query and a key that it sees, and tokens through the output
+    layer.
+    """
     return Flops(
         linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
         attention=2 * (shape.q + shape.v) * num_pairs * shape.num_layers,
@@ -80,5 +89,7 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
             f"experts_per_token={experts_per_token}: must be in 1 .. {shape.num_experts} for an MoE model; "
             "give the config's num_experts_per_tok"
         )
-    chosen = shape.hidden * shape.num_experts + 3 * shape.hidden * (experts_per_token * shape.moe_ffn + shape.shared_ffn)
+    chosen = shape.hidden * shape.num_experts + 3 * shape.hidden * (
+        experts_per_token * shape.moe_ffn + shape.shared_ffn
+    )
     return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers

@@ -1,10 +1,10 @@
 """Map values between samples and packed rows, and split rows over context-parallel ranks.
 
-Response token j of a sample with P prompt tokens belongs to the position that predicts it: P - 1 + j of the sample's segment.
-Packed rows are written and read with `response_slice`, so the two cannot disagree.
+Response token j of a sample with P prompt tokens belongs to the position that predicts it: P - 1 + j of the sample's
+segment. Packed rows are written and read with `response_slice`, so the two cannot disagree.
 
-With context parallelism each segment, padded to a multiple of 2 * cp tokens, is split into 2 * cp chunks. Rank r holds chunk r
-and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on every rank.
+With context parallelism each segment, padded to a multiple of 2 * cp tokens, is split into 2 * cp chunks. Rank r holds
+chunk r and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from grpo_mega.types import PackedBatch, Sample
 
 
 def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = False) -> slice:
-    """Return the positions of a packed row that predict the response of a sample whose segment starts at `segment_start`.
+    """Return the positions of a packed row that predict the response of a sample whose segment starts at
+    `segment_start`.
 
     `is_shared`: the segment has only the last token of the prompt.
     """
@@ -45,14 +46,17 @@ def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
     cuts = batch.cu_seqlens.tolist()
     parts = ((start, chunks_of(end - start, cp_size, cp_rank)) for start, end in pairwise(cuts))
     rows = torch.cat([start + torch.arange(c.start, c.stop) for start, chunks in parts for c in chunks])
-    kept: dict[str, Any] = {name: v[rows] for name, v in _tensors(batch).items() if name not in ("cu_seqlens", "routes")}
+    kept: dict[str, Any] = {
+        name: v[rows] for name, v in _tensors(batch).items() if name not in ("cu_seqlens", "routes")
+    }
     if batch.routes is not None:
         kept["routes"] = torch.from_numpy(batch.routes.numpy()[rows.numpy()])  # torch cannot index uint16
     return replace(batch, **kept, cu_seqlens=batch.cu_seqlens // cp_size, cp_size=cp_size, cp_rank=cp_rank)
 
 
 def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[list[tuple[slice, slice]]]:
-    """Yield, for each of `batch.sample_indices`, pairs of positions: in the row, and of the response tokens that they predict.
+    """Yield, for each of `batch.sample_indices`, pairs of positions: in the row, and of the response tokens that they
+    predict.
 
     `samples` are all samples of the step. There is one pair per chunk on this rank.
     """

@@ -1,15 +1,16 @@
-"""Pack samples end to end into the micro-batches of one DP rank, balanced over all ranks, without padding sample by sample.
+"""Pack samples end to end into the micro-batches of one DP rank, balanced over all ranks, without padding sample by
+sample.
 
-Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with NaN for
-advantages that are not assigned yet. Each row has only the part of its context-parallel rank; lengths and budgets count the
-tokens of one such rank. Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there
-are too few samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
-loss, gradient or metrics.
+Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with
+NaN for advantages that are not assigned yet. Each row has only the part of its context-parallel rank; lengths and
+budgets count the tokens of one such rank. Within a mini-batch every rank has the same number of micro-batches, all of
+the same length T. If there are too few samples, some micro-batches are only padding, with loss 0. The assignment of
+samples to micro-batches never changes loss, gradient or metrics.
 
-All micro-batches are padded to the longest one, so `balance` minimises its length: samples are placed longest first, then
-exchanged between long and short micro-batches ("bins"). Equal tokens mean equal work, except in attention, because its work
-grows with the square of a sample's length. So bins are dealt to give every rank the same work. The result depends only on the
-arguments, so all ranks compute the same plan without communication.
+All micro-batches are padded to the longest one, so `balance` minimises its length: samples are placed longest first,
+then exchanged between long and short micro-batches ("bins"). Equal tokens mean equal work, except in attention, because
+its work grows with the square of a sample's length. So bins are dealt to give every rank the same work. The result
+depends only on the arguments, so all ranks compute the same plan without communication.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class PackingSpec:
 
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
-    """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at most 1."""
+    """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at
+    most 1.
+    """
     if len(groups) < num_mini_batches:
         raise PlanError(
             f"batch.mini_batches={num_mini_batches} needs as many groups, but the step has {len(groups)}; "
@@ -72,13 +75,16 @@ def pack_mini_batches(
     """Return [mini_batch][micro_batch] of the spec's DP rank and context-parallel rank.
 
     token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
-    (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's samples,
-    through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to `length_multiple`, so it
-    may exceed `token_budget` by less than that. Raise PlanError if a sample is longer than the budget.
+    (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's
+    samples, through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to
+    `length_multiple`, so it may exceed `token_budget` by less than that. Raise PlanError if a sample is longer than the
+    budget.
     """
     result: list[list[PackedBatch]] = []
     cp_size = spec.cp_size
-    length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)  # the last segment, padding, is split too
+    length_multiple = math.lcm(
+        spec.length_multiple, 1 if cp_size == 1 else 2
+    )  # the last segment, padding, is split too
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
         units = _units(samples, spec.token_budget) if spec.share_prompts else [[i] for i in range(len(samples))]
@@ -109,11 +115,12 @@ def balance(
     length_multiple: int = 1,
     tokens_per_pair: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Return [dp_rank][micro_batch] -> ascending indices into `lengths`, with the fewest micro-batches that the budget allows.
+    """Return [dp_rank][micro_batch] -> ascending indices into `lengths`, with the fewest micro-batches that the budget
+    allows.
 
     The number of micro-batches per rank is a positive multiple of `micro_batch_multiple`. Bins are evened out until the
-    caller's rounding of the longest to `length_multiple` hides the rest. `tokens_per_pair` is the work of attention for a query
-    and a key, relative to all other work for a token. Raise PlanError if a length exceeds the budget.
+    caller's rounding of the longest to `length_multiple` hides the rest. `tokens_per_pair` is the work of attention for
+    a query and a key, relative to all other work for a token. Raise PlanError if a length exceeds the budget.
     """
     if (longest := max(lengths, default=0)) > token_budget:
         raise PlanError(
@@ -139,13 +146,17 @@ def balance(
 
 
 def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
-    """Return the bin of each sample, with the longest bin about as short as possible. It may still exceed the budget."""
+    """Return the bin of each sample, with the longest bin about as short as possible. It may still exceed the
+    budget.
+    """
     order_N = np.argsort(-lengths_N, kind="stable")
     falling_N = lengths_N[order_N]
     least = int(falling_N.max(initial=0))
     even = [max(least, int(falling_N.sum() / num_bins * (1 + share))) for share in CLOSE_ENOUGH]
     bin_of_N = _longest_first(falling_N, num_bins)
-    _even_out(bin_of_N, falling_N, num_bins, [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even])
+    _even_out(
+        bin_of_N, falling_N, num_bins, [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even]
+    )
     result_N = np.empty_like(bin_of_N)
     result_N[order_N] = bin_of_N
     return result_N
@@ -168,13 +179,16 @@ def _longest_first(falling_N: Ints, num_bins: int) -> Ints:
 
 
 def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
-    """Exchange samples between bins, in place, until no bin is longer than a target. Each target gets MAX_ROUNDS rounds.
+    """Exchange samples between bins, in place, until no bin is longer than a target. Each target gets MAX_ROUNDS
+    rounds.
 
     `falling_N` is sorted in falling order.
     """
     loads_B = _loads(bin_of_N, falling_N, num_bins)
     slots_BS = _movable(bin_of_N, num_bins)
-    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)  # an empty slot has size 0, so an exchange with it is a move
+    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(
+        np.int32
+    )  # an empty slot has size 0, so an exchange with it is a move
     for target in targets:
         num_idle = 0  # rounds without an exchange; after one round per bin all pairs have met
         for round_index in range(MAX_ROUNDS):
@@ -188,8 +202,9 @@ def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[
 def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:
     """Run one round and return the number of exchanges.
 
-    Each bin longer than `target` considers some of the short bins, different ones in every round. It exchanges two samples, or
-    moves one, to make the longer of both bins as short as possible, but only if that bin becomes shorter than before.
+    Each bin longer than `target` considers some of the short bins, different ones in every round. It exchanges two
+    samples, or moves one, to make the longer of both bins as short as possible, but only if that bin becomes shorter
+    than before.
     """
     num_bins, num_slots = slots_BS.shape
     order_B = np.argsort(-loads_B, kind="stable")
@@ -198,7 +213,9 @@ def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target
     if num_long == 0 or num_partners == 0:
         return 0
     long_P = order_B[:num_long]
-    short_PK = np.roll(order_B[num_long:][::-1], -round_index)[: num_long * num_partners].reshape(num_partners, num_long).T
+    short_PK = (
+        np.roll(order_B[num_long:][::-1], -round_index)[: num_long * num_partners].reshape(num_partners, num_long).T
+    )
     given_PKSS = sizes_BS[long_P][:, None, :, None] - sizes_BS[short_PK][:, :, None, :]
     loads_P, loads_PK = loads_B[long_P].astype(np.int32), loads_B[short_PK].astype(np.int32)
     longer_PKSS = np.maximum(loads_P[:, None, None, None] - given_PKSS, loads_PK[:, :, None, None] + given_PKSS)
@@ -298,7 +315,9 @@ def _pack_one(
 
 
 def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
-    """Append each prompt without its last token once, after all samples. Return each sample's trunk (see PackedBatch)."""
+    """Append each prompt without its last token once, after all samples. Return each sample's trunk (see
+    PackedBatch).
+    """
     shared_prompt_segments: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
         start, length = boundaries[-1], len(prompt.token_ids) - 1
@@ -311,7 +330,9 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
 
 
 def _num_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of tokens of samples that share one prompt. The prompt counts once, its last token once per sample."""
+    """Return the number of tokens of samples that share one prompt. The prompt counts once, its last token once per
+    sample.
+    """
     return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
 
 

@@ -1,8 +1,10 @@
-"""Verify that a layout does not change the numbers: train on the same samples in several layouts and compare with one rank.
+"""Verify that a layout does not change the numbers: train on the same samples in several layouts and compare with one
+rank.
 
-`check(config, layouts)` generates one rollout with a single rank. For every layout it then computes log-probs of policy and
-reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single rank.
-Layouts of equal world size share one launch of ranks. They run all of its cases, one after another in the same processes.
+`check(config, layouts)` generates one rollout with a single rank. For every layout it then computes log-probs of policy
+and reference, takes three optimizer steps on these samples, and compares log-probs, metrics and weights with the single
+rank. Layouts of equal world size share one launch of ranks. They run all of its cases, one after another in the same
+processes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 UPDATES = 3
 SampleKey = tuple[int, int]  # prompt id, index in its group; it does not depend on the order of packing
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # covers the rounding of sharp models; a wrong layout is off by far more
+TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 2e-2,
+}  # covers the rounding of sharp models; a wrong layout is off by far more
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Difference:
     def is_within(self, tolerance: float) -> bool:
         """Return True if rounding explains the differences.
 
-        If a ratio is close to a clip bound, the last bits decide whether the token counts as clipped. With ratios spread over
-        an interval of about 1, this concerns a share `tolerance` of all tokens.
+        If a ratio is close to a clip bound, the last bits decide whether the token counts as clipped. With ratios
+        spread over an interval of about 1, this concerns a share `tolerance` of all tokens.
         """
         parts = (self.loss, self.logprobs, self.ref_logprobs, self.weights)
         derived = (self.grad_norm, self.metrics)  # sums and exponentials of the other values, so rounding adds up
@@ -84,7 +89,9 @@ class Difference:
 
 
 def run(options: CheckOptions) -> int:
-    """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a difference."""
+    """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a
+    difference.
+    """
     config = configs.load(options.config, list(options.overrides))
     differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
     print(outcome_table(differences, tolerance))
@@ -96,7 +103,10 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     from grpo_mega import preflight
 
     config = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}), "run_dir": Path("unused")}
+        update={
+            "batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}),
+            "run_dir": Path("unused"),
+        }
     )
     cases = [Case("one rank", with_layout(config, "tp=1"))]
     cases += [Case(text, with_layout(config, text)) for text in layouts]
@@ -104,11 +114,15 @@ def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     raise_all(chain.from_iterable(found))
     with private_folder() as folder:
         baseline, *outcomes = run_cases(cases, folder)
-        return [compare_outcomes(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)]
+        return [
+            compare_outcomes(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)
+        ]
 
 
 def with_layout(config: Config, text: str) -> Config:
-    """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true". Other keys of the layout have their defaults."""
+    """Return the config with a layout like "tp=2,pp=2,sequence_parallel=true". Other keys of the layout have their
+    defaults.
+    """
     raw = config.model_dump(mode="json")
     raw["layout"], raw["rollout"]["placement"] = {}, "colocated"
     for part in text.split(","):  # commas within a list are written as ";"
@@ -117,7 +131,9 @@ def with_layout(config: Config, text: str) -> Config:
 
 
 def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
-    """Return the outcome of every case, with one launch per world size. The first case, a single rank, generates the groups."""
+    """Return the outcome of every case, with one launch per world size. The first case, a single rank, generates the
+    groups.
+    """
     import torch
 
     for world_size in dict.fromkeys(case.world_size for case in cases):
@@ -131,7 +147,9 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
 
 
 def run_members(launched: tuple[dict[int, Case], Path]) -> None:
-    """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and checkpoint."""
+    """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and
+    checkpoint.
+    """
     members, folder = launched
     first = next(iter(members.values())).config
     with rank_imports(first):
@@ -186,7 +204,9 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 
 def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
-    grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]  # a dropped mini-batch has no grad_norm
+    grad_norms = [
+        (a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs
+    ]  # a dropped mini-batch has no grad_norm
     scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
     return Difference(
         name=name,
@@ -195,7 +215,9 @@ def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Differen
         logprobs=_largest(outcome.logprobs["old_logprobs"], baseline.logprobs["old_logprobs"]) / scale,
         ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
         weights=_weights_difference(outcome.checkpoint, baseline.checkpoint),
-        metrics=_worst(abs(a[name] - b[name]) / max(1.0, abs(a[name])) for a, b in pairs for name in a if _is_plain(name)),
+        metrics=_worst(
+            abs(a[name] - b[name]) / max(1.0, abs(a[name])) for a, b in pairs for name in a if _is_plain(name)
+        ),
         clipped_tokens=_worst(abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in pairs),
         num_tokens=max(a["num_tokens"] for a, _ in pairs),
     )
@@ -218,7 +240,9 @@ def _is_plain(name: str) -> bool:
 
 
 def _weights_difference(new: Path, old: Path) -> float:
-    """Return the norm of the difference of two checkpoints, relative to the norm of the second one, tensor by tensor."""
+    """Return the norm of the difference of two checkpoints, relative to the norm of the second one, tensor by
+    tensor.
+    """
     from grpo_mega.formats.reader import open_hf_reader
 
     difference = norm = 0.0

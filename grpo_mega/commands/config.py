@@ -38,7 +38,9 @@ def run(options: KeyOptions) -> int:
     chosen = [k for k in keys if key is None or _is_in(k.name, key)]
     if not chosen:
         close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.6)
-        remedy = f"did you mean {close[0]}?" if close else f"use one of {', '.join(Config.model_fields)}, or a key in one"
+        remedy = (
+            f"did you mean {close[0]}?" if close else f"use one of {', '.join(Config.model_fields)}, or a key in one"
+        )
         raise ConfigError(f"{key!r} is not a key of the config; {remedy}")
     print(markdown(chosen) if options.is_markdown else "\n\n".join(map(as_text, chosen)))
     return 0
@@ -57,14 +59,18 @@ def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def as_text(key: Key) -> str:
-    description = textwrap.fill(key.description, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    description = textwrap.fill(
+        key.description, 100, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
     default = key.default if key.default == "required" else f"default {key.default}"
     return f"{key.name}: {key.kind}" + f"; {default}" * bool(key.default) + f"\n{description}"
 
 
 def markdown(keys: list[Key]) -> str:
     """Return the reference: one table row per key."""
-    rows = [(f"`{k.name}`", k.kind.replace("|", "or"), f"`{k.default}`" if k.default else "", k.description) for k in keys]
+    rows = [
+        (f"`{k.name}`", k.kind.replace("|", "or"), f"`{k.default}`" if k.default else "", k.description) for k in keys
+    ]
     cells = [("key", "value", "default", "meaning"), ("---",) * 4, *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 

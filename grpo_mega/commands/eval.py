@@ -1,8 +1,9 @@
 """`grpo-mega eval`: answer prompts with a run's checkpoint or a config's model. Trains nothing and changes no run.
 
-Before anything heavy is imported, `make_request` turns the options into a config that trains nothing. Layout, engine, rewards
-and seed come from the run. The prompts to answer are its data.train, or the held-out prompts split off from data.train. All
-ranks then run `evaluate`: load the policy without reference and optimizer, sync it to the engine, and generate.
+Before anything heavy is imported, `make_request` turns the options into a config that trains nothing. Layout, engine,
+rewards and seed come from the run. The prompts to answer are its data.train, or the held-out prompts split off from
+data.train. All ranks then run `evaluate`: load the policy without reference and optimizer, sync it to the engine, and
+generate.
 
 Logs of ranks and files of servers are in a temporary folder that is kept only if a rank fails.
 """
@@ -42,10 +43,14 @@ if TYPE_CHECKING:
 class EvalRequest:
     config: Config
     checkpoint: Path | None  # a run's checkpoint; None: the model in the config
-    set_names: tuple[str, ...] | None  # names of the sets in data.train; None: the held-out prompts split off from data.train
+    set_names: (
+        tuple[str, ...] | None
+    )  # names of the sets in data.train; None: the held-out prompts split off from data.train
     description: str  # description of the prompts, for the log
     out: Path | None
-    step: int = 0  # step after which the policy was saved; known from the start if a finished run wrote the config's model
+    step: int = (
+        0  # step after which the policy was saved; known from the start if a finished run wrote the config's model
+    )
     note: str | None = None  # message for the user
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
@@ -72,8 +77,8 @@ class EvalRequest:
             model.read_weights(policy.load_weights, folder)
         except FileNotFoundError as error:
             raise ResumeError(
-                f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints only: "
-                "evaluate a newer one"
+                f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints"
+                " only: evaluate a newer one"
             ) from None
         return policy
 

@@ -1,7 +1,7 @@
 """Write the policy of a run's checkpoint as a Hugging Face folder: only its weights, from any layout, streamed.
 
-No model is built and no optimizer state is read, so even a checkpoint whose optimizer state is refused can be exported. A
-finished run without checkpoints already has such a folder, so export copies it.
+No model is built and no optimizer state is read, so even a checkpoint whose optimizer state is refused can be exported.
+A finished run without checkpoints already has such a folder, so export copies it.
 """
 
 from __future__ import annotations

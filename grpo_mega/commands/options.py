@@ -1,4 +1,6 @@
-"""The options of commands, as dataclasses that define flags, types, defaults and help for argparse. Imports nothing heavy."""
+"""The options of commands, as dataclasses that define flags, types, defaults and help for argparse. Imports nothing
+heavy.
+"""
 
 # ruff: noqa: RUF009  # `flag` and `positional` return fields, as dataclasses.field does
 
@@ -27,7 +29,9 @@ def flag(help: str, metavar: str | None = None, default: Any = None, *, names: s
 
 
 def overrides() -> Any:
-    text = "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
+    text = (
+        "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
+    )
     return flag(text, "KEY=VALUE", (), names="--set", action="append")
 
 
@@ -40,8 +44,8 @@ class ConfigOptions:
 @dataclass(frozen=True)
 class RewardOptions(ConfigOptions):
     reward_funcs: Sequence[str] | None = flag(
-        "reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function; "
-        "options that the file gives a function stay",
+        "reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function;"
+        " options that the file gives a function stay",
         "NAME",
         names="--reward-funcs --reward_funcs",
     )
@@ -106,7 +110,9 @@ class EvalOptions:
     ks: Sequence[int] | None = flag("the K of pass@K and majority@K; default: powers of two up to N", "K", names="--k")
     temperature: float | None = flag("of the sampled responses; default: eval.temperature", "T")
     top_p: float | None = flag("of the sampled responses; default: eval.top_p", "P")
-    greedy: bool | None = flag("one greedy response per prompt; default: eval.greedy", action=argparse.BooleanOptionalAction)
+    greedy: bool | None = flag(
+        "one greedy response per prompt; default: eval.greedy", action=argparse.BooleanOptionalAction
+    )
     out: Path | None = flag("JSON lines to write, one per prompt; must not exist", "FILE")
 
 
@@ -124,9 +130,13 @@ class PlanOptions(ConfigOptions):
     )
     is_json: bool = flag("print JSON", default=False, names="--json")
     suggests: bool = flag("search other layouts, and name the fastest that fit", default=False, names="--suggest")
-    rehearses: bool = flag("compare with real Megatron on a few ranks, without a GPU", default=False, names="--rehearse")
+    rehearses: bool = flag(
+        "compare with real Megatron on a few ranks, without a GPU", default=False, names="--rehearse"
+    )
     ranks: Sequence[int] = flag("to rehearse; default: one of some pipeline stages", "N", ())
-    explains: bool = flag("print every figure's formula and inputs, and all assumptions", default=False, names="--explain")
+    explains: bool = flag(
+        "print every figure's formula and inputs, and all assumptions", default=False, names="--explain"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:

@@ -1,7 +1,7 @@
 """`grpo-mega train`, and what every command does before this process becomes a rank.
 
-Rank 0 or the launcher checks the config and claims the run's folder. Then distributed/launch.py runs `train_as_rank` on all
-ranks.
+Rank 0 or the launcher checks the config and claims the run's folder. Then distributed/launch.py runs `train_as_rank` on
+all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def train_as_rank(config: Config) -> None:
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError with every rule that the config breaks on this machine. A rank other than rank 0 checks nothing."""
+    """Raise ConfigError with every rule that the config breaks on this machine. A rank other than rank 0 checks
+    nothing.
+    """
     from grpo_mega import preflight  # an error of the config itself is found without numpy and rich
 
     rank = current_rank()
@@ -62,11 +64,12 @@ def check_config(config: Config) -> None:
 
 @contextlib.contextmanager
 def rank_imports(config: Config) -> Iterator[None]:
-    """Prepare this process to be a rank, and import what the rank needs inside. TMPDIR is then a folder of this process.
+    """Prepare this process to be a rank, and import what the rank needs inside. TMPDIR is then a folder of this
+    process.
 
-    The variables of libraries are set before the imports. Garbage collection pauses, and what was imported is exempt from later
-    collections. This saves 2.7 of 6.4 s of CPU at the start and the end of a rank, and shortens the collections between. Raise
-    ConfigError if a kernel that the run needs does not load.
+    The variables of libraries are set before the imports. Garbage collection pauses, and what was imported is exempt
+    from later collections. This saves 2.7 of 6.4 s of CPU at the start and the end of a rank, and shortens the
+    collections between. Raise ConfigError if a kernel that the run needs does not load.
     """
     from grpo_mega.preflight.precision import environment
 
@@ -93,22 +96,27 @@ def overrides_of(options: RewardOptions) -> list[str]:
 
 
 def reward_override(
-    names: Sequence[str] | None, weights: Sequence[str | float] | None, options: Mapping[str, Mapping[str, Any]] | None = None
+    names: Sequence[str] | None,
+    weights: Sequence[str | float] | None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[str]:
-    """Return one "rewards.functions=[...]", or nothing if no function is named. `options` holds the functions' options by name.
+    """Return one "rewards.functions=[...]", or nothing if no function is named. `options` holds the functions' options
+    by name.
 
     Raise ConfigError.
     """
     if names is None:
         if weights is not None:
-            raise ConfigError(f"--reward_weights {_spaced(weights)} has no functions to weigh; name them by --reward_funcs")
+            raise ConfigError(
+                f"--reward_weights {_spaced(weights)} has no functions to weigh; name them by --reward_funcs"
+            )
         return []
     if weights is None:
         weights = [1.0] * len(names)
     if len(weights) != len(names):
         raise ConfigError(
-            f"--reward_weights {_spaced(weights)} are {len(weights)}, but --reward_funcs {_spaced(names)} are {len(names)}; "
-            "give one weight for each, in the same order"
+            f"--reward_weights {_spaced(weights)} are {len(weights)}, but --reward_funcs {_spaced(names)} are"
+            f" {len(names)}; give one weight for each, in the same order"
         )
     functions = [
         {"name": name, "weight": _number(weight), "options": dict((options or {}).get(name, {}))}

@@ -1,7 +1,7 @@
 """`grpo-mega grpo`, or `python -m grpo_mega.grpo`: train with the flags of TRL and open-r1 (trl_flags.py).
 
-The flags become the config that `grpo-mega train` would read from a file. TRL counts optimizer steps and batches of samples.
-The config counts rollouts (`steps`), prompts per rollout and optimizer steps per rollout.
+The flags become the config that `grpo-mega train` would read from a file. TRL counts optimizer steps and batches of
+samples. The config counts rollouts (`steps`), prompts per rollout and optimizer steps per rollout.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     data = config.data
     if _evaluates(values) and not (data.heldout_sources or data.heldout_size or data.heldout_fraction):
         raise ConfigError(
-            f"--eval_steps {values['eval_steps']} has nothing to evaluate on; name --dataset_test_split, or set data.heldout "
-            "or data.heldout_size by --set"
+            f"--eval_steps {values['eval_steps']} has nothing to evaluate on; name --dataset_test_split, or set"
+            " data.heldout or data.heldout_size by --set"
         )
     model = find_model(str(config.model.path), values.get("model_revision"))
     raw["model"]["path"] = str(model)
@@ -74,10 +74,14 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
 
 
 def find_model(name: str, revision: str | None) -> Path:
-    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raise ConfigError."""
+    """Return the folder of a checkpoint: a local one, or one of the hub, downloaded once into its cache. Raise
+    ConfigError.
+    """
     if Path(name).is_dir():
         if revision is not None:
-            raise ConfigError(f"--model_revision {revision} is for models of the hub, but {name} is a folder; leave it out")
+            raise ConfigError(
+                f"--model_revision {revision} is for models of the hub, but {name} is a folder; leave it out"
+            )
         return Path(name)
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(
@@ -90,8 +94,8 @@ def find_model(name: str, revision: str | None) -> Path:
     except Exception as error:  # raised by the hub's client, the network or the disk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"--model_name_or_path {name} is neither a local folder nor available from the Hugging Face hub ({reason}); "
-            "check name, revision and network, or download it elsewhere and name its folder"
+            f"--model_name_or_path {name} is neither a local folder nor available from the Hugging Face hub ({reason});"
+            " check name, revision and network, or download it elsewhere and name its folder"
         ) from None
 
 
@@ -106,7 +110,9 @@ def find_data(name: str, config: str | None, split: str | None) -> str:
     if split is None:
         return str(path)
     if not path.is_dir():
-        raise ConfigError(f"split {split!r} of {name}: a file has no splits; leave it out, or set data.heldout by --set")
+        raise ConfigError(
+            f"split {split!r} of {name}: a file has no splits; leave it out, or set data.heldout by --set"
+        )
     return f"{path}@{split}"
 
 
@@ -215,12 +221,16 @@ def _algorithm(values: Values) -> Keys:
     if "delta" in values:
         if is_per_sequence:
             raise ConfigError(
-                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave one out"
+                f"--delta {values['delta']:g} cannot be combined with --importance_sampling_level sequence; leave"
+                " one out"
             )
         found |= {"loss_type": "dual_clip", "ratio_clip_c": values["delta"]}
     if "scale_rewards" in values:
         scale = values["scale_rewards"]
-        found |= {"normalize_by_std": scale not in ("none", "false"), "std_over": "batch" if scale == "batch" else "group"}
+        found |= {
+            "normalize_by_std": scale not in ("none", "false"),
+            "std_over": "batch" if scale == "batch" else "group",
+        }
     if values.get("multi_objective_aggregation") == "normalize_then_sum":
         found["adv_type"] = "gdpo"
     if values.get("entropy_coef"):
@@ -231,7 +241,9 @@ def _algorithm(values: Values) -> Keys:
 
 
 def _batch(values: Values, keys: Keys, dp_size: int) -> None:
-    """Set prompts per rollout with TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel rank."""
+    """Set prompts per rollout with TRL's arithmetic: passes of per_device_train_batch_size samples per data-parallel
+    rank.
+    """
     given = [name for name in _BATCH_FLAGS if name in values]
     longest_sample = _get(keys, "data.max_prompt_length") + _get(keys, "rollout.max_response_length")
     for name in given:
@@ -249,8 +261,8 @@ def _batch(values: Values, keys: Keys, dp_size: int) -> None:
     passes, rest = divmod(num_samples, per_pass)
     if rest:
         raise ConfigError(
-            f"--generation_batch_size {num_samples} is not a multiple of per_device_train_batch_size="
-            f"{per_device} x {dp_size} data-parallel ranks; use {passes * per_pass or per_pass} or {(passes + 1) * per_pass}"
+            f"--generation_batch_size {num_samples} is not a multiple of per_device_train_batch_size={per_device} x"
+            f" {dp_size} data-parallel ranks; use {passes * per_pass or per_pass} or {(passes + 1) * per_pass}"
         )
     mini_batches, rest = divmod(passes, accumulation)
     if rest:
@@ -263,9 +275,9 @@ def _batch(values: Values, keys: Keys, dp_size: int) -> None:
     if rest or num_prompts % mini_batches:
         fitting = math.lcm(group_size * mini_batches, passes * dp_size) // (passes * dp_size)
         raise ConfigError(
-            f"a rollout of per_device_train_batch_size={per_device} x {passes} passes x {dp_size} data-parallel ranks = "
-            f"{num_samples} samples is not {mini_batches} times whole groups of num_generations={group_size}; "
-            f"use --per_device_train_batch_size {fitting} or a multiple, or change --num_generations"
+            f"a rollout of per_device_train_batch_size={per_device} x {passes} passes x {dp_size} data-parallel ranks ="
+            f" {num_samples} samples is not {mini_batches} times whole groups of num_generations={group_size}; use"
+            f" --per_device_train_batch_size {fitting} or a multiple, or change --num_generations"
         )
     keys |= {"batch.prompts_per_step": num_prompts, "batch.mini_batches": mini_batches}
     keys["batch.tokens_per_micro_batch"] = per_device * longest_sample
@@ -305,7 +317,9 @@ def _optimizer(values: Values, keys: Keys, num_updates: int) -> None:
     warmup = values.get("warmup_ratio", values.get("warmup_steps"))
     if warmup is not None:
         if "warmup_ratio" in values and not 0 <= warmup <= 1:
-            raise ConfigError(f"--warmup_ratio {warmup:g} is not between 0 and 1; for a number of steps use --warmup_steps")
+            raise ConfigError(
+                f"--warmup_ratio {warmup:g} is not between 0 and 1; for a number of steps use --warmup_steps"
+            )
         is_share = "warmup_ratio" in values or 0 < warmup < 1
         keys["optimizer.warmup_steps"] = math.ceil(warmup * keys["steps"] * num_updates) if is_share else int(warmup)
     first, second = _get(keys, "optimizer.betas")

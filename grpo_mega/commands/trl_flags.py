@@ -1,7 +1,7 @@
 """The flags of `grpo-mega grpo`, by the names of TRL and open-r1: trl_flags.yaml lists them, and argparse reads them.
 
-If a flag has no config key, trl.py handles it. A missing flag leaves the config's default. Underscores and dashes are the same
-in names. A flag of true or false may stand alone. Errors are ConfigError in one line.
+If a flag has no config key, trl.py handles it. A missing flag leaves the config's default. Underscores and dashes are
+the same in names. A flag of true or false may stand alone. Errors are ConfigError in one line.
 """
 
 from __future__ import annotations

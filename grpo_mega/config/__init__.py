@@ -1,10 +1,11 @@
-"""The schema of a run's config: sections of pydantic models, read from YAML with `--set a.b=c` on top. Never imports torch.
+"""The schema of a run's config: sections of pydantic models, read from YAML with `--set a.b=c` on top. Never imports
+torch.
 
-run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that needs more
-than the config itself (files, the model, the machine) is in preflight/.
+run.py holds the whole config and the smaller sections. The other modules are named after their sections. A rule that
+needs more than the config itself (files, the model, the machine) is in preflight/.
 
-Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one line
-with the key, its value and the fix.
+Values must have the types of the schema: `yes` is no number and no boolean, and text stays as written. An error is one
+line with the key, its value and the fix.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def dump(config: Config) -> str:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set one value of a nested dict, by "a.b=c". Raise ConfigError.
 
-    If the schema expects text, c is taken literally, except that null is None if the key allows None. Otherwise c is a number,
-    true, false, null, or a list or section in YAML's flow style.
+    If the schema expects text, c is taken literally, except that null is None if the key allows None. Otherwise c is a
+    number, true, false, null, or a list or section in YAML's flow style.
     """
     key, separator, text = override.partition("=")
     if not separator or not key:
@@ -192,7 +193,9 @@ def _shown(value: object) -> str:
 def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
     section: Any = schema
     for part in location[:-1]:
-        if isinstance(part, str) and part in section.model_fields:  # other parts are an index, or a name that the user chose
+        if (
+            isinstance(part, str) and part in section.model_fields
+        ):  # other parts are an index, or a name that the user chose
             section = inner_section(section.model_fields[part].annotation)
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mega.config.aliases import RECIPES, Recipe, from_rlinf
-from grpo_mega.config.base import MAX_NUMBER, NonNegativeFloat, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import (
+    MAX_NUMBER,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["low_var_kl", "low_var_kl_weighted", "low_var_kl+", "kl", "abs", "mse"]
@@ -26,8 +34,9 @@ class CorrectionConfig(Section):
     """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
 
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
-    """Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a token's ratio inside
-    mask_low .. mask_high and 0 outside."""
+    """Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a token's ratio
+    inside mask_low .. mask_high and 0 outside.
+    """
     min_importance: NonNegativeFloat = 0.0
     """Lower bound of the truncated ratio with importance=token or sequence."""
     max_importance: PositiveFloat = 2.0
@@ -54,31 +63,33 @@ class CorrectionConfig(Section):
         is_icepop, weights = self.importance == "icepop", self.importance in ("token", "sequence")
         if not self.mask_low < self.mask_high:
             yield (
-                f"algorithm.correction.mask_low={self.mask_low} is not below algorithm.correction.mask_high={self.mask_high}; "
-                "lower it"
+                f"algorithm.correction.mask_low={self.mask_low} is not below"
+                f" algorithm.correction.mask_high={self.mask_high}; lower it"
             )
         if is_icepop and self.mask != "none":
             yield (
-                f"algorithm.correction.mask={self.mask!r}: must be 'none' with algorithm.correction.importance='icepop', whose "
-                "band is mask_low .. mask_high; leave mask out"
+                f"algorithm.correction.mask={self.mask!r}: must be 'none' with"
+                " algorithm.correction.importance='icepop', whose band is mask_low .. mask_high; leave mask out"
             )
         if self.min_importance > self.max_importance:
             yield (
-                f"algorithm.correction.min_importance={self.min_importance} is above max_importance={self.max_importance}; "
-                "lower it"
+                f"algorithm.correction.min_importance={self.min_importance} is above"
+                f" max_importance={self.max_importance}; lower it"
             )
         if self.reject != "none" and self.reject_above is None:
             yield (
-                f"algorithm.correction.reject={self.reject!r} needs algorithm.correction.reject_above, its bound; set it, "
-                "for example to 0.5"
+                f"algorithm.correction.reject={self.reject!r} needs algorithm.correction.reject_above, its bound; set"
+                " it, for example to 0.5"
             )
         yield from self._unmet(
             "algorithm.correction.",
             (
                 "max_importance",
                 not is_icepop,
-                ": must not be set with algorithm.correction.importance='icepop', whose upper bound is mask_high; "
-                "set mask_high",
+                (
+                    ": must not be set with algorithm.correction.importance='icepop', whose upper bound is mask_high; "
+                    "set mask_high"
+                ),
             ),
             ("min_importance", weights, " needs importance='token' or 'sequence'; set it, or leave it out"),
             (
@@ -86,7 +97,11 @@ class CorrectionConfig(Section):
                 self.importance != "none",
                 " needs an importance other than 'none', whose weights it divides; set one",
             ),
-            ("reject_above", self.reject != "none", " needs algorithm.correction.reject; set it, for example to seq_max_k3"),
+            (
+                "reject_above",
+                self.reject != "none",
+                " needs algorithm.correction.reject; set it, for example to seq_max_k3",
+            ),
         )
 
 
@@ -169,8 +184,9 @@ class AlgorithmConfig(Section):
     """Weight of the distillation term -(log p_policy - log p_teacher) in a token's advantage. 0 turns it off. Needs
     teachers."""
     distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or KL(teacher || policy) over
-    the vocabulary to the loss."""
+    """sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or KL(teacher ||
+    policy) over the vocabulary to the loss.
+    """
     calculate_entropy: bool = False
     """Compute the entropy of the policy for the metrics."""
     entropy_bonus: Number = 0.0
@@ -182,7 +198,8 @@ class AlgorithmConfig(Section):
     use_valid_token_scale: bool = False
     """Divide the loss by the valid tokens of the rollout instead of the mini-batch."""
     dynamic_sampling_tries: NonNegativeInt = 0
-    """Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling off."""
+    """Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling off.
+    """
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."""
     overlong_penalty: PositiveFloat = 1.0
@@ -214,7 +231,9 @@ class AlgorithmConfig(Section):
         return self.ref_model_sync_steps is not None and self.ref_model_mixup_alpha < 1
 
     def saved_reference_bytes(self, itemsize: int) -> int:
-        """Return the bytes per element of the reference in a checkpoint; weights take `itemsize`. 0 if it is not saved."""
+        """Return the bytes per element of the reference in a checkpoint; weights take `itemsize`. 0 if it is not
+        saved.
+        """
         return 0 if self.ref_model_sync_steps is None else 4 if self.averages_reference else itemsize
 
     def ends_iteration(self, step: int) -> bool:
@@ -250,8 +269,8 @@ class AlgorithmConfig(Section):
         adv_type, beta = f"algorithm.adv_type={self.adv_type}", f"algorithm.distill_beta={self.distill_beta}"
         if self.adv_type == "grpo_leave_one_out" and self.group_size < 3:
             yield (
-                f"algorithm.group_size={self.group_size}: must be at least 3 with {adv_type}, for a deviation of the others; "
-                "raise it"
+                f"algorithm.group_size={self.group_size}: must be at least 3 with {adv_type}, for a deviation of the"
+                " others; raise it"
             )
         if self.pass_k is not None and self.pass_k > self.group_size:
             yield f"algorithm.pass_k={self.pass_k} is above algorithm.group_size={self.group_size}; lower it"
@@ -277,8 +296,16 @@ class AlgorithmConfig(Section):
                 self.adv_type == "grpo" and self.normalize_by_std,
                 " needs algorithm.adv_type=grpo and normalize_by_std=true; use group",
             ),
-            ("overlong_buffer", self.adv_type != "gdpo", f": must be 0 with {adv_type}; punish length by a reward function"),
-            ("pass_k", self.adv_type == "pass_at_k", " needs algorithm.adv_type=pass_at_k; set it, or leave pass_k out"),
+            (
+                "overlong_buffer",
+                self.adv_type != "gdpo",
+                f": must be 0 with {adv_type}; punish length by a reward function",
+            ),
+            (
+                "pass_k",
+                self.adv_type == "pass_at_k",
+                " needs algorithm.adv_type=pass_at_k; set it, or leave pass_k out",
+            ),
             (
                 "cov_share",
                 self.is_by_covariance,

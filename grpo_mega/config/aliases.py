@@ -24,7 +24,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     },
     "gspo": {"loss_type": "gspo", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
     "gspo_token": {"loss_type": "gspo_token", "ratio_clip_eps_low": 3e-4, "ratio_clip_eps_high": 4e-4},
-    "cispo": {"loss_type": "cispo", "loss_agg_func": "token-mean", "ratio_clip_eps_low": 1.0, "ratio_clip_eps_high": 4.0},
+    "cispo": {
+        "loss_type": "cispo",
+        "loss_agg_func": "token-mean",
+        "ratio_clip_eps_low": 1.0,
+        "ratio_clip_eps_high": 4.0,
+    },
     "sapo": {"loss_type": "sapo"},
     "gmpo": {"loss_type": "gmpo", "ratio_clip_eps": 0.4},
     "rloo": {"adv_type": "rloo", "loss_agg_func": "seq-mean-token-sum", "kl_in": "reward", "kl_penalty_type": "kl"},
@@ -78,7 +83,9 @@ def from_rlinf(given: Mapping[str, Any]) -> dict[str, Any]:
         if key in ELSEWHERE:
             raise ValueError(f"algorithm.{key}={value}: is RLinf's name; set {ELSEWHERE[key]} instead")
         if value not in (None, FIXED.get(key, value)):
-            raise ValueError(f"algorithm.{key}={value}: must be {str(FIXED[key]).lower()}, as it always is here; leave it out")
+            raise ValueError(
+                f"algorithm.{key}={value}: must be {str(FIXED[key]).lower()}, as it always is here; leave it out"
+            )
     meanings = {key: _meaning(key, value, given) for key, value in given.items()}
     ours = {key: value for key, value in given.items() if meanings[key] is None and key not in FIXED}
     for key, values in VALUES.items():

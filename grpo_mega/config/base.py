@@ -42,7 +42,9 @@ LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 
 def tokens_on_rank(length: int, cp: int) -> int:
-    """Return how many of `length` tokens of one sequence each of `cp` ranks holds, after padding to 2 * cp equal chunks."""
+    """Return how many of `length` tokens of one sequence each of `cp` ranks holds, after padding to 2 * cp equal
+    chunks.
+    """
     return length if cp == 1 else 2 * -(-length // (2 * cp))
 
 
@@ -67,7 +69,9 @@ def inner_section(annotation: Any) -> type[Section] | None:
 class Section(BaseModel):
     """Strict: a value must have its key's type. Only an int may replace a float. The text below a key describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
     is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path
 
     @model_validator(mode="after")
@@ -83,7 +87,8 @@ class Section(BaseModel):
     def _unmet(self, name: str, *rules: tuple[str, object, str]) -> Iterator[str]:
         """Yield a line for each key that is not at its default although its condition is false.
 
-        A rule is the key below section `name`, its condition, and the end of the line: what the key needs, and the remedy.
+        A rule is the key below section `name`, its condition, and the end of the line: what the key needs, and the
+        remedy.
         """
         for key, condition, text in rules:
             *parents, last = key.split(".")

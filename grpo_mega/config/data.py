@@ -56,7 +56,9 @@ class DataConfig(Section):
     prompt_column: str = "prompt"
     """Column of the prompts: text, or a list of chat messages. A dot reaches into nested columns."""
     answer_column: str | None = None
-    """Column of the gold answers. None uses answer if the data has it, else solution. A dot reaches into nested columns."""
+    """Column of the gold answers. None uses answer if the data has it, else solution. A dot reaches into nested
+    columns.
+    """
     teacher_column: str | None = None
     """Column that names the teacher of each row, a key of teachers. None means that there is one teacher."""
     system_prompt: str | None = None
@@ -84,7 +86,8 @@ class DataConfig(Section):
     def _check_system_prompt(cls, value: str | None) -> str | None:
         if surrogate := find_surrogate(value):
             raise ValueError(
-                f"data.system_prompt has the lone surrogate {surrogate}, which is no character; write U+FFFD in its place"
+                f"data.system_prompt has the lone surrogate {surrogate}, which is no character; write U+FFFD in its"
+                " place"
             )
         return value
 
@@ -104,7 +107,10 @@ class DataConfig(Section):
             (
                 "pass_rates",
                 low is not None or high is not None,
-                " needs a limit; set data.min_pass_rate, for example to 0.01, data.max_pass_rate, for example to 0.99, or both",
+                (
+                    " needs a limit; set data.min_pass_rate, for example to 0.01, data.max_pass_rate, for example to"
+                    " 0.99, or both"
+                ),
             ),
             ("min_pass_rate", has_file, needs_file),
             ("max_pass_rate", has_file, needs_file),

@@ -14,7 +14,8 @@ class RouterConfig(Section):
     """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss over a sample."""
+    """Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss over a sample.
+    """
     aux_loss_coeff: NonNegativeFloat = 0.0
     """Coefficient of the balancing loss."""
     z_loss_coeff: NonNegativeFloat = 0.0
@@ -29,8 +30,8 @@ class RouterConfig(Section):
     def _problems(self) -> Iterator[str]:
         if (self.balancing == "none") != (self.aux_loss_coeff == 0):
             yield (
-                f"model.router.balancing={self.balancing} contradicts model.router.aux_loss_coeff={self.aux_loss_coeff:g}; "
-                "set both or neither"
+                f"model.router.balancing={self.balancing} contradicts"
+                f" model.router.aux_loss_coeff={self.aux_loss_coeff:g}; set both or neither"
             )
         moved = {name: getattr(self, name) for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate")}
         for name, value in moved.items():
@@ -40,14 +41,17 @@ class RouterConfig(Section):
 
 class ModelConfig(Section):
     path: FilePath
-    """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With init=random its config.json is enough."""
+    """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With init=random its config.json is
+    enough.
+    """
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the policy's weights and computation. Master weights and optimizer state stay float32."""
     init: Literal["checkpoint", "random"] = "checkpoint"
     """Where the weights come from. random initializes them from the seed."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass to save memory. selective recomputes core attention and the MLP, full
-    recomputes every layer."""
+    """Activations to recompute in the backward pass to save memory. selective recomputes core attention and the MLP,
+    full recomputes every layer.
+    """
     router: RouterConfig = RouterConfig()
     """Training of the routers of MoE models."""
     grouped_experts: bool = False
@@ -63,7 +67,9 @@ class TeacherConfig(Section):
     """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With a url its config and tokenizer are
     enough."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """Address of an SGLang server that serves the teacher, such as http://host:30000. None loads the teacher into the ranks."""
+    """Address of an SGLang server that serves the teacher, such as http://host:30000. None loads the teacher into the
+    ranks.
+    """
 
 
 class GuardConfig(Section):
@@ -87,8 +93,9 @@ class PrecisionConfig(Section):
     fp8: Literal["e4m3", "hybrid"] | None = None
     """FP8 format of the linear layers. hybrid uses e5m2 for gradients, None turns FP8 off. Needs Transformer Engine."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """How FP8 scales are computed. The recipes need different GPUs; an unsuitable GPU is refused with the recipes that it
-    supports."""
+    """How FP8 scales are computed. The recipes need different GPUs; an unsuitable GPU is refused with the recipes that
+    it supports.
+    """
     first_layers_bf16: NonNegativeInt = 0
     """Number of decoder layers at the start of the model that stay in bf16."""
     last_layers_bf16: NonNegativeInt = 0
@@ -116,18 +123,18 @@ class PrecisionConfig(Section):
             history = {"fp8_amax_history_len", "fp8_amax_compute_algo"}
             for name, value in self.model_dump(include=history, exclude_defaults=True).items():
                 yield (
-                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, because only this recipe has a history; "
-                    f"set it, or leave {name} out"
+                    f"precision.{name}={value} needs precision.fp8_recipe=delayed, because only this recipe has a"
+                    f" history; set it, or leave {name} out"
                 )
         if self.fp8_parameters and self.fp8_recipe == "mxfp8":
             yield (
-                "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8' in FP8; "
-                "leave fp8_parameters out, or use blockwise or tensorwise"
+                "precision.fp8_parameters=true: Megatron's data parallelism cannot hold weights of fp8_recipe='mxfp8'"
+                " in FP8; leave fp8_parameters out, or use blockwise or tensorwise"
             )
         if self.fp8_parameters and (self.guard.fall_back or not self.fp8_reference):
             yield (
-                "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true and "
-                "precision.guard.fall_back=false, or leave fp8_parameters out"
+                "precision.fp8_parameters=true leaves no bf16 weights to compute with; set precision.fp8_reference=true"
+                " and precision.guard.fall_back=false, or leave fp8_parameters out"
             )
         if self.fp8_recipe == "delayed" and (
             self.first_layers_bf16 or self.last_layers_bf16 or self.guard.fall_back or not self.fp8_reference

@@ -33,8 +33,9 @@ class RewardFunctionConfig(Section):
     options: dict[str, str | int | float | bool] = Field(default={})
     """Keyword arguments of the function."""
     completions: Literal["as_data", "text", "messages"] = "as_data"
-    """Form of the completions for functions with TRL's signature: texts or messages. as_data follows the form of the data's
-    prompts."""
+    """Form of the completions for functions with TRL's signature: texts or messages. as_data follows the form of the
+    data's prompts.
+    """
 
     @field_validator("name")
     @classmethod
@@ -53,8 +54,9 @@ class RewardsConfig(Section):
     deadline_s: Seconds = 5.0
     """Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."""
     refresh_command: str | None = None
-    """Shell command that continues the training of the reward model between iterations (algorithm.ref_model_sync_steps). None
-    runs no command."""
+    """Shell command that continues the training of the reward model between iterations
+    (algorithm.ref_model_sync_steps). None runs no command.
+    """
     refresh_deadline_s: Seconds = 14400.0
     """Maximum number of seconds of refresh_command."""
     step_splitter: str = "blank-lines"
@@ -86,8 +88,12 @@ def step_separator(splitter: str) -> re.Pattern[str]:
     """Return a pattern; each step ends at the end of a match. Raise ValueError for an unknown splitter."""
     pattern = splitter.removeprefix(STEP_REGEX) if splitter.startswith(STEP_REGEX) else STEP_SPLITTERS.get(splitter)
     if not pattern:
-        raise ValueError(f"step_splitter={splitter!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN")
+        raise ValueError(
+            f"step_splitter={splitter!r} is unknown; use {', '.join(STEP_SPLITTERS)} or {STEP_REGEX}PATTERN"
+        )
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"step_splitter={splitter!r} is not a regular expression ({error}); correct the pattern") from None
+        raise ValueError(
+            f"step_splitter={splitter!r} is not a regular expression ({error}); correct the pattern"
+        ) from None

@@ -1,4 +1,6 @@
-"""The sections of a config for generation, with the refused server arguments, and for the weight sync to the engines."""
+"""The sections of a config for generation, with the refused server arguments, and for the weight sync to the
+engines.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ class RolloutConfig(Section):
     ep: NumRanks = 1
     """Expert-parallel size inside an engine. Must divide tp."""
     placement: Literal["colocated", "separate"] = "colocated"
-    """colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks ranks while the
-    others train."""
+    """colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks ranks while
+    the others train.
+    """
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Fraction = 1.0
@@ -30,32 +33,38 @@ class RolloutConfig(Section):
     max_response_length: PositiveInt = 1024
     """Maximum number of tokens in a response."""
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = ()
-    """Token ids that end a response, in addition to the eos ids of the model, its generation config and the tokenizer. Rewards
-    see the text of a token that is named only here."""
+    """Token ids that end a response, in addition to the eos ids of the model, its generation config and the tokenizer.
+    Rewards see the text of a token that is named only here.
+    """
     max_concurrent: PositiveInt = 256
     """Maximum number of sequences that an engine decodes at once."""
     oversample: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are complete. Saves time if
-    few responses are long, but prefers short responses (rollout/kept_length, aborted_length)."""
+    """Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are complete. Saves
+    time if few responses are long, but prefers short responses (rollout/kept_length, aborted_length).
+    """
     partial: bool = False
-    """Keep aborted groups and resume them in the next step with the updated policy, so that no length is preferred. Needs
-    oversample > 1. Use algorithm.recipe=partial to correct for it."""
+    """Keep aborted groups and resume them in the next step with the updated policy, so that no length is preferred.
+    Needs oversample > 1. Use algorithm.recipe=partial to correct for it.
+    """
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
     """Maximum number of policy updates between a group's first token and its training step. Used with partial and with
     placement=separate, where 1 runs one step ahead and 0 alternates."""
     longest_first: bool = False
-    """Start one sample per group as a length probe, then start the remaining samples of the groups with the longest probes.
-    Shortens a rollout with more sequences than max_concurrent if lengths within a group are similar. Does not change any
-    sample."""
+    """Start one sample per group as a length probe, then start the remaining samples of the groups with the longest
+    probes. Shortens a rollout with more sequences than max_concurrent if lengths within a group are similar. Does not
+    change any sample.
+    """
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the engine's weights and computation. None uses model.dtype."""
     quantization: Literal["fp8"] | None = None
     """Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."""
     routing_replay: bool | Literal["reference"] = False
-    """Train each token of an MoE model with the experts that the engine chose for it (R3). reference replays them in the
-    reference too."""
+    """Train each token of an MoE model with the experts that the engine chose for it (R3). reference replays them in
+    the reference too.
+    """
     cache_tokens: PositiveInt | None = None
-    """Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what fits on a GPU."""
+    """Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what fits on a GPU.
+    """
     memory_fraction: Fraction | None = None
     """Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."""
     sleep: Literal["auto", "always", "never"] = "auto"
@@ -110,23 +119,34 @@ class RolloutConfig(Section):
         yield from self._unmet(
             "rollout.",
             ("tp", self.is_served, " needs rollout.engine=sglang; the embedded engine spans one rank"),
-            ("partial", not self.is_separate, ": must not be with placement=separate (it always continues); leave it out"),
+            (
+                "partial",
+                not self.is_separate,
+                ": must not be with placement=separate (it always continues); leave it out",
+            ),
             (
                 "oversample",
                 not (self.is_separate and self.keeps_unfinished),
-                f": must be 1 with placement=separate and max_staleness={self.max_staleness}, because it sets how much is "
-                "started; leave it out",
+                (
+                    f": must be 1 with placement=separate and max_staleness={self.max_staleness}, because it sets how"
+                    " much is started; leave it out"
+                ),
             ),
             ("partial", self.oversample > 1, " needs rollout.oversample > 1, or nothing is left to continue; use 1.25"),
             (
                 "longest_first",
                 self.oversample == 1 or self.keeps_unfinished,
-                f": must not be with oversample={self.oversample}, because it aborts the groups that start last, here always "
-                "the short ones; set partial=true, or leave one out",
+                (
+                    f": must not be with oversample={self.oversample}, because it aborts the groups that start last,"
+                    " here always the short ones; set partial=true, or leave one out"
+                ),
             ),
         )
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
-            yield f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn}; raise it"
+            yield (
+                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn};"
+                " raise it"
+            )
 
 
 class SyncConfig(Section):
@@ -136,52 +156,68 @@ class SyncConfig(Section):
     """Compare checksums of the engine's and the trainer's weights after every sync."""
 
 
-# Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep weights or
-# caches of another policy, or split the engine differently from the weights it receives. Aliases count. So do prefixes of a
-# name, because SGLang's parser completes them.
+# Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep
+# weights or caches of another policy, or split the engine differently from the weights it receives. Aliases count. So
+# do prefixes of a name, because SGLang's parser completes them.
 _SPECULATION = "generates with another model or method that does not get the policy's weights"
 REASONS = {
     name: reason
     for reason, names in {
-        "changes how tokens are sampled; use rollout.temperature, top_p and top_k": """
+        "changes how tokens are sampled; use rollout.temperature, top_p and top_k": (
+            """
             preferred_sampling_params sampling_defaults allow_auto_truncate sampling_mask_max_tokens
             enable_strict_thinking mlx_enable_sampling
-        """,
-        _SPECULATION: """
+        """
+        ),
+        _SPECULATION: (
+            """
             enable_multi_layer_eagle uno_lora_path decoupled_spec_role dllm_algorithm dllm_algorithm_config dllm_fdfo
             no_dllm_fdfo
-        """,
-        "changes the model that generates; use the files of model.path, rollout.dtype or rollout.quantization": """
+        """
+        ),
+        "changes the model that generates; use the files of model.path, rollout.dtype or rollout.quantization": (
+            """
             json_model_override_args model_config_parser model_impl revision is_embedding quantization
             quantization_param_path modelopt_quant quantize_and_serve modelopt_checkpoint_restore_path rl_quant_profile
             startup_weight_load_mode decrypted_config_file decrypted_draft_config_file delete_ckpt_after_loading
             weight_cache_mode weight_version model forward_hooks debug_tensor_dump_input_file
-        """,
-        "adds weights that the trainer does not have; merge them into model.path": """
+        """
+        ),
+        "adds weights that the trainer does not have; merge them into model.path": (
+            """
             enable_lora lora_paths enable_lora_overlap_loading
-        """,
-        "keeps caches beyond a weight sync, so that tokens would come from an older policy's": """
+        """
+        ),
+        "keeps caches beyond a weight sync, so that tokens would come from an older policy's": (
+            """
             enable_hierarchical_cache hicache_storage_backend enable_lmcache enable_flexkv
             enable_unified_cache_external_linker disaggregation_mode
-        """,
-        "moves experts to where a weight sync does not send them": """
+        """
+        ),
+        "moves experts to where a weight sync does not send them": (
+            """
             enable_eplb ep_num_redundant_experts init_expert_location elastic_ep_backend kt_weight_path
             enforce_shared_experts_fusion
-        """,
-        "cuts the engine otherwise than its weights are sent; use rollout.tp, rollout.ep and more ranks": """
+        """
+        ),
+        "cuts the engine otherwise than its weights are sent; use rollout.tp, rollout.ep and more ranks": (
+            """
             tensor_parallel_size ep expert_parallel_size pp_size pipeline_parallel_size dp_size data_parallel_size
             dcp_size decode_context_parallel_size attn_cp_size attention_context_parallel_size moe_dp_size
             moe_data_parallel_size dwdp_size nnodes node_rank dist_init_addr nccl_init_addr gpu_id_step
             enable_dp_attention enable_dp_lm_head enable_prefill_cp moe_dense_tp_size enable_dense_mlp_attn_tp
             enable_shared_experts_attn_tp shared_experts_tp_size
-        """,
+        """
+        ),
         "reads further arguments from a file; give them here": "config",
-        "is set by the trainer": """
-            host port api_key nccl_port served_model_name model_path load_format custom_weight_loader skip_tokenizer_init
-            device dtype tp_size ep_size disable_shared_experts_fusion base_gpu_id context_length max_running_requests
-            max_total_tokens mem_fraction_static enable_memory_saver random_seed enable_return_routed_experts
-            admin_api_key incremental_streaming_output
-        """,
+        "is set by the trainer": (
+            """
+            host port api_key nccl_port served_model_name model_path load_format custom_weight_loader
+            skip_tokenizer_init device dtype tp_size ep_size disable_shared_experts_fusion base_gpu_id context_length
+            max_running_requests max_total_tokens mem_fraction_static enable_memory_saver random_seed
+            enable_return_routed_experts admin_api_key incremental_streaming_output
+        """
+        ),
     }.items()
     for name in names.split()
 }

@@ -1,7 +1,7 @@
 """The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-The text below a key is its description: its meaning and unit, and the meaning of None or 0. `_problems` yields the broken rules
-that need only the config.
+The text below a key is its description: its meaning and unit, and the meaning of None or 0. `_problems` yields the
+broken rules that need only the config.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class LayoutConfig(Section):
     cp: NumRanks = 1
     """Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives each rank all
-    tokens of some heads."""
+    """How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives each rank
+    all tokens of some heads.
+    """
     dp: NumRanks | None = None
     """Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."""
     ep: NumRanks = 1
@@ -81,7 +82,9 @@ class LayoutConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.dp is not None and self.dp * self.cp % self.ep:
             times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
-            yield f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
+            yield (
+                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
+            )
         num_chunks = self.pp * (self.vpp or 1)
         if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
             yield (
@@ -106,8 +109,9 @@ class BatchConfig(Section):
     tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward and backward pass on each rank."""
     share_prompts: bool = False
-    """Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For dense models on
-    Megatron's local layers."""
+    """Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For dense
+    models on Megatron's local layers.
+    """
 
     @property
     def optimizer_steps(self) -> int:
@@ -116,8 +120,8 @@ class BatchConfig(Section):
     def _problems(self) -> Iterator[str]:
         if self.prompts_per_step % self.mini_batches:
             yield (
-                f"batch.mini_batches={self.mini_batches} does not divide batch.prompts_per_step={self.prompts_per_step}; "
-                f"use {any_divisor(self.prompts_per_step)}"
+                f"batch.mini_batches={self.mini_batches} does not divide"
+                f" batch.prompts_per_step={self.prompts_per_step}; use {any_divisor(self.prompts_per_step)}"
             )
 
 
@@ -207,8 +211,12 @@ class LogConfig(Section):
         if value is None:
             return None
         first, separator, last = str(value).partition("-")
-        if not (first.isdecimal() and (last.isdecimal() if separator else True) and 1 <= int(first) <= int(last or first)):
-            raise ValueError(f"log.profile={str(value)!r} is neither a step nor a range of steps; give it like 3 or 3-4")
+        if not (
+            first.isdecimal() and (last.isdecimal() if separator else True) and 1 <= int(first) <= int(last or first)
+        ):
+            raise ValueError(
+                f"log.profile={str(value)!r} is neither a step nor a range of steps; give it like 3 or 3-4"
+            )
         return str(value)
 
 
@@ -250,13 +258,17 @@ class Config(Section):
     log: LogConfig = LogConfig()
     """Logs, samples, the report and traces."""
     hang_deadline_s: Seconds = 480.0
-    """Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this one."""
+    """Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this
+    one.
+    """
     max_nonfinite_steps: PositiveInt = 3
     """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if old_logprobs are computed before the update. With one optimizer step they equal the update's log-probs."""
+        """True if old_logprobs are computed before the update. With one optimizer step they equal the update's
+        log-probs.
+        """
         return self.batch.optimizer_steps > 1 or self.algorithm.has_kl_reward or self.algorithm.needs_mini_batch
 
     @property
@@ -276,15 +288,16 @@ class Config(Section):
             yield f"log.profile={self.log.profile!r} is beyond steps={self.steps}; name steps of the run"
         if self.rollout.routing_replay and self.model.router.capacity_factor is not None:
             yield (
-                f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that rollout.routing_replay "
-                "sends to the engine's experts; remove one of them"
+                f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that"
+                " rollout.routing_replay sends to the engine's experts; remove one of them"
             )
         if self.precision.fp8 and self.model.dtype != "bfloat16":
             yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
             yield (
-                f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks} contradict one "
-                "another; set placement=separate and engine_ranks to the number of ranks that only generate, or neither"
+                f"rollout.placement={self.rollout.placement} and layout.engine_ranks={self.layout.engine_ranks}"
+                " contradict one another; set placement=separate and engine_ranks to the number of ranks that only"
+                " generate, or neither"
             )
         if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
             yield "algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo"
@@ -312,7 +325,11 @@ class Config(Section):
         url = next((teacher.url for teacher in self.teachers.values() if teacher.url is not None), None)
         yield from self._unmet(
             "",
-            ("batch.share_prompts", self.layout.cp == 1, f": must not be with layout.cp={self.layout.cp}; remove one of them"),
+            (
+                "batch.share_prompts",
+                self.layout.cp == 1,
+                f": must not be with layout.cp={self.layout.cp}; remove one of them",
+            ),
             ("optimizer.moments_dtype", dtype == "bfloat16", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (
                 "algorithm.ref_model_sync_steps",
@@ -325,14 +342,24 @@ class Config(Section):
                 " needs iterations to run between; set algorithm.ref_model_sync_steps",
             ),
             ("data.replay_fraction", has_refresh, " needs rewards.refresh_command; leave it out"),
-            ("algorithm.distill_beta", self.teachers, " needs a teacher; set for example teachers.main.path to its folder"),
-            ("data.teacher_column", self.teachers, " needs teachers, because its values name them; set them, or leave it out"),
+            (
+                "algorithm.distill_beta",
+                self.teachers,
+                " needs a teacher; set for example teachers.main.path to its folder",
+            ),
+            (
+                "data.teacher_column",
+                self.teachers,
+                " needs teachers, because its values name them; set them, or leave it out",
+            ),
             ("algorithm.distill_kl", url is None, ": must be sampled with a teacher's url; leave one out"),
             (
                 "rollout.temperature",
                 url is None,
-                f": must be 1 with a teacher's url={url}, because servers return log-probs of given tokens only at 1; set it, "
-                "or leave url out",
+                (
+                    f": must be 1 with a teacher's url={url}, because servers return log-probs of given tokens only at"
+                    " 1; set it, or leave url out"
+                ),
             ),
         )
 
@@ -340,9 +367,15 @@ class Config(Section):
         beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
         if self.algorithm.adv_type == "none":
             if not beta:
-                yield "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+                yield (
+                    "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and"
+                    " teachers"
+                )
             if self.algorithm.normalize_advantages or self.algorithm.has_kl_reward:
-                yield "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move rewards' part"
+                yield (
+                    "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move"
+                    " rewards' part"
+                )
         if self.teachers and not beta:
             yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
         if len(self.teachers) > 1 and column is None:

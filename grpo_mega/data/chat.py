@@ -1,11 +1,11 @@
 """Render prompts with chat templates, and find the prefill: the text that a template writes into the assistant's turn.
 
-The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant turn whose content
-is a marker. The text before the marker is the header of every assistant turn. The rest of the generation prompt is the prefill,
-for example "<think>\\n".
+The prefill is found by comparing two renderings of one conversation: the generation prompt, and an assistant turn whose
+content is a marker. The text before the marker is the header of every assistant turn. The rest of the generation prompt
+is the prefill, for example "<think>\\n".
 
-Every rendered prompt is compared with its messages, because a template that omits the text of a message would train on another
-question.
+Every rendered prompt is compared with its messages, because a template that omits the text of a message would train on
+another question.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class Renderer:
         number = self._missing_by_form(messages) if number is None else number
         if number is not None:
             raise ConfigError(
-                f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}): "
-                f"{_short(messages[number]['content'])}; correct the row or the template, or leave data.system_prompt out "
-                "if it is the system message"
+                f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}):"
+                f" {_short(messages[number]['content'])}; correct the row or the template, or leave data.system_prompt"
+                " out if it is the system message"
             )
         return text
 
     def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
         """Return the first message whose text the template always omits; None if there is none.
 
-        The actual text could be elsewhere in the prompt by chance. So the conversation is rendered with a marker as each text,
-        once for all conversations of the same form.
+        The actual text could be elsewhere in the prompt by chance. So the conversation is rendered with a marker as
+        each text, once for all conversations of the same form.
         """
         has_text = [bool(message["content"].strip()) for message in messages]
         form = tuple((message["role"], has, *sorted(message)) for message, has in zip(messages, has_text, strict=True))
@@ -153,8 +153,9 @@ def find_prefill(tokenizer: Any) -> str:
         generation_prompt = _apply(tokenizer, [_QUESTION], add_generation_prompt=True)
         if not generation_prompt.startswith(before_turn):
             return _open_thought(generation_prompt)
-        # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag. But the
-        # template omits thoughts from earlier turns. So compare with both renderings; the shorter common part is the header.
+        # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag.
+        # But the template omits thoughts from earlier turns. So compare with both renderings; the shorter common part
+        # is the header.
         answered = [_apply(tokenizer, [_QUESTION, _ANSWER]), _apply(tokenizer, [_QUESTION, _ANSWER, _QUESTION])]
     except Exception as error:  # templates raise any exception
         raise ConfigError(
@@ -163,14 +164,17 @@ def find_prefill(tokenizer: Any) -> str:
         ) from None
     opening = generation_prompt[len(before_turn) :]
     headers = [
-        text[len(before_turn) :].partition(_MARKER)[0] for text in answered if text.startswith(before_turn) and _MARKER in text
+        text[len(before_turn) :].partition(_MARKER)[0]
+        for text in answered
+        if text.startswith(before_turn) and _MARKER in text
     ]
     shared = min((_shared_length(opening, header) for header in headers), default=len(opening))
     return opening[shared:] or _open_thought(opening)
 
 
 def find_turn_end(tokenizer: Any) -> str:
-    """Return the text that the chat template writes after the content of the last assistant turn, such as "<|im_end|>\\n".
+    """Return the text that the chat template writes after the content of the last assistant turn, such as
+    "<|im_end|>\\n".
 
     Return "" if there is no template, or if it cannot render a question and its answer.
     """

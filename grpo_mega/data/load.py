@@ -1,13 +1,14 @@
 """Load all prompts of a run from its data config: the training sets, one after another, and the held-out prompts.
 
-Rows are rendered with the tokenizer's chat template and tokenised. The id of a prompt is the first id of the set plus the row's
-index in the set, whatever else is dropped. Prompts longer than the limit are dropped and counted.
+Rows are rendered with the tokenizer's chat template and tokenised. The id of a prompt is the first id of the set plus
+the row's index in the set, whatever else is dropped. Prompts longer than the limit are dropped and counted.
 
-`grpo-mega eval CONFIG --train-set --samples N --out FILE` counts how often the model solves each prompt, and writes JSON lines:
-{"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N. Training prompts outside
-data.min_pass_rate .. max_pass_rate teach nothing and are dropped. Prompts without a row are kept, and so are prompts without a
-pass rate ("solved": null, because the gold answer cannot be read). The id and hash of a row must belong to the same prompt, as
-rendered with the tokenizer's chat template. Otherwise the file belongs to another data set.
+`grpo-mega eval CONFIG --train-set --samples N --out FILE` counts how often the model solves each prompt, and writes
+JSON lines: {"id": ..., "hash": ..., "samples": N, "solved": c} and more. The pass rate is c / N. Training prompts
+outside data.min_pass_rate .. max_pass_rate teach nothing and are dropped. Prompts without a row are kept, and so are
+prompts without a pass rate ("solved": null, because the gold answer cannot be read). The id and hash of a row must
+belong to the same prompt, as rendered with the tokenizer's chat template. Otherwise the file belongs to another data
+set.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         notes.append(f"held out: {size} prompts split off from data.train{copies}")
     elif config.heldout_fraction is not None:
         raise ConfigError(
-            f"data.heldout_fraction={config.heldout_fraction} of {sum(map(len, sets))} prompts is less than one; raise it"
+            f"data.heldout_fraction={config.heldout_fraction} of {sum(map(len, sets))} prompts is less than one;"
+            " raise it"
         )
     if config.pass_rates is not None:
         num_before = sum(map(len, sets))
@@ -92,11 +94,13 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
     return RunData(train, tuple(map(len, sets)), heldout_sets, tuple(notes), digests, dropped)
 
 
-def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0) -> tuple[list[Prompt], int, str]:
+def load_prompts(
+    source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0
+) -> tuple[list[Prompt], int, str]:
     """Return the prompts of one set in order, the number of prompts dropped as too long, and a line for the log.
 
-    Raises ConfigError if the set is unreadable or empty, a row is bad, the chat template is missing, or all prompts are too
-    long.
+    Raises ConfigError if the set is unreadable or empty, a row is bad, the chat template is missing, or all prompts are
+    too long.
     """
     renderer = Renderer(tokenizer)
     conversations = read_conversations(source, config)
@@ -130,9 +134,10 @@ def load_prompts(source: DataSource, config: DataConfig, tokenizer: Any, *, firs
 def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Split off held-out prompts: return the remaining prompts of each set, and `size` prompts with distinct texts.
 
-    The held-out prompts are the ones with the smallest text hashes, whatever the seed and row order, so that runs can be
-    compared on the same prompts. They are ordered by hash, so the first N come from all sets for any N. No text is on both
-    sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if too little remains.
+    The held-out prompts are the ones with the smallest text hashes, whatever the seed and row order, so that runs can
+    be compared on the same prompts. They are ordered by hash, so the first N come from all sets for any N. No text is
+    on both sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if too little
+    remains.
     """
     by_text = {
         prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)
@@ -142,13 +147,16 @@ def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt
             f"{size} held-out prompts leave nothing of the {len(by_text)} different prompts of data.train; "
             "lower data.heldout_size or data.heldout_fraction"
         )
-    heldout = [by_text[text] for text in sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())[:size]]
+    heldout = [
+        by_text[text] for text in sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())[:size]
+    ]
     heldout_texts = {prompt.text for prompt in heldout}
     train = [[prompt for prompt in prompts if prompt.text not in heldout_texts] for prompts in sets]
     for number, prompts in enumerate(train):
         if not prompts:
             raise ConfigError(
-                f"{size} held-out prompts leave none of data.train.{number}; lower data.heldout_size or data.heldout_fraction"
+                f"{size} held-out prompts leave none of data.train.{number}; lower data.heldout_size or"
+                " data.heldout_fraction"
             )
     return train, heldout
 
@@ -160,7 +168,8 @@ def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig
         for source in config.train:
             if is_same(source.path, heldout.path):
                 raise ConfigError(
-                    f"{key}={heldout.path} is also in data.train; name another set, or split prompts off with data.heldout_size"
+                    f"{key}={heldout.path} is also in data.train; name another set, or split prompts off with"
+                    " data.heldout_size"
                 )
     sizes = [len(read_conversations(source, config)) for source in config.train]
     for heldout in config.heldout_sources.values():
@@ -170,13 +179,15 @@ def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig
     make_sampler(config, sizes, prompts_per_step, 0, rollout)
 
 
-def make_sampler(config: DataConfig, sizes: Sequence[int], prompts_per_step: int, seed: int, rollout: RolloutConfig) -> Sampler:
+def make_sampler(
+    config: DataConfig, sizes: Sequence[int], prompts_per_step: int, seed: int, rollout: RolloutConfig
+) -> Sampler:
     """Return a sampler over sets of `sizes` prompts. It draws as many per step as the step starts.
 
     Raises ConfigError if there are too few prompts.
 
-    With oversampling, prompts that were started and aborted count as drawn: they come again in the next epoch. If partial
-    rollouts continue them, each draw has prompts_per_step prompts, and a step makes as many draws as it needs.
+    With oversampling, prompts that were started and aborted count as drawn: they come again in the next epoch. If
+    partial rollouts continue them, each draw has prompts_per_step prompts, and a step makes as many draws as it needs.
     """
     weights = [source.weight for source in config.train]
     sampler = Sampler(sizes, weights, prompts_per_step, seed, shuffle=config.shuffle)
@@ -203,8 +214,8 @@ def read_pass_rates(path: Path) -> dict[int, PassRate]:
         rows = [row for _, row in read_json_lines(path)]
     except OSError as error:
         raise ConfigError(
-            f"data.pass_rates={path} cannot be read ({error}); write it with grpo-mega eval CONFIG --train-set --samples 8 "
-            f"--out {path}"
+            f"data.pass_rates={path} cannot be read ({error}); write it with grpo-mega eval CONFIG --train-set"
+            f" --samples 8 --out {path}"
         ) from None
     rates = {}
     for number, row in enumerate(rows, start=1):
@@ -230,8 +241,8 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     for prompt in (p for prompts in sets for p in prompts if p.id in rates):
         if rates[prompt.id].hash != text_hash(prompt.text):
             raise ConfigError(
-                f"data.pass_rates={config.pass_rates} is of other prompts: the text of prompt {prompt.id} is not the one that "
-                "was evaluated; evaluate this data.train, with this model's chat template and system prompt"
+                f"data.pass_rates={config.pass_rates} is of other prompts: the text of prompt {prompt.id} is not the"
+                " one that was evaluated; evaluate this data.train, with this model's chat template and system prompt"
             )
         rate_of[prompt.id] = rates[prompt.id].rate
     if not rate_of:
@@ -245,8 +256,8 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     for number, prompts in enumerate(kept):
         if not prompts:
             raise ConfigError(
-                f"data.min_pass_rate={config.min_pass_rate} and data.max_pass_rate={config.max_pass_rate} keep none of the "
-                f"{len(sets[number])} prompts of data.train.{number}; widen them"
+                f"data.min_pass_rate={config.min_pass_rate} and data.max_pass_rate={config.max_pass_rate} keep none of"
+                f" the {len(sets[number])} prompts of data.train.{number}; widen them"
             )
     num_before, num_kept = sum(map(len, sets)), sum(map(len, kept))
     below, above = sum(rate < low for rate in known), sum(rate > high for rate in known)
@@ -254,9 +265,12 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     parts = [f"{below} below data.min_pass_rate={low}"] * (config.min_pass_rate is not None)
     parts += [f"{above} above data.max_pass_rate={high}"] * (config.max_pass_rate is not None)
     unknown = f"; {num_before - len(known)} without a pass rate kept" if num_before > len(known) else ""
-    return kept, (
-        f"data.pass_rates={config.pass_rates}: {num_before - num_kept} of {num_before} training prompts dropped "
-        f"({', '.join(parts)}; {never} were never solved, {always} always){unknown}"
+    return (
+        kept,
+        (
+            f"data.pass_rates={config.pass_rates}: {num_before - num_kept} of {num_before} training prompts dropped "
+            f"({', '.join(parts)}; {never} were never solved, {always} always){unknown}"
+        ),
     )
 
 

@@ -4,15 +4,17 @@
 - a folder of such files, or a folder saved by `datasets`: "folder" or "folder@split";
 - a data set on the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
-The default split is "train". The index of a row is its place in the set from 0 (in JSONL its line, counting blank lines), so it
-stays the same when rows are dropped later. Raises ConfigError with the place and the remedy if a set cannot be read.
+The default split is "train". The index of a row is its place in the set from 0 (in JSONL its line, counting blank
+lines), so it stays the same when rows are dropped later. Raises ConfigError with the place and the remedy if a set
+cannot be read.
 
-A prompt is a text, used as a user message, or a list of messages. An answer is a text or a finite number. A bad row, or a row
-with a lone surrogate in these columns, raises ConfigError with its place and the remedy. No row is skipped silently. A run
-checks all rows before it starts, because this needs no tokenizer.
+A prompt is a text, used as a user message, or a list of messages. An answer is a text or a finite number. A bad row, or
+a row with a lone surrogate in these columns, raises ConfigError with its place and the remedy. No row is skipped
+silently. A run checks all rows before it starts, because this needs no tokenizer.
 
-The content of a message is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. The content may be
-null in an assistant message with tool calls. A column name may lead into nested values: "reward_model.ground_truth".
+The content of a message is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. The
+content may be null in an assistant message with tool calls. A column name may lead into nested values:
+"reward_model.ground_truth".
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?
 Message = dict[str, Any]
 ANSWER_COLUMNS = ("answer", "solution")  # tried in this order if answer_column is not set
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
-_NOT_FINITE = {"nan", "NaN", "NAN", *(f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity"))}
+_NOT_FINITE = {
+    "nan",
+    "NaN",
+    "NAN",
+    *(f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity")),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ def read_rows(path: str) -> Iterator[DataRow]:
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise ConfigError(
-            f"data file {path} has suffix {Path(path).suffix!r}; the formats are {', '.join(_READERS)}, or folders of them"
+            f"data file {path} has suffix {Path(path).suffix!r}; the formats are {', '.join(_READERS)}, or folders of"
+            " them"
         )
     return reader(Path(path))
 
@@ -121,7 +129,9 @@ def _conversation(row: DataRow, prompt_column: str, answer_column: str, system_p
     messages, answer = messages_of(row, prompt_column, system_prompt), answer_of(row, answer_column)
     extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
     given = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
-    given["prompts"] = given[prompt_column] if isinstance(given[prompt_column], str) and system_prompt is None else messages
+    given["prompts"] = (
+        given[prompt_column] if isinstance(given[prompt_column], str) and system_prompt is None else messages
+    )
     return Conversation(row.index, row.place, messages, answer, extras, given)
 
 
@@ -158,7 +168,8 @@ def messages_of(row: DataRow, column: str, system_prompt: str | None) -> list[Me
         return messages
     if messages[0]["role"] == "system":
         raise ConfigError(
-            f"{row.place}: {column} starts with a system message and data.system_prompt is set too; leave one of them out"
+            f"{row.place}: {column} starts with a system message and data.system_prompt is set too; leave one of"
+            " them out"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 
@@ -169,17 +180,20 @@ def answer_of(row: DataRow, column: str) -> str:
     if isinstance(value, Real | Decimal) and not isinstance(value, bool):
         if not (value.is_finite() if isinstance(value, Decimal) else -math.inf < value < math.inf):  # type: ignore[operator]
             raise ConfigError(
-                f"{row.place}: {column}={value} is not finite, so every response would be wrong; correct or remove the row"
+                f"{row.place}: {column}={value} is not finite, so every response would be wrong; correct or remove"
+                " the row"
             )
         return str(value)
     if isinstance(value, str) and value.strip() in _NOT_FINITE:
         raise ConfigError(
-            f"{row.place}: {column}={value!r} is a number that is not finite, written as text; correct or remove the row, "
-            "or write \\infty for an infinite answer"
+            f"{row.place}: {column}={value!r} is a number that is not finite, written as text; correct or remove the"
+            " row, or write \\infty for an infinite answer"
         )
     if isinstance(value, str) and value.strip():
         return value
-    raise ConfigError(f"{row.place}: {column}={_short(value)} is not an answer; write a text or a number, or remove the row")
+    raise ConfigError(
+        f"{row.place}: {column}={_short(value)} is not an answer; write a text or a number, or remove the row"
+    )
 
 
 def _message(row: DataRow, key: str, message: Any) -> Message:
@@ -219,8 +233,8 @@ def _value(row: DataRow, column: str, key: str) -> Any:
         raise ConfigError(f"{row.place}: {key}={column!r} is not a column of this row; {error}") from None
     if surrogate := find_surrogate(value):
         raise ConfigError(
-            f"{row.place}: {column} has the lone surrogate {surrogate}, which is not a character; write the character that was "
-            "meant, or U+FFFD"
+            f"{row.place}: {column} has the lone surrogate {surrogate}, which is not a character; write the character"
+            " that was meant, or U+FFFD"
         )
     return value
 
@@ -272,13 +286,19 @@ def _read_json(path: Path) -> Iterator[DataRow]:
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:  # raised for text that is not JSON or not UTF-8
-        hint = "name it .jsonl if it holds one object per line" if "Extra data" in str(error) else "write a list of objects"
+        hint = (
+            "name it .jsonl if it holds one object per line"
+            if "Extra data" in str(error)
+            else "write a list of objects"
+        )
         raise ConfigError(f"data file {path} is not JSON ({error}); {hint}") from None
     if not isinstance(rows, list):
         raise ConfigError(f"data file {path} holds a JSON {type(rows).__name__}; write a list of objects")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, row {index} is a JSON {type(row).__name__}, not an object; write a list of objects")
+            raise ConfigError(
+                f"{path}, row {index} is a JSON {type(row).__name__}, not an object; write a list of objects"
+            )
         yield DataRow(index, f"{path}, row {index}", row)
 
 

@@ -1,10 +1,10 @@
 """Decide the prompts of each step: a pure function of (seed, step), so that a resumed run needs no sampler state.
 
-Each set has a separate endless order: epoch after epoch, each a permutation seeded by (seed, set, epoch). A step draws its
-share of prompts_per_step from every set. The share is rounded up or down, so that its mean over the steps is exact.
+Each set has a separate endless order: epoch after epoch, each a permutation seeded by (seed, set, epoch). A step draws
+its share of prompts_per_step from every set. The share is rounded up or down, so that its mean over the steps is exact.
 
-Invariant: no step has a prompt twice, even if the step spans two epochs. The random stream of a sample is fixed by (seed, step,
-prompt id, sample index), so two copies of a prompt would get the same responses.
+Invariant: no step has a prompt twice, even if the step spans two epochs. The random stream of a sample is fixed by
+(seed, step, prompt id, sample index), so two copies of a prompt would get the same responses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Draw(NamedTuple):
 class Sampler:
     """Draws `prompts_per_step` prompts per step from sets of `sizes` prompts, in proportion to `weights`.
 
-    The prompts of all sets are interleaved evenly within a step, so mini-batches are mixed too. Raises ConfigError if a set has
-    fewer prompts than a step may draw from it.
+    The prompts of all sets are interleaved evenly within a step, so mini-batches are mixed too. Raises ConfigError if a
+    set has fewer prompts than a step may draw from it.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Sampler:
     def _begins(self, step: int) -> Ints:
         """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
 
-        A step has an offset u in [0, 1). It draws as many prompts from a set as there are values of u, u + 1, u + 2, ... within
-        the set's bounds.
+        A step has an offset u in [0, 1). It draws as many prompts from a set as there are values of u, u + 1, u + 2,
+        ... within the set's bounds.
         """
         offsets = (self._first_offset + _GOLDEN * np.arange(step + 1)) % 1.0
         counts = np.diff(np.ceil(self._bounds - offsets[:, None]), axis=1).astype(np.int64)

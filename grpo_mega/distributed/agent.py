@@ -1,7 +1,7 @@
 """torchrun with a store that listens on one address: `python -m grpo_mega.distributed.agent TORCHRUN-ARGUMENT ...`.
 
-torchrun's store listens on all addresses. Slurm jobs start their ranks with this module. It takes torchrun's arguments. The
-rendezvous must be static, as it is by default.
+torchrun's store listens on all addresses. Slurm jobs start their ranks with this module. It takes torchrun's arguments.
+The rendezvous must be static, as it is by default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def _store(host: str, port: int, world_size: int, is_master: bool, timeout: time
     """Return the store of the agents of `world_size` nodes."""
     if not is_master:
         return TCPStore(host, port, world_size, False, timeout, **options)
-    address = address_to_bind(os.environ | {"MASTER_ADDR": host, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"})
+    address = address_to_bind(
+        os.environ | {"MASTER_ADDR": host, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1"}
+    )
     return open_store(address, port, timeout, world_size)
 
 

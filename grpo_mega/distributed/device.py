@@ -1,4 +1,6 @@
-"""The device, CPU or CUDA, and its memory. Only this module selects the device, so the same code runs on 1 CPU and 64 GPUs."""
+"""The device, CPU or CUDA, and its memory. Only this module selects the device, so the same code runs on 1 CPU and 64
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class PeakMemory:
 
 
 def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """Return the device of this rank. Raise ConfigError if CUDA is requested but missing, or if torch cannot use a GPU."""
+    """Return the device of this rank. Raise ConfigError if CUDA is requested but missing, or if torch cannot use a
+    GPU.
+    """
     has_cuda = torch.cuda.is_available()
     for problem in unusable_gpu_problems(choice, os.environ, sees_gpu=has_cuda):
         raise ConfigError(problem)

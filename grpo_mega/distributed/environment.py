@@ -1,7 +1,9 @@
-"""The variables that libraries read in a rank: one table for ranks of grpo-mega train, torchrun and Slurm. Never imports torch.
+"""The variables that libraries read in a rank: one table for ranks of grpo-mega train, torchrun and Slurm. Never
+imports torch.
 
-CUDA, NCCL and gloo read them on first use, so a rank sets them before that. Variables that the user has set do not change.
-`unusable_gpu_problems` detects a GPU that torch cannot use. Otherwise `device: auto` would silently train on the CPU.
+CUDA, NCCL and gloo read them on first use, so a rank sets them before that. Variables that the user has set do not
+change. `unusable_gpu_problems` detects a GPU that torch cannot use. Otherwise `device: auto` would silently train on
+the CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from pathlib import Path
 from grpo_mega.processes import shared_folder
 
 LIBRARIES = {
-    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in launch order. One
-    # hardware queue guarantees this order.
+    # Tensor parallelism with sequence parallelism overlaps communication with GEMMs only if kernels start in launch
+    # order. One hardware queue guarantees this order.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem stay allocated while their owner
-    # sleeps, so the other one lacks some GB. Buffers of NVLink SHARP need cuMem and do the same.
+    # Engine and trainer take turns on a GPU's memory. Buffers that NCCL maps through cuMem stay allocated while their
+    # owner sleeps, so the other one lacks some GB. Buffers of NVLink SHARP need cuMem and do the same.
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
@@ -36,8 +38,8 @@ LIBRARIES = {
     "NCCL_IB_TIMEOUT": "22",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# Every run computes the same bits, 10-20% slower: no attention kernel with atomic additions, one reduction order for NCCL, and
-# a fixed workspace for cuBLAS, because its choice of kernel depends on the workspace.
+# Every run computes the same bits, 10-20% slower: no attention kernel with atomic additions, one reduction order for
+# NCCL, and a fixed workspace for cuBLAS, because its choice of kernel depends on the workspace.
 DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
@@ -52,10 +54,10 @@ SIOCGIFADDR = 0x8915  # the ioctl that returns an interface's IPv4 address
 def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a rank adds to its environment `environ`. Variables in `environ` are left out.
 
-    DETERMINISTIC=1 adds the variables for deterministic kernels. NETWORK_INTERFACE is the interface for sockets of NCCL and
-    gloo. Without it gloo uses the interface that leads to MASTER_ADDR. gloo's default is the address of the host's name, but on
-    Ubuntu this is 127.0.1.1, so ranks of different nodes would never connect. On one machine both use the loopback interface,
-    because no other machine can reach it.
+    DETERMINISTIC=1 adds the variables for deterministic kernels. NETWORK_INTERFACE is the interface for sockets of NCCL
+    and gloo. Without it gloo uses the interface that leads to MASTER_ADDR. gloo's default is the address of the host's
+    name, but on Ubuntu this is 127.0.1.1, so ranks of different nodes would never connect. On one machine both use the
+    loopback interface, because no other machine can reach it.
     """
     values = dict(LIBRARIES)
     if environ.get("DETERMINISTIC") == "1":
@@ -66,7 +68,9 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
         values |= loopback_sockets()
     elif interface := interface_to(environ.get("MASTER_ADDR", "")):
         values["GLOO_SOCKET_IFNAME"] = interface
-    if gpu_sign(environ):  # keep compiled kernels for later runs; the default is in TMPDIR, which is removed with the rank
+    if gpu_sign(
+        environ
+    ):  # keep compiled kernels for later runs; the default is in TMPDIR, which is removed with the rank
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
 
@@ -114,8 +118,9 @@ def addresses_of(interface: str) -> list[str]:
 def server_cache(environ: Mapping[str, str]) -> Path:
     """Return this node's folder for kernels that SGLang compiles. Create it if it does not exist.
 
-    SGLang's default is in the home folder, but nodes often share it, so the servers of all nodes would wait for one lock. Other
-    users may write to the parent folder, so a folder of another user, or one that other users can write to, is not used.
+    SGLang's default is in the home folder, but nodes often share it, so the servers of all nodes would wait for one
+    lock. Other users may write to the parent folder, so a folder of another user, or one that other users can write to,
+    is not used.
     """
     parent = Path(environ.get("NODE_LOCAL") or shared_folder())
     folder = parent / f"grpo_mega-sglang-{os.getuid()}"
@@ -132,12 +137,16 @@ def server_cache(environ: Mapping[str, str]) -> Path:
 def cuda_compiler(environ: Mapping[str, str]) -> Path | None:
     """Return the nvcc that SGLang uses to compile kernels at run time; None if it would not find one."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=f"{home}/bin" if home else f"{environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin")
+    found = shutil.which(
+        "nvcc", path=f"{home}/bin" if home else f"{environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin"
+    )
     return Path(found) if found else None
 
 
 def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: bool | None = None) -> Iterator[str]:
-    """Yield the problem if device=auto and torch does not see a GPU. If `sees_gpu` is None, ask torch in another process."""
+    """Yield the problem if device=auto and torch does not see a GPU. If `sees_gpu` is None, ask torch in another
+    process.
+    """
     sign = gpu_sign(environ) if device == "auto" else None
     if sign is None:
         return
@@ -145,13 +154,15 @@ def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: boo
         sees_gpu = torch_sees_gpu()
     if not sees_gpu:
         yield (
-            f"device=auto: this machine has {sign}, but torch sees no GPU; fix the driver (nvidia-smi shows its state) or the "
-            "installed torch (it may be a build for the CPU), or train on the CPU by device: cpu"
+            f"device=auto: this machine has {sign}, but torch sees no GPU; fix the driver (nvidia-smi shows its state)"
+            " or the installed torch (it may be a build for the CPU), or train on the CPU by device: cpu"
         )
 
 
 def gpu_sign(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return the path of a sign of an NVIDIA GPU or driver; None if there is none or CUDA_VISIBLE_DEVICES hides all GPUs."""
+    """Return the path of a sign of an NVIDIA GPU or driver; None if there is none or CUDA_VISIBLE_DEVICES hides all
+    GPUs.
+    """
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDDEN:
         return None
     for pattern in ("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*", "proc/driver/nvidia/version"):

@@ -1,12 +1,13 @@
-"""Start the ranks of a job: `launch(act, request, ...)` runs `act(request)` on each of them, and returns one exit code for all.
+"""Start the ranks of a job: `launch(act, request, ...)` runs `act(request)` on each of them, and returns one exit code
+for all.
 
-A process becomes a rank in one of three ways, and runs the same function in each: torchrun or Slurm has set its RANK, it is the
-only rank of its job, or a launcher has started it as `grpo-mega rank` with the function in stdin.
+A process becomes a rank in one of three ways, and runs the same function in each: torchrun or Slurm has set its RANK,
+it is the only rank of its job, or a launcher has started it as `grpo-mega rank` with the function in stdin.
 
-Rank 0 writes to the terminal, and other ranks write to log_dir/rank_N.log. When a rank fails, the other ranks get SIGTERM and
-10 s later SIGKILL, and one line reports the rank, its exit code and the end of its log. A signal to the launcher is forwarded
-once to every rank. No rank outlives the launcher, however either ends: each rank leads a separate process group, and the group
-is killed when the rank is gone. The kernel kills each rank when the launcher dies.
+Rank 0 writes to the terminal, and other ranks write to log_dir/rank_N.log. When a rank fails, the other ranks get
+SIGTERM and 10 s later SIGKILL, and one line reports the rank, its exit code and the end of its log. A signal to the
+launcher is forwarded once to every rank. No rank outlives the launcher, however either ends: each rank leads a separate
+process group, and the group is killed when the rank is gone. The kernel kills each rank when the launcher dies.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Rank:
 
 
 def current_rank() -> int | None:
-    """Return the rank that a launcher has set for this process; None without one. Raise ConfigError without WORLD_SIZE."""
+    """Return the rank that a launcher has set for this process; None without one. Raise ConfigError without
+    WORLD_SIZE.
+    """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     if rank is None:
         return None
@@ -78,7 +81,9 @@ def launch(act: Callable[[Request], None], request: Request, world_size: int, lo
 
 
 def launch_processes(act: Callable[[Request], None], request: Request, world_size: int, log_dir: Path) -> int:
-    """Run `act(request)` in `world_size` new processes. `act` is a function of a module. Return the exit code, as `launch`."""
+    """Run `act(request)` in `world_size` new processes. `act` is a function of a module. Return the exit code, as
+    `launch`.
+    """
     with open(os.memfd_create("request"), "wb", buffering=0) as file:
         file.write(pickle.dumps((act, request)))
         return run_ranks([sys.executable, "-m", "grpo_mega.cli", "rank"], world_size, log_dir, stdin=file.fileno())
@@ -114,7 +119,9 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path, stdin: int = s
 
 
 def rank_environments(environ: Mapping[str, str], world_size: int) -> list[dict[str, str]]:
-    """Return the environment of each rank: torchrun's variables on a free port, a new key, and a fair share of the cores."""
+    """Return the environment of each rank: torchrun's variables on a free port, a new key, and a fair share of the
+    cores.
+    """
     threads = max(1, num_cores() // world_size)
     shared = {
         "WORLD_SIZE": str(world_size),
@@ -158,7 +165,9 @@ def free_ports(count: int, among: range = PORTS) -> list[int]:
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise OSError(f"fewer than {count} ports from {among.start} to {among.stop - 1} are free; end processes that use them")
+    raise OSError(
+        f"fewer than {count} ports from {among.start} to {among.stop - 1} are free; end processes that use them"
+    )
 
 
 def num_cores() -> int:
@@ -210,7 +219,9 @@ def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: 
 
 @contextlib.contextmanager
 def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
-    """Forward the first SIGINT or SIGTERM to all ranks. Send SIGKILL for a second one. Yield the list of caught signals."""
+    """Forward the first SIGINT or SIGTERM to all ranks. Send SIGKILL for a second one. Yield the list of caught
+    signals.
+    """
     caught: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,9 @@
 """Messages of this run: JSON or arrays with an HMAC-SHA256 over the message and its name, with the run's key.
 
-The job's store and gloo have no passwords, so anyone who reaches their ports can write to them. If no rank of this run wrote a
-message, or a rank wrote it under another name, the message is refused before it is parsed. Nothing is unpickled. The launcher
-creates the key and passes it by the environment. Ranks that torchrun started share a key by a file that only this user reads.
+The job's store and gloo have no passwords, so anyone who reaches their ports can write to them. If no rank of this run
+wrote a message, or a rank wrote it under another name, the message is refused before it is parsed. Nothing is
+unpickled. The launcher creates the key and passes it by the environment. Ranks that torchrun started share a key by a
+file that only this user reads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def unseal(name: str, sealed: bytes | memoryview) -> memoryview:
 
 
 def seal_value(name: str, value: Any) -> str:
-    """Return a JSON value and its MAC as one line of ASCII. Numbers and texts round-trip exactly, even NaN and infinity."""
+    """Return a JSON value and its MAC as one line of ASCII. Numbers and texts round-trip exactly, even NaN and
+    infinity.
+    """
     text = json.dumps(value)
     return f"{_mac(name, text.encode()).hex()} {text}"
 
@@ -81,10 +84,11 @@ def run_key() -> bytes:
 
 @contextlib.contextmanager
 def shared_key(store: Store, rank: int, world_size: int, folder: Path) -> Iterator[None]:
-    """If the launcher set no key, share one between all ranks by a file in `folder`. The context removes the file at its end.
+    """If the launcher set no key, share one between all ranks by a file in `folder`. The context removes the file at
+    its end.
 
-    All ranks enter the context and leave it after all have entered. The store only has a digest of the key. Raise ConfigError
-    if the file does not appear on this node.
+    All ranks enter the context and leave it after all have entered. The store only has a digest of the key. Raise
+    ConfigError if the file does not appear on this node.
     """
     if KEY_VARIABLE in os.environ or world_size == 1 or run_key.cache_info().currsize:
         run_key()
@@ -117,8 +121,8 @@ def _await_key(path: Path, digest: str) -> str:
                 return key.decode()
         if time.monotonic() > until:
             raise ConfigError(
-                f"{path}: must hold this job's key within {SECONDS_FOR_THE_FILE:.0f} s; set {KEY_VARIABLE} to the same random "
-                "text on all nodes, or put run_dir on a disk that all nodes share"
+                f"{path}: must hold this job's key within {SECONDS_FOR_THE_FILE:.0f} s; set {KEY_VARIABLE} to the same"
+                " random text on all nodes, or put run_dir on a disk that all nodes share"
             )
         time.sleep(0.1)
 

@@ -1,12 +1,13 @@
 """How ranks meet: the job's store, and the process groups of the two sides of a job with ranks that only generate.
 
-The store listens only on the address that its ranks need. torch's TCPStore listens on all addresses, for any host argument,
-unless it gets a bound socket. On one machine the socket is bound to 127.0.0.1. On several machines it is bound to the address
-of MASTER_ADDR. A store that torchrun has opened is used unchanged. `python -m grpo_mega.distributed.agent` is torchrun with a
-bound store.
+The store listens only on the address that its ranks need. torch's TCPStore listens on all addresses, for any host
+argument, unless it gets a bound socket. On one machine the socket is bound to 127.0.0.1. On several machines it is
+bound to the address of MASTER_ADDR. A store that torchrun has opened is used unchanged. `python -m
+grpo_mega.distributed.agent` is torchrun with a bound store.
 
-Megatron uses the default process group as its world. So the trainer ranks have one default group, and the engine ranks after
-them have another one. A third group has all ranks, for weight syncs and the exchange of samples. One store serves all ranks.
+Megatron uses the default process group as its world. So the trainer ranks have one default group, and the engine ranks
+after them have another one. A third group has all ranks, for weight syncs and the exchange of samples. One store serves
+all ranks.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def join_sides(
 def job_store(rank: int, timeout: timedelta) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless torchrun has opened it.
 
-    A process may call this several times, equally often on all ranks, and gets separate keys each time. Raise ConfigError if
-    the port is taken.
+    A process may call this several times, equally often on all ranks, and gets separate keys each time. Raise
+    ConfigError if the port is taken.
     """
     host = LOOPBACK if is_one_machine(os.environ) else os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -78,7 +79,8 @@ def job_store(rank: int, timeout: timedelta) -> Store:
 
 
 def open_store(address: str, port: int, timeout: timedelta, num_workers: int | None = None) -> TCPStore:
-    """Open a store in this process that listens on `address`. With port 0 it chooses a free port and stores it as `port`.
+    """Open a store in this process that listens on `address`. With port 0 it chooses a free port and stores it as
+    `port`.
 
     With `num_workers`, wait until this number of processes has connected.
     """
@@ -142,8 +144,8 @@ def _listener(address: str, port: int) -> socket.socket:
 
 def _warn(reason: str) -> None:
     print(
-        f"grpo-mega: warning: {reason}, so the job's store listens on all addresses; set MASTER_ADDR to an address of this "
-        "node that other nodes can reach, or in Slurm jobs NETWORK_INTERFACE to its interface",
+        f"grpo-mega: warning: {reason}, so the job's store listens on all addresses; set MASTER_ADDR to an address of"
+        " this node that other nodes can reach, or in Slurm jobs NETWORK_INTERFACE to its interface",
         file=sys.stderr,
         flush=True,
     )

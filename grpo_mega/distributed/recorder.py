@@ -1,7 +1,7 @@
 """Record the last collective of this rank. Each function of torch.distributed records its start and its end.
 
-`recorder()` wraps the functions once and permanently. It must run before a library imports them by name, as Megatron does. A
-record costs about a microsecond.
+`recorder()` wraps the functions once and permanently. It must run before a library imports them by name, as Megatron
+does. A record costs about a microsecond.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Recorder:
     def beat(self) -> None:
         """Record progress without a collective, such as a micro-batch.
 
-        Only the main thread may call it. Work of a background thread counts as progress only if the main thread waits for the
-        work and calls this. Otherwise the work would hide a stuck collective.
+        Only the main thread may call it. Work of a background thread counts as progress only if the main thread waits
+        for the work and calls this. Otherwise the work would hide a stuck collective.
         """
         self.last_beat = time.monotonic()
         if self._on_beat is not None:
@@ -48,7 +48,9 @@ class Recorder:
             self._on_beat = None
 
     def last(self) -> str:
-        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has returned."""
+        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has
+        returned.
+        """
         return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:

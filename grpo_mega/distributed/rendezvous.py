@@ -1,9 +1,10 @@
 """Exchange small values between ranks over the job's store, without a pending collective.
 
-A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each rank sends
-four requests per exchange, for any number of ranks, and waits in the store instead of polling. Every wait has a deadline. After
-it EngineError reports the missing ranks and the phase. Values are sealed (messages.py), so values from other programs are
-refused, and the error has the key's name. Counters cannot be sealed, so their values are checked.
+A generation phase may last longer than the watchdogs of NCCL and gloo allow, so ranks wait for each other here. Each
+rank sends four requests per exchange, for any number of ranks, and waits in the store instead of polling. Every wait
+has a deadline. After it EngineError reports the missing ranks and the phase. Values are sealed (messages.py), so values
+from other programs are refused, and the error has the key's name. Counters cannot be sealed, so their values are
+checked.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Rendezvous:
         self._num_gathers = self._num_keys = 0
 
     def all_gather(self, phase: str, value: Any, deadline_s: float) -> list[Any]:
-        """Wait until all ranks have called, and return every rank's value. Values are JSON. All ranks call equally often."""
+        """Wait until all ranks have called, and return every rank's value. Values are JSON. All ranks call equally
+        often.
+        """
         self._num_gathers += 1
         prefix = f"gather/{self._num_gathers}"
         values, count, done = f"{prefix}/values", f"{prefix}/count", f"{prefix}/done"
@@ -124,10 +127,11 @@ class Rendezvous:
 class EngineRanks:
     """The ranks that share one engine, on one node. They exchange texts in a separate store.
 
-    They are `size` consecutive ranks of the job, and this rank is number `index`. All of them call every method together. The
-    job's store is one process for all ranks, and a sync of a large model would send it thousands of requests per engine. A
-    process group of these ranks does not work. torch names it by the number of groups that a rank is in. This number differs
-    between stages of Megatron's pipelines, so the ranks would wait for each other under different names.
+    They are `size` consecutive ranks of the job, and this rank is number `index`. All of them call every method
+    together. The job's store is one process for all ranks, and a sync of a large model would send it thousands of
+    requests per engine. A process group of these ranks does not work. torch names it by the number of groups that a
+    rank is in. This number differs between stages of Megatron's pipelines, so the ranks would wait for each other under
+    different names.
     """
 
     def __init__(self, job: Rendezvous, index: int, size: int, deadline_s: float) -> None:
@@ -135,7 +139,9 @@ class EngineRanks:
         self._met: tuple[Rendezvous, TCPStore] | None = None  # the leader's store ends with this object
 
     def gather(self, phase: str, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order. Raise EngineError if one does not arrive before the deadline."""
+        """Return the texts of all ranks, in rank order. Raise EngineError if one does not arrive before the
+        deadline.
+        """
         if self._size == 1:
             return [text]
         try:
@@ -144,7 +150,9 @@ class EngineRanks:
             return self._met[0].all_gather(phase, text, self._deadline_s)
         except DistError as error:
             leader = self._job.rank - self._index
-            raise EngineError(f"rank {leader}, the leader of an engine, is gone: {phase} ({error}); see its log") from None
+            raise EngineError(
+                f"rank {leader}, the leader of an engine, is gone: {phase} ({error}); see its log"
+            ) from None
 
     def broadcast(self, phase: str, text: str) -> str:
         """Return the text of the leader, the first rank."""

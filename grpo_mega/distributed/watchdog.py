@@ -1,12 +1,12 @@
 """End a run early: after a step if someone asks for it (StopRequest), or at once if it is stuck (HangWatch).
 
-A thread on every rank watches the run. It ends a stuck run, and reports the collective in which each rank waits.
-If a rank sees no progress on any rank for longer than its phase allows, it asks all other ranks for a report. Progress of other
-ranks counts, because a rank that waits for a slow rank is not stuck. Rank 0 also asks if another rank's thread sends no
-heartbeat, in any phase. Each rank answers from its watch thread with its phase, its last collective and its position in the
-code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt. A rank that does not answer is dead, stopped, or
-stuck outside of Python. The rank that asked prints the answers, groups equal ones, and exits with EXIT_HANG. Launchers then end
-the other ranks. Nothing is saved, because a stuck policy may be half updated.
+A thread on every rank watches the run. It ends a stuck run, and reports the collective in which each rank waits. If a
+rank sees no progress on any rank for longer than its phase allows, it asks all other ranks for a report. Progress of
+other ranks counts, because a rank that waits for a slow rank is not stuck. Rank 0 also asks if another rank's thread
+sends no heartbeat, in any phase. Each rank answers from its watch thread with its phase, its last collective and its
+position in the code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt. A rank that does not answer
+is dead, stopped, or stuck outside of Python. The rank that asked prints the answers, groups equal ones, and exits with
+EXIT_HANG. Launchers then end the other ranks. Nothing is saved, because a stuck policy may be half updated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ class HangWatch:
     """Watches the run during the context."""
 
     def __init__(
-        self, config: Config, store: Store, rank: int, world_size: int, timers: Timers, last_checkpoint: Callable[[], str]
+        self,
+        config: Config,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timers: Timers,
+        last_checkpoint: Callable[[], str],
     ) -> None:
         """`last_checkpoint()` describes the last checkpoint for the report."""
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a store serves one thread at a time
@@ -87,7 +93,10 @@ class HangWatch:
         self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
         self._heard: dict[int, tuple[int, float]] = {}  # number of heartbeats and time of the last, by rank
         self._own_move = 0.0  # time of this rank's last progress that other ranks know of
-        self._moves, self._job_moved = 0, time.monotonic()  # number of progress reports of all ranks, and time of the last
+        self._moves, self._job_moved = (
+            0,
+            time.monotonic(),
+        )  # number of progress reports of all ranks, and time of the last
         self._is_over = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -114,7 +123,8 @@ class HangWatch:
                 reason = self._reason()
                 others_report = (others_report or time.monotonic()) if reason else None
                 if reason and (
-                    self._store.add("hang/claims", 1) == 1 or time.monotonic() - (others_report or 0) > SECONDS_TO_REPORT
+                    self._store.add("hang/claims", 1) == 1
+                    or time.monotonic() - (others_report or 0) > SECONDS_TO_REPORT
                 ):
                     self._report(reason)
                 store_answered = time.monotonic()

@@ -61,15 +61,17 @@ def convert_mcore_to_hf(
 ) -> Report:
     """Convert a Megatron distributed checkpoint to a Hugging Face folder.
 
-    The checkpoint may come from a conversion or a run, in any parallel layout. `config_folder`: the folder of config.json and
-    tokenizer, if the checkpoint does not name one.
+    The checkpoint may come from a conversion or a run, in any parallel layout. `config_folder`: the folder of
+    config.json and tokenizer, if the checkpoint does not name one.
     """
     cast = _known(dtype)
     check_free(out)
     checkpoint = find_checkpoint(folder, config_folder)
     if not checkpoint.is_megatron:
         if checkpoint.path != Path(folder):
-            raise ConfigError(f"{folder} has no checkpoints; use {checkpoint.path}, which is already a Hugging Face folder")
+            raise ConfigError(
+                f"{folder} has no checkpoints; use {checkpoint.path}, which is already a Hugging Face folder"
+            )
         raise ConfigError(f"{folder} is already a Hugging Face folder; use convert_hf_to_mcore.py")
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)
@@ -125,7 +127,9 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     shards = split_into_shards(num_bytes, max_shard_bytes)
     items, headers, sizes = [], {}, {}
     for file, names in shards.items():
-        names.sort(key=lambda name: -ITEM_BYTES[targets[name].dtype])  # wider elements first, so that all tensors are aligned
+        names.sort(
+            key=lambda name: -ITEM_BYTES[targets[name].dtype]
+        )  # wider elements first, so that all tensors are aligned
         headers[file], offsets = header_of((name, targets[name].dtype, shapes[name]) for name in names)
         items += [Item(file, offset, targets[name]) for name, offset in zip(names, offsets, strict=True)]
         sizes[file] = offsets[-1] + num_bytes[names[-1]]
@@ -149,7 +153,8 @@ def _source_of_extra(checkpoint: Checkpoint, weights: MegatronWeights) -> HfWeig
 def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
     """Split a stored tensor into the tensors to save, each with its first row in the stored tensor.
 
-    Gate and up projections become two tensors, as in Megatron. Everything else, including interleaved heads, stays one tensor.
+    Gate and up projections become two tensors, as in Megatron. Everything else, including interleaved heads, stays one
+    tensor.
     """
     if len(tensor.pieces) != 2:
         return [(0, tensor)]
@@ -165,7 +170,9 @@ def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | 
         changed.pop("quantization_config", None)
     if dtype is not None:
         changed["torch_dtype" if "torch_dtype" in config else "dtype"] = TORCH_NAMES[dtype]
-    return contents if changed == config else contents | {"config.json": (json.dumps(changed, indent=2) + "\n").encode()}
+    return (
+        contents if changed == config else contents | {"config.json": (json.dumps(changed, indent=2) + "\n").encode()}
+    )
 
 
 def _known(dtype: str | None) -> str | None:

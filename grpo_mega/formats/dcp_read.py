@@ -1,8 +1,9 @@
 """Read a Megatron distributed checkpoint without torch: its `.metadata` says where each piece of each tensor is.
 
-`.metadata` is a pickle. It is read with stand-ins for the few classes that it contains; everything else becomes an empty
-object, so nothing in it is ever called. Each piece is a `torch.save` file within a file: a zip archive of stored records.
-Torch's own reader needs the real classes: `load_metadata` and `check_extra_state` refuse every name that is not on their list.
+`.metadata` is a pickle. It is read with stand-ins for the few classes that it contains; everything else becomes an
+empty object, so nothing in it is ever called. Each piece is a `torch.save` file within a file: a zip archive of stored
+records. Torch's own reader needs the real classes: `load_metadata` and `check_extra_state` refuse every name that is
+not on their list.
 """
 
 from __future__ import annotations
@@ -67,13 +68,17 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
         with path.open("rb") as file:
             return _tensors(_Unpickler(file).load())
     except OSError:
-        raise WeightMappingError(f"{path} does not exist; give the folder of a Megatron distributed checkpoint") from None
+        raise WeightMappingError(
+            f"{path} does not exist; give the folder of a Megatron distributed checkpoint"
+        ) from None
     except Exception as error:  # a damaged pickle can raise any exception
         raise WeightMappingError(f"{path} cannot be read ({error!r}); save the checkpoint again") from None
 
 
 def load_metadata(file: BinaryIO) -> Any:
-    """Return torch's Metadata from a `.metadata` file. Raise UnpicklingError if it names another class, and call nothing."""
+    """Return torch's Metadata from a `.metadata` file. Raise UnpicklingError if it names another class, and call
+    nothing.
+    """
     return _MetadataUnpickler(file).load()
 
 
@@ -163,7 +168,9 @@ class _Unpickler(pickle.Unpickler):
             return FROM_TORCH[name]
         if (module, name) == ("torch", "Size"):
             return tuple
-        known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(module, ())
+        known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(
+            module, ()
+        )
         stand_in = _Properties if name == "TensorProperties" else _Record
         return next((kind for kind in known if kind.__name__ == name), stand_in)
 
@@ -183,7 +190,9 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if (module, name) in _TENSOR_NAMES or (module == _RECIPES and name.isidentifier() and name.lstrip("_")[:1].isupper()):
+        if (module, name) in _TENSOR_NAMES or (
+            module == _RECIPES and name.isidentifier() and name.lstrip("_")[:1].isupper()
+        ):
             return _Record
         raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in the state of a layer")
 
@@ -218,7 +227,12 @@ class _TensorUnpickler(pickle.Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda dtype, offset, shape, stride, *rest: (dtype, offset, tuple(shape), tuple(stride))
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return lambda _, offset, shape, stride, grad, hooks, dtype, *rest: (dtype, offset, tuple(shape), tuple(stride))
+            return lambda _, offset, shape, stride, grad, hooks, dtype, *rest: (
+                dtype,
+                offset,
+                tuple(shape),
+                tuple(stride),
+            )
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and name in FROM_STORAGE:

@@ -1,7 +1,7 @@
 """Everything that torch's distributed loader needs besides tensor bytes, for checkpoints written without torch's saver.
 
-Each piece of a tensor is a `torch.save` file within a file. The start and length of its bytes are known before any byte is
-read, so pieces can be written in any order. The `.metadata` says where each piece is.
+Each piece of a tensor is a `torch.save` file within a file. The start and length of its bytes are known before any byte
+is read, so pieces can be written in any order. The `.metadata` says where each piece is.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def _extra_states(shape: ModelShape) -> list[str]:
         place = "0_1" if shape.num_dense else f"{i}_{layers}"
         names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]
         for e in range(experts if i >= shape.num_dense else 0):
-            names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{at}{e}_{of}{experts}" for name in _EXPERT_STATES]
+            names += [
+                f"decoder.layers.{prefix}{name}._extra_state/shard_{at}{e}_{of}{experts}" for name in _EXPERT_STATES
+            ]
     return names
 
 

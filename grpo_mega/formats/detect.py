@@ -1,4 +1,5 @@
-"""Find, describe and compare checkpoints: Hugging Face folders, converted checkpoints, and a run's. Only `compare` needs torch.
+"""Find, describe and compare checkpoints: Hugging Face folders, converted checkpoints, and a run's. Only `compare`
+needs torch.
 
 A converted Megatron checkpoint contains the Hugging Face files that belong to it (config.json, tokenizer, ...). For a
 checkpoint written by training, these files are in the folder that the run started from, named in the run's config.yaml.
@@ -39,7 +40,11 @@ from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
 
 FORMAT = 1  # format number of a run's checkpoints; increase it with every change that readers must handle
-_IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")  # fields of config.json that name a version or source
+_IGNORED = (
+    "transformers_version",
+    "_name_or_path",
+    "_commit_hash",
+)  # fields of config.json that name a version or source
 _SAME = {"torch_dtype": "dtype"}  # old names of fields
 _TRACKER = "latest_checkpointed_iteration.txt"  # file that Megatron-LM's training writes
 
@@ -77,14 +82,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise ResumeError(f"{path} cannot be read ({error}); resume from another step-N folder") from None
     raise ResumeError(
-        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega that "
-        "wrote this checkpoint, or export the policy with that version and start a new run from it"
+        f"{path}: format={'none' if number is None else repr(number)}: must be {FORMAT}; use the version of grpo_mega"
+        " that wrote this checkpoint, or export the policy with that version and start a new run from it"
     )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`weights`: the folder with the tensors. `side`: the folder with config.json and tokenizer. `manifest`: only for runs."""
+    """`weights`: the folder with the tensors. `side`: the folder with config.json and tokenizer. `manifest`: only for
+    runs.
+    """
 
     path: Path
     kind: str  # "Hugging Face" or "Megatron"
@@ -115,7 +122,8 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint:
-    """Return the checkpoint at `path`. `config_folder`: the folder of config.json and tokenizer, if nothing else names it.
+    """Return the checkpoint at `path`. `config_folder`: the folder of config.json and tokenizer, if nothing else names
+    it.
 
     Raise WeightMappingError if `path` is not a checkpoint, or its config.json cannot be found.
     """
@@ -131,9 +139,12 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         return Checkpoint(path, "Hugging Face", path, config_folder or path, None)
     finished = path / EXPORT_DIR
     if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
-        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, None, without_checkpoints(finished))
+        return Checkpoint(
+            finished, "Hugging Face", finished, config_folder or finished, None, without_checkpoints(finished)
+        )
     raise WeightMappingError(
-        f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json; give one"
+        f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
+        " give one"
     )
 
 
@@ -155,7 +166,9 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
         "family": shape.model_type,
         "parameters": sum(prod(s) for s in weights.shapes.values()),
         "tensors": len(weights.shapes),
-        "dtype": ", ".join(f"{d} ({n} tensors)" for d, n in dtypes.most_common()) if len(dtypes) > 1 else next(iter(dtypes)),
+        "dtype": (
+            ", ".join(f"{d} ({n} tensors)" for d, n in dtypes.most_common()) if len(dtypes) > 1 else next(iter(dtypes))
+        ),
         "layers": shape.num_layers,
         "experts": shape.num_experts or None,
         "tied_embeddings": shape.tied,
@@ -178,7 +191,9 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
 
 @dataclass
 class FileDifference:
-    """`config`: different fields as (name, in A, in B). The other lists have tensor names, `other` also shapes and dtypes."""
+    """`config`: different fields as (name, in A, in B). The other lists have tensor names, `other` also shapes and
+    dtypes.
+    """
 
     config: list[tuple[str, Any, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # tensors missing in B
@@ -295,7 +310,8 @@ def _kind(checkpoint: Checkpoint, weights: HfWeights | MegatronWeights) -> str:
 def _pieces(saved: dict[str, SavedTensor]) -> str:
     """Return the tensor-parallel size of the saved pieces. The checkpoint loads at any size."""
     columns = {
-        c.offset[-1] for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
+        c.offset[-1]
+        for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
     }
     return f"any (saved in pieces of tp={len(columns)})"
 
@@ -303,7 +319,9 @@ def _pieces(saved: dict[str, SavedTensor]) -> str:
 def _compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return the fields that differ, except fields that name the library version or the source."""
     ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
-    return [(k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)]
+    return [
+        (k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)
+    ]
 
 
 def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]:

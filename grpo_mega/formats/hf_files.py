@@ -1,7 +1,8 @@
-"""The files of a Hugging Face checkpoint folder: shards, index, side files, and the headers of safetensors; needs no torch.
+"""The files of a Hugging Face checkpoint folder: shards, index, side files, and the headers of safetensors; needs no
+torch.
 
-A safetensors file has 8 bytes with the header's length N in little-endian, N bytes of JSON, then the tensors' bytes. Offsets in
-the header count from its end.
+A safetensors file has 8 bytes with the header's length N in little-endian, N bytes of JSON, then the tensors' bytes.
+Offsets in the header count from its end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from grpo_mega.paths import check_regular, read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"),
+    *(
+        ".safetensors",
+        ".safetensors.index.json",
+        ".bin",
+        ".bin.index.json",
+        ".pt",
+        ".pth",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+    ),
     *(".distcp", ".metadata", "metadata.json"),  # for a Megatron checkpoint next to Hugging Face files
 )
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,7 +45,9 @@ _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next toke
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder. Raise WeightMappingError if there are none, or a named one is missing."""
+    """Return the safetensors files of a folder. Raise WeightMappingError if there are none, or a named one is
+    missing.
+    """
     if (folder / INDEX).exists():
         return weight_shards(folder / INDEX)
     if (folder / SINGLE).exists():
@@ -86,7 +100,9 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
 
 
 def side_contents(folder: Path) -> dict[str, bytes | Path]:
-    """Return config, generation config, tokenizer and all other files of a model except its weights, by name in the folder."""
+    """Return config, generation config, tokenizer and all other files of a model except its weights, by name in the
+    folder.
+    """
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
     files = [p for p in files if p.name != ADAPTER_CONFIG]
     files += sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())
@@ -96,7 +112,8 @@ def side_contents(folder: Path) -> dict[str, bytes | Path]:
 def adapter_problem(folder: Path) -> str | None:
     """Return the problem of a folder that contains an adapter's config; None if it contains none.
 
-    Next to full weights, libraries follow the adapter's config to another base model, so it is unclear which weights are meant.
+    Next to full weights, libraries follow the adapter's config to another base model, so it is unclear which weights
+    are meant.
     """
     path = folder / ADAPTER_CONFIG
     if not path.exists():
@@ -110,14 +127,18 @@ def adapter_problem(folder: Path) -> str | None:
             f"holds {ADAPTER_CONFIG} next to full weights, so libraries load base_model_name_or_path={base!r} instead; "
             f"remove {ADAPTER_CONFIG} to train the full weights"
         )
-    return f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged folder"
+    return (
+        f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged"
+        " folder"
+    )
 
 
 def extra_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of layers for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) among `names`.
+    """Return the sorted names of layers for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) among
+    `names`.
 
-    These layers follow the other layers and are neither trained nor served. Conversions keep them. An exported policy gets them
-    from its source model.
+    These layers follow the other layers and are neither trained nor served. Conversions keep them. An exported policy
+    gets them from its source model.
     """
     known = set(names)
     layers = {name: match[0] for name in known if (match := _LAYER.match(name))}

@@ -1,7 +1,8 @@
-"""Hugging Face folders as `Weights`: safetensors or pytorch_model.bin, sharded or not. Block-quantised FP8 is dequantised.
+"""Hugging Face folders as `Weights`: safetensors or pytorch_model.bin, sharded or not. Block-quantised FP8 is
+dequantised.
 
-Only headers are read. A .bin is unpickled with torch's weights-only loader into tensors without memory, because they show the
-offset of each tensor in the file.
+Only headers are read. A .bin is unpickled with torch's weights-only loader into tensors without memory, because they
+show the offset of each tensor in the file.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class HfWeights:
         self._extents = {name: self._extent(name) for name in self.shapes}
 
     def check(self, expected: Mapping[str, Index]) -> None:
-        """Raise WeightMappingError for the first tensor that is missing, unknown (scales included), or has a wrong shape."""
+        """Raise WeightMappingError for the first tensor that is missing, unknown (scales included), or has a wrong
+        shape.
+        """
         check_shapes(self.folder, {name: info.shape for name, (_, info) in self.tensors.items()}, expected)
 
     def check_index(self) -> None:
@@ -61,7 +64,8 @@ class HfWeights:
         for name, file in weight_map.items():
             if name not in self.tensors or self.tensors[name][0].name != file:
                 raise WeightMappingError(
-                    f"{self._index} names {name!r} in {file}, but that file does not contain it; fetch index and shards again"
+                    f"{self._index} names {name!r} in {file}, but that file does not contain it; fetch index and shards"
+                    " again"
                 )
 
     @property
@@ -82,7 +86,9 @@ class HfWeights:
         return [Part(whole(name, self.shapes[name]), self._extents[name], 0, 0)]
 
     def _extent(self, name: str) -> Extent:
-        """Return the extent of a tensor, with the scales of its FP8 blocks. Raise WeightMappingError for another dtype."""
+        """Return the extent of a tensor, with the scales of its FP8 blocks. Raise WeightMappingError for another
+        dtype.
+        """
         path, info = self.tensors[name]
         rows, columns = matrix(info.shape)
         scale_name = name + SCALE_SUFFIX
@@ -90,16 +96,21 @@ class HfWeights:
             if info.dtype not in WEIGHTS:
                 hint = f", and there is no {scale_name}" if info.dtype == FP8 else ""
                 raise WeightMappingError(
-                    f"{path}: {name} has dtype {info.dtype}, none of {', '.join(WEIGHTS)}{hint}; give one that is not quantized"
+                    f"{path}: {name} has dtype {info.dtype}, none of {', '.join(WEIGHTS)}{hint}; give one that is not"
+                    " quantized"
                 )
             return Extent(path, info.offset, info.dtype, rows, columns)
         quantization = self._config.get("quantization_config") or {}
         height, width = map(int, quantization.get("weight_block_size") or _DEFAULT_BLOCK)
         scale_path, stored = self.tensors[scale_name]
-        if info.dtype != FP8 or stored.shape != (-(-rows // height), -(-columns // width)) or stored.dtype not in WEIGHTS:
+        if (
+            info.dtype != FP8
+            or stored.shape != (-(-rows // height), -(-columns // width))
+            or stored.dtype not in WEIGHTS
+        ):
             raise WeightMappingError(
-                f"{path}: {scale_name} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of {info.dtype} "
-                f"{list(info.shape)}; known is {FP8} with a scale for each block of {height}x{width}"
+                f"{path}: {scale_name} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of"
+                f" {info.dtype} {list(info.shape)}; known is {FP8} with a scale for each block of {height}x{width}"
             )
         scales = Extent(scale_path, stored.offset, stored.dtype, *matrix(stored.shape))
         return Extent(path, info.offset, info.dtype, rows, columns, Scale(scales, height, width))
@@ -110,8 +121,9 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
     for name, shape in expected.items():
         if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
             raise WeightMappingError(
-                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the prefix "
-                f"{prefix!r} of a model with more parts, such as vision; save its language model alone, and name that folder"
+                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the"
+                f" prefix {prefix!r} of a model with more parts, such as vision; save its language model alone, and"
+                " name that folder"
             )
         if name not in shapes:
             raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
@@ -129,11 +141,15 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
                 f"write plain weights with tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
             )
         if not name.endswith("rotary_emb.inv_freq"):
-            raise WeightMappingError(f"{folder} holds {name!r}, unknown to its model type; check model_type in config.json")
+            raise WeightMappingError(
+                f"{folder} holds {name!r}, unknown to its model type; check model_type in config.json"
+            )
 
 
 def _prefix_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is missing."""
+    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is
+    missing.
+    """
     bare = name.removeprefix("model.")
     return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
 
@@ -172,7 +188,9 @@ def _bin_files(folder: Path) -> list[Path]:
         return weight_shards(index)
     if (folder / BIN).exists():
         return [folder / BIN]
-    raise WeightMappingError(f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights")
+    raise WeightMappingError(
+        f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights"
+    )
 
 
 def _read_bin(path: Path) -> dict[str, TensorInfo]:
@@ -184,14 +202,18 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
     except OSError as error:
         raise WeightMappingError(f"{path} cannot be read ({error.strerror}); fetch the file again") from None
     if _is_cut_archive(path):
-        raise WeightMappingError(f"{path} is cut short: it ends without a zip archive's directory; fetch the file again")
+        raise WeightMappingError(
+            f"{path} is cut short: it ends without a zip archive's directory; fetch the file again"
+        )
     try:
         with FakeTensorMode():
             tensors = torch.load(path, weights_only=True, map_location="cpu")
         infos = {name: _located(name, tensor) for name, tensor in tensors.items()}
     except Exception as error:  # unpickling can raise any exception
         reason = (str(error) or repr(error)).splitlines()[0][:200]
-        raise WeightMappingError(f"{path} cannot be read by torch's weights-only loader ({reason}); use safetensors") from None
+        raise WeightMappingError(
+            f"{path} cannot be read by torch's weights-only loader ({reason}); use safetensors"
+        ) from None
     size = path.stat().st_size
     for name, info in infos.items():
         if info.offset + prod(info.shape) * ITEM_BYTES[info.dtype] > size:

@@ -1,9 +1,9 @@
 """Megatron's distributed checkpoints as `Weights`: Hugging Face tensors, found in pieces saved by any parallel layout.
 
-A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts, ...].
-If some layers have experts and others do not, a key holds the parameter of a single layer. Each place holds the tensor of a
-rank at tensor-parallel size 1, as described by the family's table. The vocabulary may be padded. Optimizer state and everything
-else in the checkpoint is skipped. Needs no torch.
+A key of a checkpoint holds a parameter of all layers, [layers, ...], or of all experts of all layers, [layers, experts,
+...]. If some layers have experts and others do not, a key holds the parameter of a single layer. Each place holds the
+tensor of a rank at tensor-parallel size 1, as described by the family's table. The vocabulary may be padded. Optimizer
+state and everything else in the checkpoint is skipped. Needs no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 KEY = "untouched."  # prefix of the keys of layers for multi-token prediction
 # Megatron's local layer spec saves separate norms under the names of the norms fused into TE's linear layers.
-_RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_RENAMED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class MegatronWeights:
         """Do nothing: the checkpoint was compared with the family when it was opened."""
 
     def check_crcs(self, workers: int, show_progress: bool = True) -> None:
-        """Read every saved piece of the weights once. Raise WeightMappingError for the first piece that differs from its CRC32.
+        """Read every saved piece of the weights once. Raise WeightMappingError for the first piece that differs from
+        its CRC32.
 
         torch.save stores a CRC32 for every record. Pieces saved with `torch.serialization.set_crc32_options(False)` are
         skipped.
@@ -135,8 +139,8 @@ class MegatronWeights:
                 extent = self._extents[chunk]
                 if self._crc_of(extent) != self._crcs[chunk]:
                     raise WeightMappingError(
-                        f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset {extent.offset} do "
-                        "not match their saved CRC32; fetch or save the checkpoint again"
+                        f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset"
+                        f" {extent.offset} do not match their saved CRC32; fetch or save the checkpoint again"
                     )
                 bar.advance(extent.num_bytes)
 
@@ -186,14 +190,18 @@ class MegatronWeights:
         for at, first, count in zip(place, chunk.offset, chunk.shape, strict=False):
             number = number * count + at - first
         rows, columns = matrix(chunk.shape[depth:])
-        return Extent(whole.path, whole.offset + number * rows * columns * ITEM_BYTES[whole.dtype], whole.dtype, rows, columns)
+        return Extent(
+            whole.path, whole.offset + number * rows * columns * ITEM_BYTES[whole.dtype], whole.dtype, rows, columns
+        )
 
     def _locate(self, chunk: Chunk) -> Extent:
         path = self.folder / chunk.file
         try:
             saved = find_tensor(io.BufferedReader(_Section(self._reader, path, chunk.start, chunk.length)))
         except Exception as error:  # a damaged archive can raise any exception
-            raise WeightMappingError(f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again") from None
+            raise WeightMappingError(
+                f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again"
+            ) from None
         if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
             raise WeightMappingError(
                 f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, but the metadata says "
@@ -207,7 +215,9 @@ class MegatronWeights:
         key = next((key for key in stored.keys if key in self._saved), None)
         if key is None:
             name = stored.keys[0]
-            raise WeightMappingError(f"{self.folder} holds no {name!r}; give the config.json that belongs to this checkpoint")
+            raise WeightMappingError(
+                f"{self.folder} holds no {name!r}; give the config.json that belongs to this checkpoint"
+            )
         shape, expected = self._saved[key].shape, (*stored.stack, *stored.tensor.shape)
         is_padded = not stored.stack and len(shape) == 2 and shape[0] >= expected[0] and shape[1:] == expected[1:]
         if shape != expected and not is_padded:
@@ -228,7 +238,9 @@ class MegatronWeights:
             if not path.is_file():
                 raise WeightMappingError(f"{path} does not exist, but {METADATA} names it; fetch the missing file")
             if path.stat().st_size < end:
-                raise WeightMappingError(f"{path} is cut short: {path.stat().st_size} bytes of {end}; fetch the file again")
+                raise WeightMappingError(
+                    f"{path} is cut short: {path.stat().st_size} bytes of {end}; fetch the file again"
+                )
         return sorted(self.folder / name for name in ends)
 
 
@@ -261,6 +273,8 @@ class _Section(io.RawIOBase):
 def _by_place(saved: SavedTensor, depth: int) -> dict[Index, list[Chunk]]:
     chunks: dict[Index, list[Chunk]] = defaultdict(list)
     for chunk in saved.chunks:
-        for place in product(*(range(o, o + n) for o, n in zip(chunk.offset[:depth], chunk.shape[:depth], strict=True))):
+        for place in product(
+            *(range(o, o + n) for o, n in zip(chunk.offset[:depth], chunk.shape[:depth], strict=True))
+        ):
             chunks[place].append(chunk)
     return chunks

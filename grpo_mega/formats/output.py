@@ -1,7 +1,7 @@
 """A folder that gets its name only after every tensor was written, read back and compared with its source.
 
-Until then it is OUT.partial, with a journal of the written tensors, so that restarting the same conversion continues it.
-Workers are threads, because reading and writing blocks does not hold Python's lock.
+Until then it is OUT.partial, with a journal of the written tensors, so that restarting the same conversion continues
+it. Workers are threads, because reading and writing blocks does not hold Python's lock.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def _claimed(partial: Path) -> Iterator[FileIO]:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{partial} is being written by another process; wait for it or name another output") from None
+            raise ConfigError(
+                f"{partial} is being written by another process; wait for it or name another output"
+            ) from None
         yield journal
 
 
@@ -159,7 +161,10 @@ def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_p
             list(pool.map(write_item, [number for number in range(len(plan.items)) if number not in done]))
         written = time.monotonic()
         outputs.sync()
-        with progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar, ThreadPoolExecutor(workers) as pool:
+        with (
+            progress(plan.num_bytes, "reading back", show_progress, "bytes") as bar,
+            ThreadPoolExecutor(workers) as pool,
+        ):
             list(pool.map(verify_item, plan.items))
         outputs.sync()
     report.write_seconds, report.verify_seconds = written - started_at, time.monotonic() - written
@@ -185,7 +190,9 @@ def _allocate(plan: OutputPlan, partial: Path) -> None:
     """Reserve the space for all files. Raise ConfigError if there is not enough."""
     needed, free = sum(plan.sizes.values()) + _SPARE_BYTES, shutil.disk_usage(partial).free
     if needed > free:
-        raise ConfigError(f"{partial.parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; free some")
+        raise ConfigError(
+            f"{partial.parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; free some"
+        )
     for name, size in plan.sizes.items():
         with (partial / name).open("wb") as file:
             file.write(plan.headers.get(name, b""))

@@ -1,6 +1,7 @@
 """Read the tensors of a checkpoint of either kind: block by block for conversions, or boxes for a rank to load.
 
-Unchanged rows are read directly into their place. Columns, casts and block scales go through torch, a few rows at a time.
+Unchanged rows are read directly into their place. Columns, casts and block scales go through torch, a few rows at a
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.slices import BLOCK_BYTES, ITEM_BYTES, TORCH_NAMES, Extent, Files, SliceCopy, Target, Weights, target_of
+from grpo_mega.formats.slices import (
+    BLOCK_BYTES,
+    ITEM_BYTES,
+    TORCH_NAMES,
+    Extent,
+    Files,
+    SliceCopy,
+    Target,
+    Weights,
+    target_of,
+)
 from grpo_mega.weights.boxes import Box, Index, alone, region
 from grpo_mega.weights.spec import Family, ModelShape
 
@@ -36,7 +47,9 @@ class Streamer:
         self._block, self._scratch = bytearray(0), bytearray(0)
 
     def blocks(self, target: Target) -> Iterator[memoryview]:
-        """Yield all bytes of the target in order, in blocks of rows. A block is valid until the next one is requested."""
+        """Yield all bytes of the target in order, in blocks of rows. A block is valid until the next one is
+        requested.
+        """
         row_bytes = target.columns * ITEM_BYTES[target.dtype]
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         self._block = _at_least(self._block, min(step, target.rows) * row_bytes)
@@ -169,8 +182,8 @@ def open_hf_reader(folder: Path) -> CheckpointReader:
 def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callable[[Box], Tensor]:
     """Return a function that reads boxes of random tensors, identical in every parallel layout.
 
-    Norms are 1, biases 0. Everything else is normal with standard deviation `std`, and each tensor has a separate random
-    stream. For small models only, because every read draws the whole tensor.
+    Norms are 1, biases 0. Everything else is normal with standard deviation `std`, and each tensor has a separate
+    random stream. For small models only, because every read draws the whole tensor.
     """
 
     def read(box: Box) -> Tensor:

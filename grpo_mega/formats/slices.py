@@ -1,9 +1,9 @@
 """Slices: where the elements of tensors are in files, and how a tensor to write is copied from them; needs no torch.
 
-An `Extent` is a matrix stored row by row in a file; a vector is a matrix with one column. A checkpoint of either kind is
-`Weights`: it maps each Hugging Face tensor to its parts, and each part is a box of the tensor at a place in an extent. A
-`Target` is a tensor to write, as a list of copies, for either direction of a conversion. Element types have their names in
-safetensors files.
+An `Extent` is a matrix stored row by row in a file; a vector is a matrix with one column. A checkpoint of either kind
+is `Weights`: it maps each Hugging Face tensor to its parts, and each part is a box of the tensor at a place in an
+extent. A `Target` is a tensor to write, as a list of copies, for either direction of a conversion. Element types have
+their names in safetensors files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def item_bytes(torch_name: str) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """The scales of a block-quantised matrix: element [i, j] is multiplied by the scale at [i // rows, j // columns]."""
+    """The scales of a block-quantised matrix: element [i, j] is multiplied by the scale at [i // rows, j //
+    columns].
+    """
 
     extent: Extent
     rows: int
@@ -120,7 +122,9 @@ class SliceCopy(NamedTuple):
     def is_unchanged_rows_of(self, target: Target) -> bool:
         """Return True if the copy is a run of bytes both in its file and in the target."""
         extent = self.extent
-        return self.columns == target.columns == extent.columns and extent.dtype == target.dtype and extent.scale is None
+        return (
+            self.columns == target.columns == extent.columns and extent.dtype == target.dtype and extent.scale is None
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,9 @@ class Files:
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)
             if count == 0:
-                raise WeightMappingError(f"{path} is cut short before byte {offset + len(buffer)}; fetch the file again")
+                raise WeightMappingError(
+                    f"{path} is cut short before byte {offset + len(buffer)}; fetch the file again"
+                )
             done += count
 
     def write(self, path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -180,15 +186,17 @@ class Files:
                 try:
                     self._descriptors[path] = os.open(path, self._flags)
                 except OSError as error:
-                    raise WeightMappingError(f"{path} cannot be opened ({error.strerror}); fetch the file again") from None
+                    raise WeightMappingError(
+                        f"{path} cannot be opened ({error.strerror}); fetch the file again"
+                    ) from None
             return self._descriptors[path]
 
 
 def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -> Target:
     """Return the target for a tensor made of boxes of Hugging Face tensors, named after these tensors.
 
-    `dtype` None: the dtype of these tensors, the widest if there are several. Raise WeightMappingError if the checkpoint does
-    not contain the whole tensor.
+    `dtype` None: the dtype of these tensors, the widest if there are several. Raise WeightMappingError if the
+    checkpoint does not contain the whole tensor.
     """
     name = ", ".join(dict.fromkeys(piece.box.tensor for piece in tensor.pieces))
     rows, columns = matrix(tensor.shape)

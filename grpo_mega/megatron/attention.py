@@ -1,11 +1,11 @@
 """Attention, norm and rotary positions of packed sequences, for layers without Transformer Engine.
 
-A micro-batch is one row of T tokens: several segments end to end. Attention must not cross segments. Segments of similar length
-are gathered into right-padded batches, passed through torch's fused attention, and scattered back. Causal attention never sees
-padding on the right. The same code runs on any device.
+A micro-batch is one row of T tokens: several segments end to end. Attention must not cross segments. Segments of
+similar length are gathered into right-padded batches, passed through torch's fused attention, and scattered back.
+Causal attention never sees padding on the right. The same code runs on any device.
 
-With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys and
-values of all parts. The backward pass sums gradients over ranks, and each rank keeps the gradients of its part.
+With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys
+and values of all parts. The backward pass sums gradients over ranks, and each rank keeps the gradients of its part.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Stack:
 
     queries: Tensor  # [runs, longest], indices into T; padding repeats a run's last token
     keys: Tensor  # [runs, most], indices into the keys of all ranks, concatenated by rank
-    # [longest, most], 0 for the keys that each query sees, else -inf. It has the dtype of the queries, because torch would
-    # convert a bool mask in every layer and keep the copy. With a mask, queries are in reverse order. Without one, queries and
-    # keys are the same tokens in order, and attention is causal.
+    # [longest, most], 0 for the keys that each query sees, else -inf. It has the dtype of the queries, because torch
+    # would convert a bool mask in every layer and keep the copy. With a mask, queries are in reverse order. Without
+    # one, queries and keys are the same tokens in order, and attention is causal.
     mask: Tensor | None
 
 
@@ -79,7 +79,8 @@ def pack_params(
         qkv_format="packed",
         position_ids=position_ids,
         stacks=tuple(
-            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device)) for s, _ in found
+            Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device))
+            for s, _ in found
         ),
         restore=restore.to(device),
     )
@@ -99,7 +100,9 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
 
 
 def _branches(cuts: list[int], shared_prompt_segments: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
-    """Return one stack per trunk: the segments of any length that continue it. Their queries see all keys of the trunk."""
+    """Return one stack per trunk: the segments of any length that continue it. Their queries see all keys of the
+    trunk.
+    """
     found = []
     for trunk in sorted({trunk for trunk in shared_prompt_segments if trunk >= 0}):
         spans = [(cuts[i], cuts[i + 1] - cuts[i]) for i, other in enumerate(shared_prompt_segments) if other == trunk]
@@ -113,7 +116,8 @@ def _branches(cuts: list[int], shared_prompt_segments: Sequence[int], dtype: tor
 
 
 def _seen_by_last_first(num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of queries in reverse order: the last query sees all keys, and each earlier one sees one key less.
+    """Return the mask of queries in reverse order: the last query sees all keys, and each earlier one sees one key
+    less.
 
     Rows are views of one vector, each shifted by one. A full matrix for a long sample would be as large as activations.
     """
@@ -127,8 +131,8 @@ def _chunks(
 ) -> list[tuple[Stack, Tensor]]:
     """Return stacks of this rank's chunks of the segments (length, start).
 
-    All chunks of a stack have the same length and the same place in their segments, because causal attention of queries to
-    more keys allows no padding.
+    All chunks of a stack have the same length and the same place in their segments, because causal attention of queries
+    to more keys allows no padding.
     """
     found = []
     for length, group in groupby(spans, key=lambda span: span[0]):
@@ -146,7 +150,9 @@ def _chunks(
 
 
 def _similar(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split (length, start), longest first, into batches with a padded size of at most MAX_PADDING times their tokens."""
+    """Split (length, start), longest first, into batches with a padded size of at most MAX_PADDING times their
+    tokens.
+    """
     batches: list[list[tuple[int, int]]] = []
     tokens = 0
     for length, start in spans:
@@ -232,7 +238,9 @@ class PackedRotary(RotaryEmbedding):
         self.inv_freq = inv_freq  # [head_dim / 2]
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return position ids instead of a length. GPTModel only passes the result to `forward`. The last argument is ours."""
+        """Return position ids instead of a length. GPTModel only passes the result to `forward`. The last argument is
+        ours.
+        """
         return args[-1].position_ids
 
     def forward(self, position_ids: Tensor, **kwargs: Any) -> Tensor:  # -> [T, 1, 1, head_dim]

@@ -1,8 +1,8 @@
 """Every patch of a dependency, with its reason. `install()` runs once, before the first import of megatron.core.
 
-Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens streams
-and reads random states unconditionally. The stand-in redirects this to the CPU, where all operations run in order.
-tests/megatron/test_guards.py fails once a patch is no longer needed.
+Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens
+streams and reads random states unconditionally. The stand-in redirects this to the CPU, where all operations run in
+order. tests/megatron/test_guards.py fails once a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def install_patches() -> bool:
 
 
 def _hide_wandb() -> None:
-    """Keep Megatron's timers from importing W&B, because the import takes a second and makes two temporary folders per rank.
+    """Keep Megatron's timers from importing W&B, because the import takes a second and makes two temporary folders per
+    rank.
 
     If the run logs to W&B, observe/writers.py imports it on the first rank.
     """
@@ -72,7 +73,8 @@ def _hide_wandb() -> None:
 def _leave_functions_uncompiled() -> None:
     """Replace megatron.core.jit, because its decorator compiles Megatron's fused functions.
 
-    The decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need it.
+    The decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need
+    it.
     """
     jit: Any = types.ModuleType("megatron.core.jit")
     jit.jit_fuser = jit.noop_decorator = lambda function: function
@@ -84,8 +86,8 @@ def _leave_functions_uncompiled() -> None:
 def keep_adam_steps_apart() -> None:
     """Let Megatron load torch's Adam.
 
-    Megatron expects a checkpoint tensor for every entry of a parameter's state, but saves the entry `step` with the parameter
-    group.
+    Megatron expects a checkpoint tensor for every entry of a parameter's state, but saves the entry `step` with the
+    parameter group.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -104,7 +106,9 @@ def keep_adam_steps_apart() -> None:
 
 @functools.cache
 def beat_per_loaded_tensor() -> None:
-    """Report progress per tensor, because Megatron creates the load planner itself and reads a checkpoint in one call."""
+    """Report progress per tensor, because Megatron creates the load planner itself and reads a checkpoint in one
+    call.
+    """
     from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 
     original = MCoreLoadPlanner.commit_tensor
@@ -120,9 +124,10 @@ def beat_per_loaded_tensor() -> None:
 def only_plain_pickles() -> Iterator[None]:
     """Let torch and Megatron load only tensors and plain values from a checkpoint's files inside the context.
 
-    torch's reader unpickles `.metadata` and a checkpoint's non-tensor objects without restriction, so a user who can write into
-    a checkpoint could run code in the trainer. The environment variable restricts torch.load wherever Megatron or Transformer
-    Engine calls it. torch refuses to have it set together with the variable that lifts the restriction.
+    torch's reader unpickles `.metadata` and a checkpoint's non-tensor objects without restriction, so a user who can
+    write into a checkpoint could run code in the trainer. The environment variable restricts torch.load wherever
+    Megatron or Transformer Engine calls it. torch refuses to have it set together with the variable that lifts the
+    restriction.
     """
     from torch.distributed.checkpoint import filesystem
 
@@ -142,9 +147,10 @@ def only_plain_pickles() -> Iterator[None]:
 def save_optimizer_state_in_place() -> None:
     """Save each parameter's optimizer state from the right offset.
 
-    Megatron concatenates the state of a buffer's buckets without padding, but looks up each parameter at its offset in the
-    padded buffer. State after a padded bucket is saved shifted, and its end is saved as zeros. A tied embedding has a separate
-    bucket if pp > 1, and large models have several buckets with overlapped reductions. Loading does not use these offsets.
+    Megatron concatenates the state of a buffer's buckets without padding, but looks up each parameter at its offset in
+    the padded buffer. State after a padded bucket is saved shifted, and its end is saved as zeros. A tied embedding has
+    a separate bucket if pp > 1, and large models have several buckets with overlapped reductions. Loading does not use
+    these offsets.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -174,10 +180,11 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 def transfer_class() -> Any:
-    """Return the class of all transfers between pipeline stages. A benchmark times its `_communicate`: Megatron has no hook.
+    """Return the class of all transfers between pipeline stages. A benchmark times its `_communicate`: Megatron has no
+    hook.
 
-    `_communicate` returns once the transfer is done (on a GPU: once the current stream waits for it), unless interleaved
-    stages overlap their transfers with computation.
+    `_communicate` returns once the transfer is done (on a GPU: once the current stream waits for it), unless
+    interleaved stages overlap their transfers with computation.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -188,8 +195,8 @@ def transfer_class() -> Any:
 def allow_fused_weight_gradients() -> None:
     """Allow fused weight gradients without Apex.
 
-    Megatron's column-parallel layer rejects them without Apex's kernel, although Transformer Engine's layers have their own
-    kernel. Only the output layer is a Megatron layer, and its product is computed elsewhere.
+    Megatron's column-parallel layer rejects them without Apex's kernel, although Transformer Engine's layers have their
+    own kernel. Only the output layer is a Megatron layer, and its product is computed elsewhere.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -200,8 +207,8 @@ def allow_fused_weight_gradients() -> None:
 def patch_moe() -> None:
     """Let MoE models run without Transformer Engine or a GPU.
 
-    Megatron's router needs a name that only TE's import defines. Its dispatcher needs token counts as an array, but converts
-    tensors to arrays only on a GPU.
+    Megatron's router needs a name that only TE's import defines. Its dispatcher needs token counts as an array, but
+    converts tensors to arrays only on a GPU.
     """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -224,8 +231,9 @@ def patch_moe() -> None:
 def patch_latent_attention() -> None:
     """Let multi-latent attention run without Transformer Engine, and skip its table of angles.
 
-    Megatron's module assumes that TE is installed if Megatron's own wrapper can be imported, and then calls isinstance with a
-    mock. Nothing here reads the table of angles, and Megatron splits it over context-parallel ranks in pinned memory.
+    Megatron's module assumes that TE is installed if Megatron's own wrapper can be imported, and then calls isinstance
+    with a mock. Nothing here reads the table of angles, and Megatron splits it over context-parallel ranks in pinned
+    memory.
     """
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer import multi_latent_attention
@@ -237,7 +245,9 @@ def patch_latent_attention() -> None:
 
 
 def _pad_uneven_gathers() -> None:
-    """Pad to equal parts, because gloo requires them and experts that are sharded over tp have different token counts."""
+    """Pad to equal parts, because gloo requires them and experts that are sharded over tp have different token
+    counts.
+    """
     from megatron.core.tensor_parallel import mappings
 
     patched: Any = mappings
@@ -279,8 +289,9 @@ def _patch_cuda_module() -> None:
 
 
 def _patch_placement() -> None:
-    # `with torch.device("meta")` recognizes factories by identity, from a table made at first use. Make the table before the
-    # patch; otherwise models that transformers loads from a checkpoint keep uninitialized rotary frequencies.
+    # `with torch.device("meta")` recognizes factories by identity, from a table made at first use. Make the table
+    # before the patch; otherwise models that transformers loads from a checkpoint keep uninitialized rotary
+    # frequencies.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

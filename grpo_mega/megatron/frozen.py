@@ -33,9 +33,9 @@ from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 class Reference:
     """The reference of the KL penalty. Its weights start as the start model's and can follow the policy.
 
-    A refresh sets them to alpha * policy + (1 - alpha) * reference, alpha = algorithm.ref_model_mixup_alpha (DeepSeekMath,
-    arXiv 2402.03300, algorithm 1, and TRL's `sync_ref_model`). At alpha 1 they equal the policy, bit for bit. Below 1 the
-    average is kept in fp32.
+    A refresh sets them to alpha * policy + (1 - alpha) * reference, alpha = algorithm.ref_model_mixup_alpha
+    (DeepSeekMath, arXiv 2402.03300, algorithm 1, and TRL's `sync_ref_model`). At alpha 1 they equal the policy, bit for
+    bit. Below 1 the average is kept in fp32.
     """
 
     def __init__(self, memory: PolicyMemory, parameters: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> None:
@@ -55,7 +55,9 @@ class Reference:
         self._put(self._average)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors for a checkpoint, on the host, by parameter name: the fp32 average, else copies of the weights."""
+        """Return the tensors for a checkpoint, on the host, by parameter name: the fp32 average, else copies of the
+        weights.
+        """
         if self._average is not None:
             return self._average
         with self._memory.with_weights(self.weights):
@@ -81,14 +83,16 @@ class Reference:
 class Teacher:
     """A frozen Megatron model of any size and family, in the policy's layout. It computes log-probs of the responses.
 
-    Its weights are on the device only while it computes. It has no gradients and no optimizer. It computes in model.dtype,
-    whatever precision the policy has. Methods are collective: all ranks must call them together.
+    Its weights are on the device only while it computes. It has no gradients and no optimizer. It computes in
+    model.dtype, whatever precision the policy has. Methods are collective: all ranks must call them together.
     """
 
     def __init__(
         self, config: Config, shape: ModelShape, family: Family, hf_config: Any, runtime: Runtime, vocab_size: int
     ) -> None:
-        """Build the model without weights; `load` fills them. `vocab_size` is the policy's. Rows beyond it are padding."""
+        """Build the model without weights; `load` fills them. `vocab_size` is the policy's. Rows beyond it are
+        padding.
+        """
         ep = runtime.layout.ep if shape.num_experts else 1
         self._runtime = replace(runtime, layout=replace(runtime.layout, layers_per_chunk=None, ep=ep))
         self._temperature, self._vocab_size = config.rollout.temperature, vocab_size
@@ -101,7 +105,8 @@ class Teacher:
             uses_te=uses_transformer_engine(shape, runtime),
         )
         self._parameters |= biases_of(self._models)
-        # On the last stage: the output layer's rows that the policy has on this rank. The teacher's own shard may differ.
+        # On the last stage: the output layer's rows that the policy has on this rank. The teacher's own shard may
+        # differ.
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]
         width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
@@ -133,7 +138,9 @@ class Teacher:
     def hidden(
         self, mini_batches: Sequence[Sequence[PackedBatch]], is_taught: Callable[[PackedBatch], Tensor]
     ) -> list[tuple[PackedBatch, tuple[Tensor, Tensor]]]:
-        """Return each batch with `is_taught(batch)`, [T] bool, and the last hidden states of these tokens, on the host."""
+        """Return each batch with `is_taught(batch)`, [T] bool, and the last hidden states of these tokens, on the
+        host.
+        """
 
         def taught(hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
             is_taught_T = is_taught(batch)

@@ -1,9 +1,9 @@
 """Build this rank's model chunks from a Hugging Face config and the layout. Each chunk is a GPTModel.
 
-With Transformer Engine on a GPU the layers are TE's. Otherwise, and for DeepSeek's models and glm4_moe, they are Megatron's
-local layers with the modules of attention.py. The last chunk returns hidden states, complete on every tensor-parallel rank.
-Log-probs are computed from them and the output weight. Parameters are not initialized here: weights.apply fills all of them
-from a checkpoint or from a seed.
+With Transformer Engine on a GPU the layers are TE's. Otherwise, and for DeepSeek's models and glm4_moe, they are
+Megatron's local layers with the modules of attention.py. The last chunk returns hidden states, complete on every
+tensor-parallel rank. Log-probs are computed from them and the output weight. Parameters are not initialized here:
+weights.apply fills all of them from a checkpoint or from a seed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def transformer_config(
 
 
 def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the rest."""
+    """Return Megatron's settings for an MoE model. They route as the Hugging Face model does; `Routers` does the
+    rest.
+    """
     if not shape.num_experts:
         return {}
     settings = {
@@ -150,7 +152,9 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
         settings |= {
             # Layers differ, so checkpoints must store them separately. A list makes Megatron do so.
-            "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense) if shape.num_dense else 1,
+            "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense)
+            if shape.num_dense
+            else 1,
             "moe_shared_expert_intermediate_size": shape.shared_ffn,
             "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
             "moe_router_enable_expert_bias": is_sigmoid,
@@ -164,8 +168,8 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
 def _latent_config(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
     """Return the fields of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Tensor parallelism needs sequence parallelism: each rank computes the latents of its part of the sequence, and gradients of
-    the matrices and norms that make them are summed over ranks once.
+    Tensor parallelism needs sequence parallelism: each rank computes the latents of its part of the sequence, and
+    gradients of the matrices and norms that make them are summed over ranks once.
     """
     if not shape.kv_lora:
         return {}
@@ -200,7 +204,9 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     assert span == (layers.start, len(layers)), (span, layers)
     if use_te := uses_transformer_engine(shape, runtime):
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
     else:
         spec = _local_spec(shape, config, layers)
@@ -234,7 +240,11 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
 
 def output_weight(model: GPTModel) -> Any:
     """Return the last chunk's output weight [padded_vocab / tp, hidden]. If tied, it is the embedding's weight."""
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
 
 
 def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch.Tensor]:
@@ -266,20 +276,26 @@ def shards_of(family: Family, shape: ModelShape, config: Config, runtime: Runtim
     return megatron_shards(family, shape, runtime.layout, fused_norms=use_te, grouped_experts=grouped_experts)
 
 
-def _forward_hidden(layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Replace the output layer's forward: return hidden states, complete on every rank, and sum their gradients over tp.
+def _forward_hidden(
+    layer: ColumnParallelLinear, hidden: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Replace the output layer's forward: return hidden states, complete on every rank, and sum their gradients over
+    tp.
 
     The layer must still be called as a module, because Megatron waits there for the gather of its parameters.
     """
     if layer.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.tp_group), None
+        return gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+        ), None
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
 def _mark_partitions(model: GPTModel) -> None:
     """Mark the weights that are sharded over tensor-parallel ranks.
 
-    Megatron marks weights only when it initializes them, and its gradient norm counts unmarked weights only on the first rank.
+    Megatron marks weights only when it initializes them, and its gradient norm counts unmarked weights only on the
+    first rank.
     """
     for module in model.modules():
         for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
@@ -299,8 +315,8 @@ def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> 
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention.core_attention = PackedAttention
         if shape.kv_lora:
-            # Megatron's column-parallel projections to the latents lose the other ranks' share of the gradient of the keys'
-            # rotary part: logits are right, gradients are wrong. modelopt's Linear is replicated on every rank.
+            # Megatron's column-parallel projections to the latents lose the other ranks' share of the gradient of the
+            # keys' rotary part: logits are right, gradients are wrong. modelopt's Linear is replicated on every rank.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif config.qk_layernorm:

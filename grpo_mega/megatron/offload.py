@@ -1,14 +1,14 @@
 """Offload a policy to host memory and onload it again, so that trainer and engine can take turns on the same GPUs.
 
-Storages move, not tensors. A storage is copied to the host and shrunk to size 0; later it is resized and filled. Every tensor
-on it stays valid (Megatron's parameters, buckets and fp32 shards are views of a few large buffers), and a shared storage moves
-once. Gradients are dropped and return as zeros. Host memory is allocated once and reused in every step. With CUDA it is pinned,
-and copies run on a separate stream. On a CPU, device and host are both RAM.
+Storages move, not tensors. A storage is copied to the host and shrunk to size 0; later it is resized and filled. Every
+tensor on it stays valid (Megatron's parameters, buckets and fp32 shards are views of a few large buffers), and a shared
+storage moves once. Gradients are dropped and return as zeros. Host memory is allocated once and reused in every step.
+With CUDA it is pinned, and copies run on a separate stream. On a CPU, device and host are both RAM.
 
-Megatron's own functions fit only for gradient buffers. `MegatronOptimizer.offload_to_cpu` copies tensor by tensor into new
-pageable memory, gives fp32 master shards separate storages (they are views of fp32 weights) and does nothing without CUDA.
-`offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the device. `optimizer_cpu_offload` is
-for optimizer steps on the CPU.
+Megatron's own functions fit only for gradient buffers. `MegatronOptimizer.offload_to_cpu` copies tensor by tensor into
+new pageable memory, gives fp32 master shards separate storages (they are views of fp32 weights) and does nothing
+without CUDA. `offload_to_cpu` of parameter buffers needs CUDA and does not return the freed memory to the device.
+`optimizer_cpu_offload` is for optimizer steps on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class HostCopy:
                 host.copy_(device, non_blocking=True)
 
     def put(self) -> Any:
-        """Copy the bytes back into their storages on the copy stream. Wait for the returned event before you use them."""
+        """Copy the bytes back into their storages on the copy stream. Wait for the returned event before you use
+        them.
+        """
         for storage, nbytes in self.taken:
             if not storage.nbytes():
                 storage.resize_(nbytes)
@@ -88,7 +90,9 @@ class HostCopy:
             start += _aligned(nbytes)
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate chunks for `nbytes` bytes. Only the last chunk may be short. It is replaced when more memory is needed."""
+        """Allocate chunks for `nbytes` bytes. Only the last chunk may be short. It is replaced when more memory is
+        needed.
+        """
         if nbytes <= self.nbytes:
             return
         del self._chunks[self.nbytes // self._chunk_bytes :]
@@ -144,8 +148,8 @@ class PolicyMemory:
     ) -> None:
         """`chunks` are wrapped for data parallelism. `weights()` and `optimizer_state()` return the current tensors.
 
-        The tensors change: Adam makes its moments at its first step, a restore replaces them, and FP8 weights get transposed
-        copies when they are used.
+        The tensors change: Adam makes its moments at its first step, a restore replaces them, and FP8 weights get
+        transposed copies when they are used.
         """
         self._chunks, self._weights, self._optimizer_state = chunks, weights, optimizer_state
         self._stream, self._is_cuda = torch.cuda.Stream(), is_cuda
@@ -164,7 +168,9 @@ class PolicyMemory:
         return sum(s.nbytes() for s in storages_of(tensors))
 
     def offload_optimizer(self) -> None:
-        """Drop the gradients and TE's FP8 copies, and offload the optimizer's state. Call it after an update, before a sync."""
+        """Drop the gradients and TE's FP8 copies, and offload the optimizer's state. Call it after an update, before a
+        sync.
+        """
         before = self.device_bytes
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
@@ -188,7 +194,9 @@ class PolicyMemory:
         self._moved_optimizer.onload()
 
     def onload(self) -> None:
-        """Onload everything, with gradients as zeros. The optimizer's state may be incomplete until `onload_optimizer`."""
+        """Onload everything, with gradients as zeros. The optimizer's state may be incomplete until
+        `onload_optimizer`.
+        """
         self.onload_weights()
         for chunk in self._chunks:
             chunk.restore_grad_buffers(synchronize=False)
@@ -210,7 +218,9 @@ class PolicyMemory:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Let the caller overwrite the weights inside the context. Then restore the policy's, bit for bit, from the host."""
+        """Let the caller overwrite the weights inside the context. Then restore the policy's, bit for bit, from the
+        host.
+        """
         assert self.has_weights
         own = self._moved_weights.copy
         own.take(storages_of(self._weights()))

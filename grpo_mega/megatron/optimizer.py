@@ -32,7 +32,9 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
         overlap_param_gather=layout.overlap_param_gather,
     )
     inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
-    wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)]
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
+    ]
     config.finalize_model_grads_func = _add_up_grads
     if layout.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
@@ -65,10 +67,12 @@ def build(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=layout.overlap_param_gather,
-            # Weights kept in FP8 are written by this recipe. With bf16 weights it would make Megatron treat them as FP8.
+            # Weights kept in FP8 are written by this recipe. With bf16 weights it would make Megatron treat them as
+            # FP8.
             fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
             use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
-            # Checkpoints hold float32 masters. Megatron would save remainders of bf16 weights as if their bits were numbers.
+            # Checkpoints hold float32 masters. Megatron would save remainders of bf16 weights as if their bits were
+            # numbers.
             store_param_remainders=False,
             exp_avg_dtype=DTYPES[optimizer.moments_dtype],
             exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
@@ -92,7 +96,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set the learning rate and weight decay of each parameter group. Otherwise only Megatron's own scheduler sets them.
+    """Set the learning rate and weight decay of each parameter group. Otherwise only Megatron's own scheduler sets
+    them.
 
     `wd_mult` is 0 for biases and one-dimensional parameters (norms), and 1 for all matrices, embeddings included.
     """
@@ -109,7 +114,8 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
 def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, int], num_groups: int) -> torch.Tensor:
     """Return [num_groups] float64: this rank's part of the squared gradient norm of each group. Sum it over ranks.
 
-    Call it after the gradients are reduced and before the step. As in Megatron's norm, duplicates on other ranks count once.
+    Call it after the gradients are reduced and before the step. As in Megatron's norm, duplicates on other ranks count
+    once.
     """
     squares = torch.zeros(num_groups, dtype=torch.float64, device=next(iter(group_of)).device)
     gradients: dict[int, list[torch.Tensor]] = {}
@@ -124,7 +130,8 @@ def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, 
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
-    """Return the fp32 master shards and, after Adam's first step, its moments. Shards of fp32 weights are views of them.
+    """Return the fp32 master shards and, after Adam's first step, its moments. Shards of fp32 weights are views of
+    them.
 
     Adam's `step` is left out: torch keeps it on the host, and Transformer Engine keeps it with the parameter group.
     """
@@ -161,8 +168,8 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give each parameter its own step count after a load.
 
-    Megatron loads one step tensor for all parameters. torch's Adam counts in place, so a shared tensor would grow by the number
-    of parameters per update.
+    Megatron loads one step tensor for all parameters. torch's Adam counts in place, so a shared tensor would grow by
+    the number of parameters per update.
     """
     for part in parts(optimizer):
         for state in part.optimizer.state.values():

@@ -1,7 +1,7 @@
 """Run packed micro-batches through the pipeline: forward only, or forward and backward.
 
-Megatron's schedule runs the micro-batches. On the last stage it calls the caller's function with the last hidden states. All
-micro-batches of one call have the same number of tokens.
+Megatron's schedule runs the micro-batches. On the last stage it calls the caller's function with the last hidden
+states. All micro-batches of one call have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], T]) -> list[T]:
-        """Return `on_hidden(hidden_TH, batch)` for each micro-batch on the last stage; an empty list on other stages."""
+        """Return `on_hidden(hidden_TH, batch)` for each micro-batch on the last stage; an empty list on other
+        stages.
+        """
 
         def output(batch: PackedBatch, out: Tensor, non_loss_data: bool) -> T:
             return on_hidden(out.squeeze(0), batch)
@@ -57,7 +59,9 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[PackedBatch], on_hidden: Callable[[Tensor, PackedBatch], LossOutputs]
     ) -> list[LossOutputs]:
-        """Write the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient buffers."""
+        """Write the gradient of the sum of all losses, over micro-batches and data-parallel ranks, to the gradient
+        buffers.
+        """
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
@@ -76,7 +80,9 @@ class Pipeline:
             recorder().beat()
             if self._routers:
                 self._routers.start(self._chunks.index(model), batch)
-            hidden = model(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs)
+            hidden = model(
+                batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params, **self._model_kwargs
+            )
             return hidden, partial(on_output, batch)
 
         items = [(batch, self.packed_seq_params_of(batch)) for batch in batches]
@@ -85,7 +91,8 @@ class Pipeline:
             data_iterator=[iter(items) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(batches),
-            seq_length=batches[0].num_tokens * batches[0].cp_size,  # tokens of a whole row; the schedule divides them by cp
+            seq_length=batches[0].num_tokens
+            * batches[0].cp_size,  # tokens of a whole row; the schedule divides them by cp
             micro_batch_size=1,
             **kwargs,
         )
@@ -100,7 +107,8 @@ class Pipeline:
 
 
 def te_params(cu_seqlens: Tensor, cp_size: int) -> PackedSeqParams:
-    """Return the parameters of Transformer Engine's attention: lengths of whole segments. A rank has 1 / cp_size of each.
+    """Return the parameters of Transformer Engine's attention: lengths of whole segments. A rank has 1 / cp_size of
+    each.
 
     With context parallelism TE also needs padded lengths. They are equal, because our lengths include padding.
     """

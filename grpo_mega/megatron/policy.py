@@ -1,8 +1,8 @@
 """The policy on this rank: a Megatron model with its optimizer and, for a KL penalty, a reference.
 
-The reference has the policy's layout. Its weights stay in host memory and are swapped in while its log-probs are computed.
-Between updates `memory` can offload the policy itself to the host. Methods onload the state that they need, except `tensors`.
-Every method is collective: all ranks must call it together.
+The reference has the policy's layout. Its weights stay in host memory and are swapped in while its log-probs are
+computed. Between updates `memory` can offload the policy itself to the host. Methods onload the state that they need,
+except `tensors`. Every method is collective: all ranks must call it together.
 """
 
 from __future__ import annotations
@@ -87,10 +87,16 @@ class Policy:
         )
         self._reference: Reference | None = None
         self.teachers: dict[str, Teacher] = {}  # models to distill from, by name
-        self._seen: list[tuple[PackedBatch, Tensor]] = []  # micro-batches of the current mini-batch, with their log-probs
+        self._seen: list[
+            tuple[PackedBatch, Tensor]
+        ] = []  # micro-batches of the current mini-batch, with their log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
-        self._layer_norms: list[list[float]] = []  # gradient norms of each optimizer step of the last update, by guard group
-        self.nonfinite_samples: set[int] = set()  # indices of samples with NaN or infinite values in dropped mini-batches
+        self._layer_norms: list[
+            list[float]
+        ] = []  # gradient norms of each optimizer step of the last update, by guard group
+        self.nonfinite_samples: set[int] = (
+            set()
+        )  # indices of samples with NaN or infinite values in dropped mini-batches
 
     @property
     def packing(self) -> PackingSpec:
@@ -122,7 +128,9 @@ class Policy:
         if self._config.algorithm.kl_beta > 0:
             self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
         # The optimizer copies the weights into its fp32 master shards, so they must be filled first.
-        self._optimizer = optimizers.build(self.chunks, self._config.optimizer, self._config.layout, self._config.precision)
+        self._optimizer = optimizers.build(
+            self.chunks, self._config.optimizer, self._config.layout, self._config.precision
+        )
 
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
@@ -145,7 +153,9 @@ class Policy:
         """Resume from a checkpoint of any layout, after `load`. Raise ResumeError if it cannot be used."""
         self._onload_state()
         reference = self._saved_reference()
-        counters = checkpoint.load_state(folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference)
+        counters = checkpoint.load_state(
+            folder, self.models, self._optimizer, {"optimizer_step": 0, "guard": {}}, reference
+        )
         if self._reference and reference:
             self._reference.restore(reference)
         self.optimizer_step = counters["optimizer_step"]
@@ -156,14 +166,16 @@ class Policy:
     def state_bytes(self) -> int:
         """Return the size in bytes of this rank's share of a checkpoint.
 
-        Each weight has three fp32 numbers and, if the reference follows the policy, a reference value. Ranks with a copy of a
-        weight share the work.
+        Each weight has three fp32 numbers and, if the reference follows the policy, a reference value. Ranks with a
+        copy of a weight share the work.
         """
         replicas, ep = self._runtime.layout.num_replicas, self._runtime.layout.ep
         copies = {True: replicas, False: replicas // ep}  # keyed by `allreduce`, which is False for experts
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
-            p.numel() * (p.element_size() + 12 + of_reference(p.element_size())) // copies[getattr(p, "allreduce", True)]
+            p.numel()
+            * (p.element_size() + 12 + of_reference(p.element_size()))
+            // copies[getattr(p, "allreduce", True)]
             for p in self.parameters.values()
         )
 
@@ -171,7 +183,9 @@ class Policy:
         """Return a checksum of the optimizer's fp32 weights over all ranks. It depends on the layout."""
         self._onload_state()
         sums = [
-            p.detach().double().sum() for part in optimizers.parts(self._optimizer) for p in optimizers.main_parameters(part)
+            p.detach().double().sum()
+            for part in optimizers.parts(self._optimizer)
+            for p in optimizers.main_parameters(part)
         ]
         by_rank = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._runtime.device.torch_device)
         by_rank[self._runtime.rank] = zlib.crc32(torch.stack(sums).cpu().numpy().tobytes())
@@ -185,8 +199,8 @@ class Policy:
         """Return the batches on the device, with old_ and ref_logprobs if the update needs them (on the last stage).
 
         `timed("logprobs")` and `timed("reference")` surround the two computations. With one optimizer step per rollout,
-        old_logprobs equal the update's own log-probs by definition, so `update` uses its forward pass, unless the reward needs
-        them earlier.
+        old_logprobs equal the update's own log-probs by definition, so `update` uses its forward pass, unless the
+        reward needs them earlier.
         """
         self.memory.onload_weights()
         batches = [[to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
@@ -197,7 +211,9 @@ class Policy:
         if self._reference:
             optimizers.wait_for_param_gather(self.chunks)
             precision = self._config.precision
-            in_dtype = in_bf16(self.models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
+            in_dtype = (
+                in_bf16(self.models[0].config) if precision.fp8 and not precision.fp8_reference else nullcontext()
+            )
             is_replayed = self._config.rollout.routing_replay == "reference"
             routed = nullcontext() if is_replayed else self.routers.choosing()
             with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype, routed:
@@ -263,7 +279,9 @@ class Policy:
         self.memory.onload_optimizer()
         self._optimizer.step()
         self.routers.move_biases()
-        self.num_effective_steps += self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
+        self.num_effective_steps += (
+            self.optimizer_step >= self._config.optimizer.warmup_steps and lr > 0 and grad_norm > 0
+        )
         self.optimizer_step += 1
         return {"grad_norm": grad_norm, "lr": lr, "dropped_mini_batches": 0.0, "nonfinite_mini_batches": 0.0}
 
@@ -280,7 +298,9 @@ class Policy:
         return set().union(*by_rank)
 
     def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
-        """Return each batch with its log-probs [T] under the current weights; an empty list except on the last stage."""
+        """Return each batch with its log-probs [T] under the current weights; an empty list except on the last
+        stage.
+        """
         return self.pipeline.evaluate(mini_batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
 
     def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
@@ -300,7 +320,8 @@ class Policy:
             "vocab_size": self._shape.vocab,
             "temperature": self._config.rollout.temperature,
             "tp_group": self._runtime.tp_group,
-            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the gradient.
+            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the
+            # gradient.
             "weight_grad_VH": None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
         }
 
@@ -351,7 +372,9 @@ class Policy:
         )
 
     def _reduced(self, outputs: list[LossOutputs]) -> StepMetrics:
-        """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group contributes."""
+        """Return the metrics of a mini-batch, identical on all ranks. One rank per tensor-parallel group
+        contributes.
+        """
         device, algorithm = self._runtime.device.torch_device, self.algorithm
         # Ranks that compute no loss get the names of the metrics from a masked token. It adds 0 to each metric.
         masked = LossInputs.of_masked_token(algorithm, has_reference=bool(self._reference))
@@ -379,7 +402,9 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
 
 
 def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, shards: ShardLayout) -> None:
-    """Assert that exactly the sharded parameters are marked. The gradient norm counts unmarked ones on one rank only."""
+    """Assert that exactly the sharded parameters are marked. The gradient norm counts unmarked ones on one rank
+    only.
+    """
     if runtime.tp_group is None:
         return
     first, second = map(shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])

@@ -2,8 +2,8 @@
 
 Norms, router, embedding and output layer are always in bf16. Log-probs, loss and reductions are in fp32.
 
-A weight kept in FP8 wraps its data, scales and transposed copy. Slicing it makes a copy, and writing to the slice changes
-nothing. All code that reads or writes slices must use `PlainTensors` and `write_back`.
+A weight kept in FP8 wraps its data, scales and transposed copy. Slicing it makes a copy, and writing to the slice
+changes nothing. All code that reads or writes slices must use `PlainTensors` and `write_back`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Level(IntEnum):
 class Guard:
     """Watch the numbers that low precision affects first, and decide when fewer layers should compute in FP8.
 
-    Two things trip the guard: a layer's gradient norm that is not finite or far above the median of its recent norms, and a
-    mismatch between engine and trainer above its limit. The guard then warns and names the layers. With `fall_back`, the
-    decoder layers at both ends compute in bf16 for some steps. If the guard trips again during these steps, all layers do. Then
-    the configured precision returns. The guard is deterministic and resumes from its `state()`.
+    Two things trip the guard: a layer's gradient norm that is not finite or far above the median of its recent norms,
+    and a mismatch between engine and trainer above its limit. The guard then warns and names the layers. With
+    `fall_back`, the decoder layers at both ends compute in bf16 for some steps. If the guard trips again during these
+    steps, all layers do. Then the configured precision returns. The guard is deterministic and resumes from its
+    `state()`.
     """
 
     def __init__(self, config: GuardConfig, num_layers: int, mismatch_limit: float) -> None:
@@ -72,7 +73,9 @@ class Guard:
         messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
         if not why and self.level and step >= self._until:
             self.level = Level.AS_CONFIGURED
-            messages.append(f"step {step}: no anomaly for {self._config.steps} steps; restoring the configured precision")
+            messages.append(
+                f"step {step}: no anomaly for {self._config.steps} steps; restoring the configured precision"
+            )
         return messages
 
     def state(self) -> dict[str, Any]:
@@ -133,7 +136,9 @@ def forget_fp8_state() -> None:
 
 
 def set_level(config: TransformerConfig, precision: PrecisionConfig, level: Level) -> None:
-    """Set the layers that compute in bf16 from the next pass on: the config's layers and the layers that the guard adds."""
+    """Set the layers that compute in bf16 from the next pass on: the config's layers and the layers that the guard
+    adds.
+    """
     if precision.fp8 is None:
         return
     added = {Level.AS_CONFIGURED: 0, Level.ENDS: precision.guard.layers, Level.ALL: config.num_layers}[level]
@@ -179,7 +184,9 @@ class PlainTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def write_back(parameter: Any, values: Tensor) -> None:
-    """Quantize `values` into the parameter. An optimizer created later reads its masters from the unquantized values."""
+    """Quantize `values` into the parameter. An optimizer created later reads its masters from the unquantized
+    values.
+    """
     if hasattr(parameter._quantizer, "amax"):
         # With delayed scaling, amax is the maximum of uninitialized memory and would determine later scales.
         parameter._quantizer.amax.zero_()
@@ -191,8 +198,8 @@ def write_back(parameter: Any, values: Tensor) -> None:
 def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], bool]:
     """Return a function that tests if fp32 masters belong to the current values of `parameter.view(-1)[start:end]`.
 
-    Plain weights equal their masters in the weights' dtype, bit for bit. Quantized weights were rounded twice, by the optimizer
-    and when a checkpoint was loaded, so they are within one FP8 step of their masters.
+    Plain weights equal their masters in the weights' dtype, bit for bit. Quantized weights were rounded twice, by the
+    optimizer and when a checkpoint was loaded, so they are within one FP8 step of their masters.
     """
     if not is_quantised(parameter):
         weights = parameter.detach().view(-1)[start:end].clone()

@@ -1,13 +1,14 @@
-"""Compare the plan's arithmetic with real Megatron on chosen ranks of the layout, without the other ranks and without a GPU.
+"""Compare the plan's arithmetic with real Megatron on chosen ranks of the layout, without the other ranks and without a
+GPU.
 
 `rehearse` starts this module as a process, which builds and runs each rank on fake tensors in a fake process group. The
-comparison covers parameters, buffers, communication by kind and the activations that autograd keeps, for a few micro-batches of
-full length. It verifies the formulas of Megatron's local layers, but not the formulas of Transformer Engine's layers. Every
-expert of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
+comparison covers parameters, buffers, communication by kind and the activations that autograd keeps, for a few
+micro-batches of full length. It verifies the formulas of Megatron's local layers, but not the formulas of Transformer
+Engine's layers. Every expert of an MoE model gets the same number of tokens, so the compared plan assumes no imbalance.
 
-The process reads requests (`request_of`) from stdin, one line of JSON each. For each request it prints a line of JSON with its
-counts (`run_rank`). No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes seconds. The
-process replaces functions of torch.distributed permanently.
+The process reads requests (`request_of`) from stdin, one line of JSON each. For each request it prints a line of JSON
+with its counts (`run_rank`). No memory is allocated for tensors and nothing is computed, so a rank of a 70B model takes
+seconds. The process replaces functions of torch.distributed permanently.
 """
 
 from __future__ import annotations
@@ -96,21 +97,30 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
         return [[c for rank in ranks for c in _compare(setup, rank, next(answers))] for setup, ranks, _ in local]
     except StopIteration:
         last = (process.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        raise PlanError(f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse") from None
+        raise PlanError(
+            f"the rehearsal ended with code {process.returncode}: {last}; plan without --rehearse"
+        ) from None
 
 
 def comparison_lines(setup: PlannedJob, comparisons: Sequence[Comparison]) -> str:
     """Return the comparisons as a table for a terminal of 100 columns."""
-    title = f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local layers)"
+    title = (
+        f"Rehearsal ({_num_batches(setup)} micro-batches of {setup.micro_batch_tokens:,} tokens, Megatron's local"
+        " layers)"
+    )
     lines = [title, f"  {'rank':>4}  {'':26}{'planned':>18}{'rehearsed':>18}{'off by':>9}"]
     for c in comparisons:
         verdict = "" if c.agrees else f"  more than {c.tolerance:.0%}"
-        lines.append(f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}")
+        lines.append(
+            f"  {c.rank:>4}  {c.label:26}{c.planned:>18,.0f}{c.rehearsed:>18,.0f}{c.difference:>9.1%}{verdict}"
+        )
     return "\n".join(lines)
 
 
 def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request for a rank, with tokens per micro-batch and per segment. Raise ConfigError for an unknown rank."""
+    """Return the request for a rank, with tokens per micro-batch and per segment. Raise ConfigError for an unknown
+    rank.
+    """
     size = setup.layout.world_size
     if not 0 <= rank < size:
         trains = " that train" if setup.is_separate else ""
@@ -130,13 +140,17 @@ def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[
 
 
 def _local(setup: PlannedJob) -> PlannedJob:
-    """Return the setup with Megatron's local layers, without Transformer Engine's features, and with balanced experts."""
+    """Return the setup with Megatron's local layers, without Transformer Engine's features, and with balanced
+    experts.
+    """
     config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
     return replace(setup, config=config, uses_te=False, assumed=replace(setup.assumed, expert_imbalance=1.0))
 
 
 def _num_batches(setup: PlannedJob) -> int:
-    """Return enough micro-batches to fill the pipeline. Interleaved stages start more than one round before the first ends."""
+    """Return enough micro-batches to fill the pipeline. Interleaved stages start more than one round before the first
+    ends.
+    """
     return setup.layout.pp * (2 if setup.layout.vpp > 1 else 1)
 
 
@@ -156,7 +170,8 @@ def _compare(setup: PlannedJob, rank: int, found: Mapping[str, Any]) -> Iterator
                 size
                 # The same group of ranks may also reduce gradients.
                 for ranks, name, size, of_context in found["sent"]
-                if (name == only if only else tuple(ranks) in mine and name != "all_to_all_single") and of_context == is_context
+                if (name == only if only else tuple(ranks) in mine and name != "all_to_all_single")
+                and of_context == is_context
             )
             yield Comparison(rank, link.kind, _planned(setup, link.sent, pp_rank), sent, COMMUNICATION)
 
@@ -192,7 +207,9 @@ def main() -> None:
 
 
 def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
-    """Return parameters, buffers, peak bytes that autograd keeps, and bytes that the rank sends by group and function."""
+    """Return parameters, buffers, peak bytes that autograd keeps, and bytes that the rank sends by group and
+    function.
+    """
     from transformers import AutoConfig
 
     from grpo_mega import config as configs
@@ -256,7 +273,9 @@ class Counted:
             self.sent[tuple(ranks), name, group is not None and group.group_desc == CONTEXT] += int(num_bytes)
 
     def install(self) -> None:
-        """Replace functions of torch.distributed by functions that only count. Call it before Megatron imports them by name."""
+        """Replace functions of torch.distributed by functions that only count. Call it before Megatron imports them by
+        name.
+        """
         for name, share in (
             ("all_reduce", lambda n, tensor: 2 * _bytes(tensor) * (n - 1) / n),
             ("broadcast", lambda n, tensor: _bytes(tensor)),
@@ -274,7 +293,9 @@ class Counted:
             setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
         dist.barrier = lambda *args, **kwargs: None
         make_group = dist.new_group
-        dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))  # Megatron asks for gloo
+        dist.new_group = lambda *args, **kwargs: make_group(
+            *args, **(kwargs | {"backend": None})
+        )  # Megatron asks for gloo
 
     def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
         def counted(*args: Any, **kwargs: Any) -> _Done:
@@ -352,7 +373,9 @@ def _patched_for_fake_tensors() -> Iterator[None]:
 
 
 def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
-    """Replace the dispatcher's counts: every expert gets the same number of tokens from every rank. Counts are on the host."""
+    """Replace the dispatcher's counts: every expert gets the same number of tokens from every rank. Counts are on the
+    host.
+    """
     (num_tokens, num_experts), num_local = routing_map_TE.shape, dispatcher.num_local_experts
     num_chosen = num_tokens * dispatcher.config.moe_router_topk
     counts = np.full(num_experts, num_chosen // num_experts)
@@ -367,7 +390,8 @@ def _spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> np.ndarray:
     places = np.arange(num_experts * tp)
     dispatcher.sort_input_by_local_experts = places.reshape(-1, num_local).T.ravel()
     dispatcher.restore_output_by_local_experts = places.reshape(num_local, -1).T.ravel()
-    # The dispatcher selects the chosen tokens and their weights by the map. A fake map does not tell how many there are.
+    # The dispatcher selects the chosen tokens and their weights by the map. A fake map does not tell how many there
+    # are.
     select: Any = _Select.apply
     tensor: Any = Tensor
     tensor.masked_select = lambda values, mask: select(values, mask, num_chosen)
@@ -388,7 +412,9 @@ class _Select(torch.autograd.Function):
 
 
 def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
-    """Return a loss that keeps no tensors for its backward pass. The planner counts the log-probs' tensors by formulas."""
+    """Return a loss that keeps no tensors for its backward pass. The planner counts the log-probs' tensors by
+    formulas.
+    """
     from grpo_mega.algorithm.losses import LossOutputs
 
     return LossOutputs(hidden_TH.sum(), {}, {})

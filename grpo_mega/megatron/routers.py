@@ -1,16 +1,17 @@
-"""The routers of an MoE model during updates: loads of their experts, balancing losses, the bias per expert, routing replay.
+"""The routers of an MoE model during updates: loads of their experts, balancing losses, the bias per expert, routing
+replay.
 
-Only an update's forward passes count. Passes for log-probs, recomputation and padding do not. Megatron's own losses are off,
-because they expect a later division by tokens, depend on the number of micro-batches, and lose the padding mask under sequence
-and pipeline parallelism. Here a loss is its coefficient times an average, added for every MoE layer:
+Only an update's forward passes count. Passes for log-probs, recomputation and padding do not. Megatron's own losses are
+off, because they expect a later division by tokens, depend on the number of micro-batches, and lose the padding mask
+under sequence and pipeline parallelism. Here a loss is its coefficient times an average, added for every MoE layer:
 
-seq_aux_loss  experts * sum over experts of f P for each sample, averaged over the samples of the mini-batch, however they are
-              packed; f is the share of the sample's choices that fell on the expert, P the mean of its scores
+seq_aux_loss  experts * sum over experts of f P for each sample, averaged over the samples of the mini-batch, however
+              they are packed; f is the share of the sample's choices that fell on the expert, P the mean of its scores
 aux_loss      the same sum over all samples of a micro-batch, averaged over micro-batches in proportion to their tokens
 z_loss        squared logsumexp of the logits (arXiv 2202.08906), averaged over the tokens of the mini-batch
 
-Prompt and response tokens count. f counts the best scores, without bias, groups or replay. The bias moves as in DeepSeek-V3
-(arXiv 2412.19437, 2.1.2), but only with optimizer steps that are taken.
+Prompt and response tokens count. f counts the best scores, without bias, groups or replay. The bias moves as in
+DeepSeek-V3 (arXiv 2412.19437, 2.1.2), but only with optimizer steps that are taken.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from grpo_mega.types import PackedBatch, StepMetrics, unknown_expert
 from grpo_mega.weights.spec import ModelShape
 
 _AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after one column per expert
-_CHECKED, _WRONG, _MOVED = range(3)  # counts of tokens: compared, sent to wrong experts, routed otherwise by the trainer
+_CHECKED, _WRONG, _MOVED = range(
+    3
+)  # counts of tokens: compared, sent to wrong experts, routed otherwise by the trainer
 _UNLIMITED = 1e9  # a capacity factor at which Megatron drops nothing
 
 
@@ -48,7 +51,8 @@ def settings(config: RouterConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,  # Megatron would move the bias in every pass, even if the update is dropped
-        # Megatron lets padding use up capacity, so tokens are dropped here. Its dispatcher must know that some are dropped.
+        # Megatron lets padding use up capacity, so tokens are dropped here. Its dispatcher must know that some are
+        # dropped.
         "moe_expert_capacity_factor": None if config.capacity_factor is None else _UNLIMITED,
     }
 
@@ -84,7 +88,12 @@ class _Watched:
 
 class Routers:
     def __init__(
-        self, models: Sequence[Any], config: RouterConfig, runtime: Runtime, num_layers: int, replay: Replay | None = None
+        self,
+        models: Sequence[Any],
+        config: RouterConfig,
+        runtime: Runtime,
+        num_layers: int,
+        replay: Replay | None = None,
     ) -> None:
         """Watch the routers of this rank's unwrapped chunks. A dense model has none."""
         self._config, self._runtime, self._replay = config, runtime, replay
@@ -97,7 +106,9 @@ class Routers:
         self._sums_LC = torch.zeros(num_layers, width, dtype=torch.float64, device=runtime.device.torch_device)
         self._totals = torch.ones(2, device=runtime.device.torch_device)  # samples and tokens of the mini-batch
         self._is_updating = False
-        self.loads: list[list[int]] = []  # tokens per layer and expert in the last mini-batch, over all ranks; dense layers: []
+        self.loads: list[
+            list[int]
+        ] = []  # tokens per layer and expert in the last mini-batch, over all ranks; dense layers: []
         for watched in self._watched:
             watched.replayed = replay.attach(watched.router) if replay else None
             watched.router.routing = partial(self._routing, watched)
@@ -157,7 +168,9 @@ class Routers:
 
     @torch.no_grad()
     def move_biases(self) -> None:
-        """Raise the biases of experts below their layer's mean load in the last mini-batch. Lower the biases above it."""
+        """Raise the biases of experts below their layer's mean load in the last mini-batch. Lower the biases above
+        it.
+        """
         for watched in self._watched if self._config.bias_update_rate else ():
             load_E = torch.tensor(self.loads[watched.layer], dtype=torch.float64)
             bias_E = watched.router.expert_bias
@@ -166,11 +179,15 @@ class Routers:
     def _release_graphs(self) -> None:
         """Release the tensors that Megatron's dispatchers keep from their last pass.
 
-        Their autograd graphs lead back to the model, and the garbage collector cannot follow these. In a process that builds
-        another model, memory and process groups would never be freed.
+        Their autograd graphs lead back to the model, and the garbage collector cannot follow these. In a process that
+        builds another model, memory and process groups would never be freed.
         """
         for dispatcher in self._dispatchers:
-            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, Tensor) and value.grad_fn is not None]
+            kept = [
+                name
+                for name, value in vars(dispatcher).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
             vars(dispatcher).update(dict.fromkeys(kept))
 
     def _tokens_of(self, batch: PackedBatch) -> _Tokens:
@@ -190,7 +207,10 @@ class Routers:
         """Return the pass that a router starts, and True if it is the micro-batch's first pass, not a recomputation."""
         current, watched.announced = watched.announced, None
         if current is None:
-            return watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(), False
+            return (
+                watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(),
+                False,
+            )
         if current.is_counted and not torch.is_grad_enabled():
             watched.to_recompute.append(current)
         return current, True
@@ -222,8 +242,8 @@ class Routers:
     def _within_capacity(self, probs_tE: Tensor, map_tE: Tensor, tokens: _Tokens | None) -> tuple[Tensor, Tensor]:
         """Drop each expert's choices beyond its capacity, smallest weights first. Padding chooses nothing.
 
-        The capacity is computed for the whole row, gathered from the ranks that share it. Samples of one prompt can have equal
-        weights. Then the first in the row stay, so the row's length does not matter.
+        The capacity is computed for the whole row, gathered from the ranks that share it. Samples of one prompt can
+        have equal weights. Then the first in the row stay, so the row's length does not matter.
         """
         if self._config.capacity_factor is None or tokens is None:
             return probs_tE, map_tE
@@ -250,19 +270,21 @@ class Routers:
         dist.all_reduce(counts_GE, group=parallel_state.get_tensor_and_context_parallel_group())
         products_G = (counts_GE * none_GE.index_add(0, tokens.groups_t, scores_tE)).sum(dim=1)
         num_experts = scores_tE.shape[1]
-        return (tokens.weights_G * products_G * num_experts / (router.topk * tokens.lengths_G.clamp(min=1).square())).sum()
+        return (
+            tokens.weights_G * products_G * num_experts / (router.topk * tokens.lengths_G.clamp(min=1).square())
+        ).sum()
 
 
 class Replay:
     """Send each token to the experts that the engine used for it (routing replay, R3, arXiv 2510.11370), and verify it.
 
-    Megatron's own replay keeps the routers of all models, policy and reference, in one list. Before each pass it needs to know
-    if the pass is a recomputation, and no schedule knows that. Here each router of the policy has a separate object in the
-    attribute that the router reads, and `Routers` passes it the routes of each micro-batch. Expert weights still come from the
-    router's current scores.
+    Megatron's own replay keeps the routers of all models, policy and reference, in one list. Before each pass it needs
+    to know if the pass is a recomputation, and no schedule knows that. Here each router of the policy has a separate
+    object in the attribute that the router reads, and `Routers` passes it the routes of each micro-batch. Expert
+    weights still come from the router's current scores.
 
-    The check reads the experts from the router's output. So it also catches a router that bypasses the replay, such as a fused
-    one. It compares all tokens and layers in the first update of a process, then one layer per update, in turn.
+    The check reads the experts from the router's output. So it also catches a router that bypasses the replay, such as
+    a fused one. It compares all tokens and layers in the first update of a process, then one layer per update, in turn.
     """
 
     def __init__(self, config: Any, shape: ModelShape, runtime: Runtime) -> None:
@@ -281,7 +303,9 @@ class Replay:
         return Replayed(router, layer, layer - self._layers.start, self._counts[layer])
 
     def part_of(self, batch: PackedBatch) -> Tensor | None:
-        """Return the experts [t, MoE layers, top_k] of the tokens that this rank's routers see; None if the routers choose."""
+        """Return the experts [t, MoE layers, top_k] of the tokens that this rank's routers see; None if the routers
+        choose.
+        """
         if batch.routes is None or self._is_off:
             return None
         return batch.routes.chunk(self._cuts)[self._runtime.tp_rank % self._cuts]
@@ -301,7 +325,8 @@ class Replay:
     def check(self) -> StepMetrics:
         """Raise MismatchError on all ranks if a token of the mini-batch was not sent to the engine's experts.
 
-        Return the share of tokens that the trainer's routers would have sent to other experts, over the compared layers.
+        Return the share of tokens that the trainer's routers would have sent to other experts, over the compared
+        layers.
         """
         counts = self._runtime.sum(self._counts).tolist()
         self._counts.zero_()
@@ -336,7 +361,9 @@ class Replayed:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and the experts [tokens, top_k] that the router must use. Megatron calls it by this name."""
+        """Return the scores and the experts [tokens, top_k] that the router must use. Megatron calls it by this
+        name.
+        """
         if (routes := self._routes) is None:
             return choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         with torch.no_grad():

@@ -1,9 +1,9 @@
 """Process groups and this rank's place in the layout.
 
-`start(config)` joins the ranks from the environment of torchrun or of our launcher, creates Megatron's model-parallel groups
-and seeds them. `arrange` can set up another layout in the same processes. `Runtime` holds ranks, groups and device. No other
-package sees Megatron's global state. Ranks that only generate (layout.engine_ranks) come after the layout's ranks, and Megatron
-does not know them.
+`start(config)` joins the ranks from the environment of torchrun or of our launcher, creates Megatron's model-parallel
+groups and seeds them. `arrange` can set up another layout in the same processes. `Runtime` holds ranks, groups and
+device. No other package sees Megatron's global state. Ranks that only generate (layout.engine_ranks) come after the
+layout's ranks, and Megatron does not know them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     layout = megatron_layout(config.layout, dist.get_world_size())
     # A prefix of the job's store that no earlier arrangement used. Every rank counts its own arrangements.
     store = dist.distributed_c10d._get_default_store()
-    runtime = Runtime(device, layout, rank, dist.PrefixStore(f"arrangement/{store.add(f'arrangements/{rank}', 1)}", store))
+    runtime = Runtime(
+        device, layout, rank, dist.PrefixStore(f"arrangement/{store.add(f'arrangements/{rank}', 1)}", store)
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -191,7 +193,9 @@ def _leave_groups() -> None:
     forget_fp8_state()
     gc.collect()
     for group in [
-        g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD and g.group_desc != process_groups.EVERYONE
+        g
+        for g in dist.distributed_c10d._world.pg_map
+        if g is not dist.group.WORLD and g.group_desc != process_groups.EVERYONE
     ]:
         dist.destroy_process_group(group)
 

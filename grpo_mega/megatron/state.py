@@ -1,8 +1,8 @@
 """The policy's state as a Megatron distributed checkpoint: weights, optimizer and counters, loadable in any layout.
 
-`save` and `load` are collective. Data-parallel ranks share the work: each writes and reads a part, and a load then exchanges
-the parts. The reference is saved only if it follows the policy; otherwise it is the model that the run started from. Weights
-and their fp32 masters are saved separately, and a load verifies that they match.
+`save` and `load` are collective. Data-parallel ranks share the work: each writes and reads a part, and a load then
+exchanges the parts. The reference is saved only if it follows the policy; otherwise it is the model that the run
+started from. Weights and their fp32 masters are saved separately, and a load verifies that they match.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def load_state(
 ) -> dict[str, Any]:
     """Fill models, optimizer and `reference` from `folder`. Return the counters that `counters` names.
 
-    Raise ResumeError if the checkpoint belongs to another model, is damaged, or contains objects other than model state. Raise
-    it on all ranks if any weight is not its fp32 master in the model's dtype. Nothing in the files is ever called.
+    Raise ResumeError if the checkpoint belongs to another model, is damaged, or contains objects other than model
+    state. Raise it on all ranks if any weight is not its fp32 master in the model's dtype. Nothing in the files is ever
+    called.
     """
     compat.keep_adam_steps_apart()
     compat.beat_per_loaded_tensor()
@@ -70,7 +71,9 @@ def load_state(
         with (folder / METADATA).open("rb") as file:
             load_metadata(file)  # torch would report a refusal with two tracebacks
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-        state = dist_checkpointing.load(_state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy)
+        state = dist_checkpointing.load(
+            _state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy
+        )
         for index, model in enumerate(models):
             _check_extra_states(state[f"model{index}"])
             model.load_state_dict(state[f"model{index}"])
@@ -84,20 +87,27 @@ def load_state(
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Raise ResumeError instead of any error of a checkpoint that cannot be loaded. Damaged files raise arbitrary errors."""
+    """Raise ResumeError instead of any error of a checkpoint that cannot be loaded. Damaged files raise arbitrary
+    errors.
+    """
     try:
         yield
-    except (CheckpointException, Exception) as error:  # CheckpointException, a BaseException, has the errors of all ranks
+    except (
+        CheckpointException,
+        Exception,
+    ) as error:  # CheckpointException, a BaseException, has the errors of all ranks
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:
             cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, (pickle.UnpicklingError, EOFError, OSError)):
             name = "" if getattr(cause, "filename", None) else f"{METADATA}, {COMMON} or a .distcp file "
             raise ResumeError(
-                f"checkpoint {folder} cannot be read: {name}{_reason(cause)}; put the name of an older step-N into latest"
+                f"checkpoint {folder} cannot be read: {name}{_reason(cause)}; put the name of an older step-N into"
+                " latest"
             ) from cause
         raise ResumeError(
-            f"checkpoint {folder} does not fit this model ({_reason(cause)}); use the run_dir that belongs to this model"
+            f"checkpoint {folder} does not fit this model ({_reason(cause)}); use the run_dir that belongs to this"
+            " model"
         ) from cause
 
 
@@ -106,7 +116,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_extra_states(state: dict[str, Any]) -> None:
-    """Raise UnpicklingError if a pickled state of a layer is not one that Transformer Engine writes. TE would load it."""
+    """Raise UnpicklingError if a pickled state of a layer is not one that Transformer Engine writes. TE would load
+    it.
+    """
     for name, value in state.items():
         if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
             check_extra_state(value.cpu().numpy().tobytes())
@@ -115,14 +127,16 @@ def _check_extra_states(state: dict[str, Any]) -> None:
 def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """Return the loaded state of an optimizer in the form of this layout's optimizer.
 
-    If ep > 1, Megatron has a separate optimizer for experts, and its state has one more level. Any saved parameter group serves
-    for all groups: they have the same step, and each optimizer step sets their other settings.
+    If ep > 1, Megatron has a separate optimizer for experts, and its state has one more level. Any saved parameter
+    group serves for all groups: they have the same step, and each optimizer step sets their other settings.
     """
     saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
     group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1
     states: dict[int, dict[str, Any]] = {}
     for index, part in enumerate(parts(optimizer)):
-        groups = [group | {name: mine[name] for name in param_group_identifier_keys} for mine in part.optimizer.param_groups]
+        groups = [
+            group | {name: mine[name] for name in param_group_identifier_keys} for mine in part.optimizer.param_groups
+        ]
         own = {name: v for name, v in loaded.items() if not isinstance(name, int)} if is_single else loaded[index]
         states[index] = saved | own | {"optimizer": saved["optimizer"] | {"param_groups": groups}}
     return states[0] if is_single else states
@@ -132,7 +146,8 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
 def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
     """Collect the parameters with weights that do not match the masters loaded inside the context.
 
-    Each rank compares its shards one at a time. Masters of fp32 weights are views of them, so the load overwrites the weights.
+    Each rank compares its shards one at a time. Masters of fp32 weights are views of them, so the load overwrites the
+    weights.
     """
     differing: list[torch.Tensor] = []
     for part in parts(optimizer):
@@ -174,8 +189,8 @@ def _agree(folder: Path, differing: list[str]) -> None:
 class InProcessSave(TorchDistSaveShardedStrategy):
     """Write Megatron's format in this process.
 
-    Megatron's own writer spawns a manager and forks processes. That takes seconds and does not help for files that are staged
-    in memory.
+    Megatron's own writer spawns a manager and forks processes. That takes seconds and does not help for files that are
+    staged in memory.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
@@ -196,7 +211,12 @@ class _SavePlanner(MCoreSavePlanner):
 
 
 def _state(
-    models: Sequence[Any], optimizer: MegatronOptimizer, counters: dict[str, Any], reference: Values, *, is_loading: bool
+    models: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    counters: dict[str, Any],
+    reference: Values,
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",  # the only type that loads in another layout without TE
@@ -221,7 +241,9 @@ def _replicas() -> dist.ProcessGroup:
 def _sharded(reference: Values, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the reference's values, sharded like the weights, under keys that start with "reference."."""
     places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
-    return {name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()}
+    return {
+        name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()
+    }
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:
@@ -234,6 +256,10 @@ def _make_states(optimizer: MegatronOptimizer) -> None:
             continue
         for p in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
             if is_torchs:
-                adam.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                adam.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
             else:  # Megatron's function lacks this argument
                 adam.initialize_state(p, config.store_param_remainders)

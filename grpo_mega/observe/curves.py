@@ -1,8 +1,9 @@
-"""metrics.jsonl as curves, each metric by step: drawn as a picture, thinned for the report, and searched for signs of trouble.
+"""metrics.jsonl as curves, each metric by step: drawn as a picture, thinned for the report, and searched for signs of
+trouble.
 
-The last line of a step counts, because a resumed run repeats steps. Values that are not finite leave a gap in a picture. The
-report keeps at most MAX_POINTS points of a curve: each is the mean of several steps, or the maximum for metrics whose name ends
-in "max".
+The last line of a step counts, because a resumed run repeats steps. Values that are not finite leave a gap in a
+picture. The report keeps at most MAX_POINTS points of a curve: each is the mean of several steps, or the maximum for
+metrics whose name ends in "max".
 """
 
 from __future__ import annotations
@@ -97,14 +98,20 @@ def steps_done(found: Curves) -> int:
 
 
 def series(found: Curves) -> dict[str, Any]:
-    """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged": width}."""
+    """Return {"steps": lists of steps, "series": {name: {"s": index of a list, "v": values}}, "points_averaged":
+    width}.
+    """
     longest = max((len(curve) for curve in found.values()), default=0)
     width = max(1, math.ceil(longest / MAX_POINTS))
     lists: dict[tuple[int, ...], int] = {}  # values have six digits, more than a picture shows
     thinned = {}
     for name, curve in found.items():
         steps = sorted(curve)
-        bins = [steps[i : i + width] for i in range(0, len(steps), width)] if len(steps) > MAX_POINTS else [[s] for s in steps]
+        bins = (
+            [steps[i : i + width] for i in range(0, len(steps), width)]
+            if len(steps) > MAX_POINTS
+            else [[s] for s in steps]
+        )
         key = tuple(one[-1] for one in bins)
         summarise = max if name.endswith("max") else _mean
         values = [summarise([curve[s] for s in one]) for one in bins]
@@ -123,17 +130,25 @@ def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
 
     nonfinite, warn = above("nonfinite_mini_batches"), math.inf if mismatch_warn is None else mismatch_warn
     failed = [
-        name for name in sorted(found) if name.startswith("verdict/") and name.endswith(("/timeout", "/crashed", "/error"))
+        name
+        for name in sorted(found)
+        if name.startswith("verdict/") and name.endswith(("/timeout", "/crashed", "/error"))
     ]
     of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
     by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
     signs = [
-        *((f"{name} is not finite", [s for s, v in found[name].items() if not math.isfinite(v)]) for name in sorted(found)),
+        *(
+            (f"{name} is not finite", [s for s, v in found[name].items() if not math.isfinite(v)])
+            for name in sorted(found)
+        ),
         ("mini-batches were dropped because loss or gradient was not finite", nonfinite),
         ("mini-batches were dropped", [] if nonfinite else above("dropped_mini_batches")),
         *((f"checks ended as {name.removeprefix('verdict/')}", above(name)) for name in failed),
         ("samples had no reward and were excluded", above("reward/excluded")),
-        (f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong", above("reward/paid_but_wrong", _PAID_BUT_WRONG)),
+        (
+            f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong",
+            above("reward/paid_but_wrong", _PAID_BUT_WRONG),
+        ),
         (
             f"the mismatch of engine and trainer was above rollout.mismatch_warn={warn:g}",
             [step for step, one in by_step.items() if engine_mismatch(one) > warn],
@@ -158,7 +173,9 @@ def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
     rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
     rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
     wanted = [("Reward", rewards)] + [(title, {name: name}) for title, name in _PANELS]
-    panels = [(title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted]
+    panels = [
+        (title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted
+    ]
     return [(title, lines) for title, lines in panels if lines]
 
 

@@ -47,7 +47,9 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
 
 
 def engine_mismatch(metrics: StepMetrics) -> float:
-    """Return the mismatch (k3) between engine and trainer on the least stale tokens. Stale tokens are meant to differ."""
+    """Return the mismatch (k3) between engine and trainer on the least stale tokens. Stale tokens are meant to
+    differ.
+    """
     ages = [int(name.removeprefix(K3_STALE)) for name in metrics if name.startswith(K3_STALE)]
     return metrics[f"{K3_STALE}{min(ages)}"] if ages else metrics.get(MISMATCH, 0.0)
 
@@ -55,8 +57,8 @@ def engine_mismatch(metrics: StepMetrics) -> float:
 def mean_over_updates(passes: Sequence[StepMetrics]) -> StepMetrics:
     """Return the metrics of one step from the metrics of its optimizer steps.
 
-    Counts are summed and maxima are kept. Losses, gradient norm and learning rate are averaged over optimizer steps. Other
-    metrics are weighted by tokens.
+    Counts are summed and maxima are kept. Losses, gradient norm and learning rate are averaged over optimizer steps.
+    Other metrics are weighted by tokens.
     """
     tokens = [m["num_tokens"] for m in passes]
     result: StepMetrics = {}

@@ -3,9 +3,9 @@
 pass@k      the probability that at least one of k responses is correct: 1 - C(n - c, k) / C(n, k) with c of n correct
             (Chen et al. 2021, arXiv 2107.03374, eq. 1)
 mean@k      the expected share of correct responses among k, equal to c / n for every k
-majority@k  the probability that the most frequent answer among k responses is correct. Responses vote with the text of their
-            answer; a response without an answer does not vote. Ties are broken by a random draw. Without any vote the
-            result is incorrect.
+majority@k  the probability that the most frequent answer among k responses is correct. Responses vote with the text of
+            their answer; a response without an answer does not vote. Ties are broken by a random draw. Without any vote
+            the result is incorrect.
 
 Each is the exact mean over all C(n, k) subsets, so a smaller k needs no further samples and adds no noise.
 """
@@ -72,8 +72,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(n: int, votes: Votes, k: int) -> float:
     """Return majority@k of n responses, 1 <= k <= n; the responses in `votes` have an answer.
 
-    For each t, count the subsets in which the winners have t votes. If an answer is correct in r of its m responses (r is 0 or
-    m if correctness depends only on the answer), a response with this answer in a subset is correct with probability r / m.
+    For each t, count the subsets in which the winners have t votes. If an answer is correct in r of its m responses (r
+    is 0 or m if correctness depends only on the answer), a response with this answer in a subset is correct with
+    probability r / m.
     """
     assert sum(m for m, _ in votes) <= n and 1 <= k <= n, (n, votes, k)
     if not any(right for _, right in votes):
@@ -91,8 +92,8 @@ def majority_at_k(n: int, votes: Votes, k: int) -> float:
 def _worths(votes: Votes, k: int, t: int) -> np.ndarray:
     """Return [k + 1, k // t + 1] sums of r / m over the answers with t votes.
 
-    Each entry sums over the subsets of voting responses in which no answer has more than t votes. The indices are the size of
-    the subset and the number of answers with t votes.
+    Each entry sums over the subsets of voting responses in which no answer has more than t votes. The indices are the
+    size of the subset and the number of answers with t votes.
     """
     shape = (k + 1, k // t + 1)
     ways, worth = np.zeros(shape), np.zeros(shape)

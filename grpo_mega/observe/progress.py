@@ -1,8 +1,8 @@
 """Progress of anything that may take longer than 5 seconds: a bar on a terminal, else a plain line at most every 5 s.
 
-`progress(total, description, enabled)` is a context manager that yields a Bar to advance, in items or bytes. It shows the
-amount done, the time left, and bytes or tokens per second. Only rank 0 shows progress: other ranks pass enabled=False. Bars may
-be nested, threads may share one, and printed lines appear above them.
+`progress(total, description, enabled)` is a context manager that yields a Bar to advance, in items or bytes. It shows
+the amount done, the time left, and bytes or tokens per second. Only rank 0 shows progress: other ranks pass
+enabled=False. Bars may be nested, threads may share one, and printed lines appear above them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,19 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
     elif not console.is_terminal:
         yield Bar(total, description, unit)
     else:
-        done = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TimeElapsedColumn())
+        done = (
+            (DownloadColumn(), TransferSpeedColumn())
+            if unit == "bytes"
+            else (MofNCompleteColumn(), TimeElapsedColumn())
+        )
         rate = TextColumn("{task.fields[rate]}", markup=False)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, TimeRemainingColumn(), rate)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            *done,
+            TimeRemainingColumn(),
+            rate,
+        )
         with Progress(*columns, console=console, transient=True) as display:
             consoles.filter_output()  # rich replaces stdout and stderr until the bar is gone
             yield _TerminalBar(display, total, description)
@@ -80,7 +90,9 @@ class Bar:
         if now - self._written >= SECONDS_BETWEEN_LINES:
             self._written = now
             seconds = now - self._began
-            self._write(f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}")
+            self._write(
+                f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}"
+            )
 
     def _items(self, seconds: float) -> str:
         parts = [f"{seconds:.0f} s"]

@@ -1,12 +1,13 @@
 """The run's report: one self-contained HTML file, made from the files in the run's folder.
 
-`write_report(run_dir)` reads the folder and writes RUN_DIR/report.html atomically. The run may be running, broken or from an
-older version: the page reports missing parts. The page consists of the files in page/ and the run's data, as JSON with "<", ">"
-and "&" escaped, so that no text of a run can close its script element. The content security policy allows only the one script
-with the stated hash, and no requests.
+`write_report(run_dir)` reads the folder and writes RUN_DIR/report.html atomically. The run may be running, broken or
+from an older version: the page reports missing parts. The page consists of the files in page/ and the run's data, as
+JSON with "<", ">" and "&" escaped, so that no text of a run can close its script element. The content security policy
+allows only the one script with the stated hash, and no requests.
 
-If not all samples and answers fit, the page says so. It then shows the first and the last step and evenly spaced steps between
-them. `python -m grpo_mega.observe.report RUN_DIR` writes the page at the lowest priority, and prints the CPU seconds used.
+If not all samples and answers fit, the page says so. It then shows the first and the last step and evenly spaced steps
+between them. `python -m grpo_mega.observe.report RUN_DIR` writes the page at the lowest priority, and prints the CPU
+seconds used.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "config": _config_rows(raw),
         "environment": {"starts": starts, "layout": _layout(raw)},
         "messages": [
-            {name: record.get(name, "") for name in ("step", "time", "level", "text")} for record in messages[-MAX_MESSAGES:]
+            {name: record.get(name, "") for name in ("step", "time", "level", "text")}
+            for record in messages[-MAX_MESSAGES:]
         ],
         "findings": signs,
     }
@@ -155,7 +157,10 @@ def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool,
     if not has_begun:
         return {"text": "no step was logged", "kind": "warn"}
     of = f" of {num_steps}" if num_steps is not None else ""
-    return {"text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done", "kind": "warn"}
+    return {
+        "text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done",
+        "kind": "warn",
+    }
 
 
 def _time_left(found: Curves, steps_left: int) -> float | None:
@@ -165,7 +170,9 @@ def _time_left(found: Curves, steps_left: int) -> float | None:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a start."""
+    """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a
+    start.
+    """
     locks = Path("/proc/locks")
     if not lock.exists() or not locks.exists():
         return False
@@ -189,7 +196,9 @@ def _layout(raw: dict[str, Any]) -> list[list[str]]:
 
 
 def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
-    """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer valid."""
+    """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer
+    valid.
+    """
     changed = None
     with suppress(ConfigError):
         changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
@@ -278,7 +287,11 @@ def heldout(run_dir: Path) -> dict[str, Any]:
             num_prompts.add(key)
             if key not in rows and len(rows) == MAX_HELDOUT_PROMPTS:
                 continue
-            head = {"prompt": str(record.get("prompt", "")), "gold": str(record.get("gold", "")), "set": record.get("set")}
+            head = {
+                "prompt": str(record.get("prompt", "")),
+                "gold": str(record.get("gold", "")),
+                "set": record.get("set"),
+            }
             row = rows.setdefault(key, head | {"answers": [None] * len(steps)})
             row["answers"][place] = _answer(record)
     notes = [f"{len(steps)} of {len(files)} evaluations"] if len(steps) < len(files) else []
@@ -288,7 +301,9 @@ def heldout(run_dir: Path) -> dict[str, Any]:
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a greedy answer, or how many sampled answers were correct. `ok` is the share of correct answers, from 0 to 1."""
+    """Return a greedy answer, or how many sampled answers were correct. `ok` is the share of correct answers, from 0 to
+    1.
+    """
     scores, num_samples = record.get("scores") or {}, record.get("samples")
     marks = [v for v in scores.values() if isinstance(v, int | float)]
     ok = float(bool(marks) and min(marks) >= 1.0)
@@ -318,7 +333,9 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = {}
     for record in records:
         key = (record.get("group"), record.get("prompt_id"))
-        head = {"prompt_id": record.get("prompt_id")} | {name: str(record.get(name) or "") for name in ("prompt", "answer")}
+        head = {"prompt_id": record.get("prompt_id")} | {
+            name: str(record.get(name) or "") for name in ("prompt", "answer")
+        }
         groups.setdefault(key, head | {"samples": []})["samples"].append(_sample(record))
     return list(groups.values())
 

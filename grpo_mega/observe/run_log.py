@@ -1,12 +1,12 @@
 """The log of a run. The log of rank 0 passes everything to its writers; the log of any other rank has no writers.
 
-Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` is written as the caller passes it. The last
-line of a step counts.
+Metric names are path-like ("reward/mean", "seconds/update", "eval/score"). `step` is written as the caller passes it.
+The last line of a step counts.
 
-The first whole groups of a step are logged in samples.jsonl; prompts come in random order. In a row `token_ends[i]` is the
-number of characters of `response` up to the end of token i. `rollout_logprobs` are the engine's log-probs. `mismatch` is the
-trainer's old log-prob minus the engine's, omitted if the sample was not trained. `advantages` is present only if they differ
-between tokens, and `spans` (version, first token, end) only with several policies.
+The first whole groups of a step are logged in samples.jsonl; prompts come in random order. In a row `token_ends[i]` is
+the number of characters of `response` up to the end of token i. `rollout_logprobs` are the engine's log-probs.
+`mismatch` is the trainer's old log-prob minus the engine's, omitted if the sample was not trained. `advantages` is
+present only if they differ between tokens, and `spans` (version, first token, end) only with several policies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class RunLog:
         self.message(text, level="warning")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
-        """Log the first whole groups of the step, at least log.samples_per_step samples. `decode` turns token ids into text."""
+        """Log the first whole groups of the step, at least log.samples_per_step samples. `decode` turns token ids into
+        text.
+        """
         rows = self._rows.of(step, groups, decode) if self.writers else []
         for writer in self.writers if rows else ():
             writer.write_samples(rows)
@@ -135,8 +137,8 @@ class SampleRows:
 def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:
     """Return the token ends for tokenizers whose token texts depend on their neighbours.
 
-    Each token is decoded together with the few tokens before it. A character of several tokens belongs to the last one. Return
-    None if the pieces do not add up to `text`.
+    Each token is decoded together with the few tokens before it. A character of several tokens belongs to the last one.
+    Return None if the pieces do not add up to `text`.
     """
     texts = []
     start = told = 0  # tokens from `start` on are decoded; tokens before `told` already have their text

@@ -1,7 +1,7 @@
 """Seconds and peak memory by phase: `with timers("sample"):` around a phase, `timers.lap()` once per step.
 
-All time is charged to exactly one phase: the innermost open one, or "other". So the phases of a lap sum to its wall time, even
-if they are nested, and "other" shows the time outside all phases. Peaks are charged in the same way.
+All time is charged to exactly one phase: the innermost open one, or "other". So the phases of a lap sum to its wall
+time, even if they are nested, and "other" shows the time outside all phases. Peaks are charged in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Timers:
         """`take_peak()` returns the peak of bytes held since its last call. None: memory is not measured."""
         self._clock, self._take_peak = clock, take_peak
         self.peaks: dict[str, int] = {}  # maximum bytes over all laps, by phase
-        self.watch: Callable[[str], AbstractContextManager[None]] | None = None  # context manager entered around every phase
+        self.watch: Callable[[str], AbstractContextManager[None]] | None = (
+            None  # context manager entered around every phase
+        )
         self._lap_peaks: dict[str, int] = {}
         self._open: list[str] = [_OTHER]
         self._seconds: dict[str, float] = {}

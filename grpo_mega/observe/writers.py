@@ -1,7 +1,7 @@
 """Writers of a run's log: the console, files of JSON lines, the report, and Weights & Biases.
 
-Every writer accepts any subset of the known metrics. Files are appended to and flushed line by line, so they are complete when
-a run is killed. A resumed run appends to the same files, and the last line of a step counts.
+Every writer accepts any subset of the known metrics. Files are appended to and flushed line by line, so they are
+complete when a run is killed. A resumed run appends to the same files, and the last line of a step counts.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ TABLE = "completions"
 Mode = Literal["online", "offline", "disabled"]
 
 # The names of equal metrics in TRL and verl. Omitted because they differ: TRL's num_tokens (of the whole run), verl's
-# perf/throughput (it counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, under verl's
-# names if verl has one.
+# perf/throughput (it counts prompts too) and actor/pg_clipfrac_lower (of dual clipping). timing_s has our phases, under
+# verl's names if verl has one.
 SAME: dict[str, tuple[str, ...]] = {  # our name -> names in TRL (1.16) and verl
     "reward/mean": ("reward", "critic/score/mean", "critic/rewards/mean"),
     "reward/std": ("reward_std",),
@@ -84,7 +84,9 @@ _OF_ALL = {"mean", "std", "min", "max"}
 
 
 class Writer:
-    """Ignores everything. A subclass overrides only the methods for what it writes. An evaluation is written like a step."""
+    """Ignores everything. A subclass overrides only the methods for what it writes. An evaluation is written like a
+    step.
+    """
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         pass
@@ -130,8 +132,8 @@ class ConsoleWriter(Writer):
 class JsonLinesWriter(Writer):
     """Appends to three files in the run's folder, and overwrites experts.json with the last step of an MoE model.
 
-    metrics.jsonl    {"step": 3, "reward/mean": 0.5, ...}. NaN and infinities are strings, because JSON has no numbers for
-                     them and null would hide the difference
+    metrics.jsonl    {"step": 3, "reward/mean": 0.5, ...}. NaN and infinities are strings, because JSON has no numbers
+                     for them and null would hide the difference
     samples.jsonl    some responses of every step
     messages.jsonl   the console's messages, each with the last finished step
     """

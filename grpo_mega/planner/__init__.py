@@ -1,1 +1,3 @@
-"""Memory, time and communication of a run by arithmetic: no GPU, no torch, no other ranks. README.md lists what is exact."""
+"""Memory, time and communication of a run by arithmetic: no GPU, no torch, no other ranks. README.md lists what is
+exact.
+"""

@@ -1,15 +1,17 @@
 """Activations of a rank: per layer, over all layers in flight, and working memory.
 
 There are three sets of formulas: for Transformer Engine's layers, and for Megatron's local layers with the modules of
-megatron/attention.py, without and with multi-latent attention. Tests compare all of them with the tensors that autograd saves,
-except for MXFP8 ("unproven"), which cannot be measured without a GPU: its formula is a tensorwise layer with the scales of
-blocks of 32. Elements of `b` bytes are counted for one micro-batch of `tokens` tokens. With sequence parallelism the tensors
-between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing, times an assumed imbalance.
+megatron/attention.py, without and with multi-latent attention. Tests compare all of them with the tensors that autograd
+saves, except for MXFP8 ("unproven"), which cannot be measured without a GPU: its formula is a tensorwise layer with the
+scales of blocks of 32. Elements of `b` bytes are counted for one micro-batch of `tokens` tokens. With sequence
+parallelism the tensors between the layers are split into tp parts. Tokens on a rank's experts assume balanced routing,
+times an assumed imbalance.
 
-Names in the formulas: h: hidden size; q, kv, f, fs: a rank's part of queries, keys, MLP rows and the shared expert's rows;
-heads: the rank's query heads; d: width of a head; s: tp, or 1 if the sequence is not split; r: tokens on this rank's experts
-relative to the micro-batch; x: bytes per element that one of Transformer Engine's linear layers keeps of its input, scales
-included; o: bytes per element that the layer after attention keeps in FP8 instead of its input, 0 if it keeps the input.
+Names in the formulas: h: hidden size; q, kv, f, fs: a rank's part of queries, keys, MLP rows and the shared expert's
+rows; heads: the rank's query heads; d: width of a head; s: tp, or 1 if the sequence is not split; r: tokens on this
+rank's experts relative to the micro-batch; x: bytes per element that one of Transformer Engine's linear layers keeps of
+its input, scales included; o: bytes per element that the layer after attention keeps in FP8 instead of its input, 0 if
+it keeps the input.
 """
 
 from __future__ import annotations
@@ -50,9 +52,19 @@ class Activations:
 
 def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Activations:
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
-    h, b, s, tokens, tp = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens, setup.layout.tp
+    h, b, s, tokens, tp = (
+        setup.shape.hidden,
+        setup.itemsize,
+        setup.sequence_parts,
+        setup.micro_batch_tokens,
+        setup.layout.tp,
+    )
     q, _, f, _, share, _ = _sizes(setup)
-    precision, recompute, layers = setup.config.precision, setup.config.model.recompute, layers_in_flight(setup, pp_rank)
+    precision, recompute, layers = (
+        setup.config.precision,
+        setup.config.model.recompute,
+        layers_in_flight(setup, pp_rank),
+    )
     trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
     if setup.uses_te:
         parts, whole, selective = _te_layer(setup, pp_rank)
@@ -73,7 +85,9 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     return Activations(
         saved=figure("activations saved", lambda: tokens * b * (layers * layer + final * h / s), trust=trust),
         # When a layer is recomputed, the backward pass has already freed the final norm's tensors.
-        recomputed=figure("activations recomputed", lambda: tokens * b * max(0, whole - kept - final * h / s), trust=trust),
+        recomputed=figure(
+            "activations recomputed", lambda: tokens * b * max(0, whole - kept - final * h / s), trust=trust
+        ),
         # Gradients of the widest tensors, and the gathered sequence.
         work=figure(at_work, lambda: tokens * b * (2 * f * wide + 2 * q + 3 * h + combined), trust=trust),
         exchanged=_exchanged(setup),
@@ -96,7 +110,9 @@ def _sizes(setup: PlannedJob) -> tuple[int, int, int, int, float, float]:
 
 
 def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
-    """Return what one of Transformer Engine's layers keeps: each term is a tensor that its Python kept on fake tensors."""
+    """Return what one of Transformer Engine's layers keeps: each term is a tensor that its Python kept on fake
+    tensors.
+    """
     h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
     q, kv, f, _, r, router = _sizes(setup)
     heads, precision = setup.shape.num_heads // setup.layout.tp, setup.config.precision
@@ -110,17 +126,21 @@ def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     # The inputs of both norms, and statistics per head.
     qk_norms = figure("norms of queries and keys keep, per token", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv), "")
     # The last term is the softmax statistics in fp32.
-    attention = figure("attention keeps, per token", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b, "")
+    attention = figure(
+        "attention keeps, per token", lambda: norm + qk_norms + (2 + o / b) * q + 2 * kv + 4 * heads / b, ""
+    )
     # Rotated queries and keys; the values are a view that keeps the whole qkv product.
-    recomputed = figure("attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, "")
+    recomputed = figure(
+        "attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, ""
+    )
     if setup.shape.num_experts:
         # The input and output of the norm before the MLP; router and experts share the output.
         inputs = 2 * h / s + 4 / (b * s)
         whole = figure(WHOLE, lambda: attention + inputs + router + r * (x / b * h + (2 + x / b) * f + 4 / b), "")
     else:
         inputs = h / s  # the input of the MLP
-        # The MLP keeps both halves of its first product, and their gated product in the form that the second linear layer
-        # keeps.
+        # The MLP keeps both halves of its first product, and their gated product in the form that the second linear
+        # layer keeps.
         whole = figure(WHOLE, lambda: attention + norm + (2 + x / b) * f, "")
     selective = figure(SELECTIVE, lambda: recomputed + inputs, "")
     parts = [norm, qk_norms, attention]
@@ -157,12 +177,20 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
     """
     shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
     q, _, fe, fs, r, router = _sizes(setup)
-    h, v, f, angles, latents = shape.hidden, shape.v // tp, shape.ffn // tp, 4 * shape.rope_dim, shape.q_lora + shape.kv_lora
+    h, v, f, angles, latents = (
+        shape.hidden,
+        shape.v // tp,
+        shape.ffn // tp,
+        4 * shape.rope_dim,
+        shape.q_lora + shape.kv_lora,
+    )
     padded, keys = _lengthened(setup, padding)
     moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank)
     if setup.config.model.recompute != "none" and moe:
         moe = 1.0
-    attention = figure("norms of a layer and its latents keep, per token", lambda: (2 * h + latents) * (8 / b + 1) / s, "")
+    attention = figure(
+        "norms of a layer and its latents keep, per token", lambda: (2 * h + latents) * (8 / b + 1) / s, ""
+    )
     routed = r * (h + 6 * fe + 4 / b) + router
     whole = figure(
         WHOLE,
@@ -181,12 +209,15 @@ def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
 
 
 def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
-    """Return the largest number of layers times micro-batches whose activations a stage holds (1F1B, interleaved or not)."""
+    """Return the largest number of layers times micro-batches whose activations a stage holds (1F1B, interleaved or
+    not).
+    """
     layout = setup.layout
     sizes = [len(chunk) for chunk in setup.chunks(pp_rank)]
     if layout.vpp == 1:
         return sizes[0] * (layout.pp - pp_rank)
-    # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is running.
+    # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is
+    # running.
     passes = (layout.pp - pp_rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
     return sum(sizes[i // layout.pp % layout.vpp] for i in range(passes))
 
@@ -194,11 +225,11 @@ def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
 def _exchanged(setup: PlannedJob) -> TracedNumber:
     """Return the keys, values and partial results that attention exchanges with other context-parallel ranks.
 
-    Local layers hold the keys and values of all ranks. In the backward pass they also hold the gradients, before and after
-    reordering. Transformer Engine's p2p keeps each rank's keys and values and their partial output in the forward pass, until
-    all have arrived. In the backward pass it has two buffers for keys, values and their gradients, and the gradients of one
-    part. a2a keeps tensors of the size of the rank's queries, keys, values and output, and in the backward pass their
-    gradients.
+    Local layers hold the keys and values of all ranks. In the backward pass they also hold the gradients, before and
+    after reordering. Transformer Engine's p2p keeps each rank's keys and values and their partial output in the forward
+    pass, until all have arrived. In the backward pass it has two buffers for keys, values and their gradients, and the
+    gradients of one part. a2a keeps tensors of the size of the rank's queries, keys, values and output, and in the
+    backward pass their gradients.
     """
     tokens, b, cp = setup.micro_batch_tokens, setup.itemsize, setup.layout.cp
     q, kv = setup.shape.q // setup.layout.tp, setup.keys_and_values
@@ -219,7 +250,8 @@ def _logprobs(setup: PlannedJob, pp_rank: int) -> TracedNumber:
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
     tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, -(-setup.shape.vocab // setup.layout.tp))
-    # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in float32.
+    # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in
+    # float32.
     return figure(
         label,
         lambda: tiles * tile_tokens * tile_columns * 4 + tile_tokens * tile_columns * 2 + tokens * h * (3 * b + 4),

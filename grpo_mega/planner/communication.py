@@ -100,8 +100,13 @@ def _kinds(setup: PlannedJob, state: State) -> Iterator[tuple[TracedNumber, Sequ
         )
         yield sent, groups(layout, "dp")
     if setup.world_size > 1:
-        # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them exactly.
-        received, engines, trainers = received_weights(setup, "sync to the engines"), setup.num_engine_ranks, layout.world_size
+        # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them
+        # exactly.
+        received, engines, trainers = (
+            received_weights(setup, "sync to the engines"),
+            setup.num_engine_ranks,
+            layout.world_size,
+        )
         sent = replace(received, trust="estimate")
         if setup.is_separate and engines > trainers:  # fewer ranks send than receive
             sent = figure(received.label, lambda: received * engines / trainers)
@@ -111,11 +116,11 @@ def _kinds(setup: PlannedJob, state: State) -> Iterator[tuple[TracedNumber, Sequ
 def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
     """Return the bytes between tensor-parallel ranks.
 
-    A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism an
-    all-reduce does both. That is 4 collectives in the forward pass and 4 in the backward pass; with sequence parallelism the
-    backward pass also repeats each gather for the weight gradients. Experts gather each token once per chosen expert and keep
-    it; their sums are reduce-scattered in fp32. Multi-latent attention gathers latents and the keys' rotary part; the rotary
-    part is not gathered again.
+    A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism
+    an all-reduce does both. That is 4 collectives in the forward pass and 4 in the backward pass; with sequence
+    parallelism the backward pass also repeats each gather for the weight gradients. Experts gather each token once per
+    chosen expert and keep it; their sums are reduce-scattered in fp32. Multi-latent attention gathers latents and the
+    keys' rotary part; the rotary part is not gathered again.
     """
     shape, config, b, tp, layers = setup.shape, setup.config, setup.itemsize, setup.layout.tp, setup.largest_stage
     hidden, tokens, (updates, forwards) = shape.hidden, setup.tokens_per_rank, setup.num_passes
@@ -142,10 +147,10 @@ def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
 def _context_parallel(setup: PlannedJob) -> TracedNumber:
     """Return the bytes between context-parallel ranks: each sends the keys and values of its tokens to all others.
 
-    This happens once in the forward pass, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and once more
-    if attention is recomputed. In the backward pass the gradients return in the same way, and p2p sends keys and values again.
-    With a2a each rank sends the others their heads of queries, keys and values, and receives the output of its tokens. The
-    backward pass does the same with gradients.
+    This happens once in the forward pass, by a gather or from neighbour to neighbour (Transformer Engine's p2p), and
+    once more if attention is recomputed. In the backward pass the gradients return in the same way, and p2p sends keys
+    and values again. With a2a each rank sends the others their heads of queries, keys and values, and receives the
+    output of its tokens. The backward pass does the same with gradients.
     """
     tp, cp, b, kv, layers = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values, setup.largest_stage
     tokens, (updates, forwards), q = setup.tokens_per_rank, setup.num_passes, setup.shape.q // tp

@@ -1,7 +1,7 @@
 """Figures: numbers that know their formula.
 
-A formula is a lambda without parameters; the local variables that it names are its inputs. `--explain` and the JSON show the
-source of the lambda, so they show exactly the computed formula.
+A formula is a lambda without parameters; the local variables that it names are its inputs. `--explain` and the JSON
+show the source of the lambda, so they show exactly the computed formula.
 """
 
 from __future__ import annotations

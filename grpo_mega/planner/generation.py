@@ -1,12 +1,12 @@
 """Distribution of response lengths, and a simulation of generation: a step can end before all groups do.
 
-The distribution comes from given percentiles, the samples of an earlier run, or an assumed tail. Engines take groups from one
-queue.
+The distribution comes from given percentiles, the samples of an earlier run, or an assumed tail. Engines take groups
+from one queue.
 
-As in rollout/, a phase ends once `wanted` groups are complete and the groups that would be too old for the next step are, too.
-The other groups continue with new weights, so each continued response starts with a prefill of all its tokens. Events are ends
-of sequences. Between two events all sequences of an engine grow evenly. Draws come in a fixed order, so equal arguments return
-equal times.
+As in rollout/, a phase ends once `wanted` groups are complete and the groups that would be too old for the next step
+are, too. The other groups continue with new weights, so each continued response starts with a prefill of all its
+tokens. Events are ends of sequences. Between two events all sequences of an engine grow evenly. Draws come in a fixed
+order, so equal arguments return equal times.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _percentiles(text: str) -> dict[float, float]:
     found = [re.fullmatch(r"p(\d+(?:\.\d+)?)=(\d+)", part) for part in text.split(",")]
     points = {float(match[1]) / 100: float(match[2]) for match in found if match}
     if len(points) < len(found) or max(points) > 1:
-        raise ConfigError(f"--lengths {text}: must be percentiles like p50=700,p99=12000, or the folder of a run; change it")
+        raise ConfigError(
+            f"--lengths {text}: must be percentiles like p50=700,p99=12000, or the folder of a run; change it"
+        )
     return points
 
 
@@ -157,14 +159,18 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: StepG
         whole = [place for place, group in enumerate(here) if not group.opened()]
         whole.sort(key=lambda place: (place not in needed, here[place].first_step, place))
         kept = set(whole[: schedule.prompts])
-        backlog = [group for place, group in enumerate(backlog) if place not in kept] if schedule.keeps_unfinished else []
+        backlog = (
+            [group for place, group in enumerate(backlog) if place not in kept] if schedule.keeps_unfinished else []
+        )
         if schedule.ahead:
             run_phase(engines, prompt, backlog[: schedule.ahead], step, until=training)
     return sum(waits[-NUM_AVERAGED_STEPS:]) / NUM_AVERAGED_STEPS
 
 
 def _draws(lengths: Lengths, schedule: StepGroups) -> Iterator[list[SimulatedGroup]]:
-    """Yield the groups of one step after another. Each step has all lengths of the distribution, shuffled over its groups."""
+    """Yield the groups of one step after another. Each step has all lengths of the distribution, shuffled over its
+    groups.
+    """
     shuffled = lengths.of(schedule.prompts * schedule.group_size)
     order = random.Random(0)
     while True:

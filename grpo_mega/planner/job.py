@@ -128,7 +128,9 @@ class PlannedJob:
 
     @property
     def keeps_host_copies(self) -> bool:
-        """Return True if the policy's weights and optimizer state move to the host. The embedded engine stays on the device."""
+        """Return True if the policy's weights and optimizer state move to the host. The embedded engine stays on the
+        device.
+        """
         return self.takes_turns or (self.config.rollout.sleep == "always" and not self.is_separate)
 
     def of_teachers(self) -> list[PlannedJob]:
@@ -174,7 +176,9 @@ class PlannedJob:
 
     @property
     def keys_and_values(self) -> int:
-        """Return the elements per token of a layer's keys and values on one rank; for latents, after the up-projection."""
+        """Return the elements per token of a layer's keys and values on one rank; for latents, after the
+        up-projection.
+        """
         shape, tp = self.shape, self.layout.tp
         keys = max(shape.kv // tp, shape.head_dim)
         return keys + (shape.v // tp if shape.kv_lora else keys)
@@ -190,7 +194,9 @@ class PlannedJob:
 
     @property
     def num_passes(self) -> tuple[int, int]:
-        """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per step."""
+        """Return the number of forward and backward passes (updates) and of forward-only passes (log-probs) per
+        step.
+        """
         return self.config.batch.epochs, int(self.config.needs_old_logprobs) + int(self.has_reference)
 
     @property
@@ -202,9 +208,15 @@ class PlannedJob:
     def batch(self) -> Batch:
         config, pp, vpp, dp, cp = self.config, self.layout.pp, self.layout.vpp, self.layout.dp, self.layout.cp
         mean_prompt, mean_response, longest = self.mean_prompt, self.mean_response, self.longest_on_rank
-        mini_batches, budget, fill = config.batch.mini_batches, config.batch.tokens_per_micro_batch, self.assumed.packing_fill
+        mini_batches, budget, fill = (
+            config.batch.mini_batches,
+            config.batch.tokens_per_micro_batch,
+            self.assumed.packing_fill,
+        )
         rounds = pp if vpp > 1 else 1
-        samples = product("samples per step", "", prompts=config.batch.prompts_per_step, group=config.algorithm.group_size)
+        samples = product(
+            "samples per step", "", prompts=config.batch.prompts_per_step, group=config.algorithm.group_size
+        )
         tokens = figure("tokens per step", lambda: samples * (mean_prompt + mean_response), "tokens")
         micro_batches = figure(
             "micro-batches per rank",

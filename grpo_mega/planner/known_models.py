@@ -47,7 +47,10 @@ def read_planned_model(config: Config, model_config: Path | None = None, name: s
             f"model.path={folder} holds no config.json here; name the folder of a Hugging Face checkpoint, "
             f"or plan with --model NAME ({', '.join(KNOWN_MODELS)}) or --model-config FILE"
         )
-    note = f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names others"
+    note = (
+        f"model.path={folder} is not here: planned with the fields of {known.source}'s config.json; --model names"
+        " others"
+    )
     return replace(model_of(known.fields), note=note)
 
 
@@ -74,7 +77,9 @@ def _read_fields(path: Path) -> dict[str, Any]:
     try:
         fields = parse_json(read_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json") from None
+        raise ConfigError(
+            f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json"
+        ) from None
     if not isinstance(fields, dict):
         raise ConfigError(f"--model-config {path} holds a JSON {type(fields).__name__}; name a model's config.json")
     return fields

@@ -1,7 +1,8 @@
-"""Memory of a device by phase, in the order in which policy and engine take turns (run/colocation.py), and memory of a host.
+"""Memory of a device by phase, in the order in which policy and engine take turns (run/colocation.py), and memory of a
+host.
 
-Each phase is a list of figures and their sum. The gather of the optimizer's state for a checkpoint counts in the checkpoint
-phase.
+Each phase is a list of figures and their sum. The gather of the optimizer's state for a checkpoint counts in the
+checkpoint phase.
 """
 
 from __future__ import annotations
@@ -64,19 +65,30 @@ def _stage(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory
     stays = [] if setup.keeps_host_copies else trainer[:3]
     teachers = setup.of_teachers()
     # Teachers are on the device one at a time.
-    taught = product("teacher", trust="exact", bytes=max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0))
+    taught = product(
+        "teacher", trust="exact", bytes=max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0)
+    )
     vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
     hidden = max((one.shape.hidden for one in teachers), default=0)
     head = product("teacher's output layer", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
     def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
-        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=sum(part.value for part in parts))]
+        return [
+            *parts,
+            product("fragmentation", share=setup.assumed.slack_share, moving=sum(part.value for part in parts)),
+        ]
 
     phases = {
         "sampling": [*fixed, *stays, *awake],
         "log-probs": [*fixed, *trainer, *resident, taught, *with_slack(forward, acts.exchanged, acts.logprobs)],
-        "update": [*fixed, *trainer, *resident, head, *with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs)],
+        "update": [
+            *fixed,
+            *trainer,
+            *resident,
+            head,
+            *with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs),
+        ],
         "checkpoint": [*fixed, *trainer, *resident, *with_slack(gathered)],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
@@ -96,7 +108,9 @@ def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
 def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
-    trust: Trust = "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
+    trust: Trust = (
+        "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
+    )
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
     return [
@@ -157,7 +171,9 @@ def communicators(setup: PlannedJob) -> list[str]:
 
 
 def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
-    """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only transposed."""
+    """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only
+    transposed.
+    """
     precision, elements, pp = setup.config.precision, state.num_parameters, setup.layout.pp
     if precision.fp8 is None:
         return []
@@ -238,7 +254,9 @@ def cache_bytes_per_token(setup: PlannedJob) -> int:
 
 
 def _default_fraction(card: Card, tp: int) -> float:
-    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve."""
+    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its
+    reserve.
+    """
     capacity = card.memory_gib * 1024
     chunk = 8192 if capacity < 160 * 1024 else 16384
     graph_batch = 256 if tp < 4 and capacity < 160 * 1024 else 512
@@ -260,7 +278,9 @@ def _served(setup: PlannedJob) -> EngineMemory:
     tokens = figure("tokens in a KV cache", lambda: floor(cache / per_token), "tokens")
     prefill = 8192 if card.memory_gib < 160 else 16384
     ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
-    extra = figure("engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4)
+    extra = figure(
+        "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
+    )
     asleep = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
     shortfall = None
     if tokens < setup.longest_sample:
@@ -320,7 +340,9 @@ def host_memory(setup: PlannedJob) -> HostMemory:
 
 
 def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:
-    """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating ranks."""
+    """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating
+    ranks.
+    """
     layout, assumed, config, engine_ranks = setup.layout, setup.assumed, setup.config, num_engine_ranks
     algorithm, teachers = config.algorithm, setup.of_teachers()
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
@@ -343,7 +365,9 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
     samples = config.batch.prompts_per_step * algorithm.group_size
     if config.rollout.routing_replay:  # doubled, because ranks share them
         shape = setup.shape
-        per_token = RouterSizes(shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token).token_bytes
+        per_token = RouterSizes(
+            shape.num_layers, shape.num_dense, shape.num_experts, setup.experts_per_token
+        ).token_bytes
         tokens = samples * setup.mean_sample
         other.append(product("recorded experts", ranks=2 * ranks, tokens=tokens, per_token=per_token))
     if algorithm.averages_reference:

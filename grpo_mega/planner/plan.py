@@ -1,8 +1,8 @@
 """A plan: whether a job will run, where its ranks are, how much memory it needs and how long a step takes.
 
-`Plan` takes a PlannedJob whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic, done when it
-is asked for. Other plans for the same job: all legal layouts, single changes to the config, and the other placement of the
-engines.
+`Plan` takes a PlannedJob whose config breaks no rule (see preflight/findings.py). Everything else is arithmetic, done
+when it is asked for. Other plans for the same job: all legal layouts, single changes to the config, and the other
+placement of the engines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Plan:
 
     @cached_property
     def worst(self) -> StageMemory:
-        """Return the stage with the highest peak; of equal peaks (generation), the stage with the least room in training."""
+        """Return the stage with the highest peak; of equal peaks (generation), the stage with the least room in
+        training.
+        """
         return max(self.stages, key=lambda stage: (stage.peak, stage.totals["update"]))
 
     @cached_property
@@ -172,14 +174,18 @@ class Option:
 
 
 def suggest(setup: PlannedJob) -> list[Option]:
-    """Return the fastest layouts that leave MARGIN free, best first; if rates are equal, the smallest pp and tp first."""
+    """Return the fastest layouts that leave MARGIN free, best first; if rates are equal, the smallest pp and tp
+    first.
+    """
     options = [option for option in _options(setup, _layouts(setup)) if option.plan.fits and not option.plan.is_tight]
     options.sort(key=lambda option: (-round(option.rate, 2), option.plan.setup.layout.pp, option.plan.setup.layout.tp))
     return options[:NUM_SUGGESTED]
 
 
 def first_changes(plan: Plan) -> list[Option]:
-    """Return single changes that make the plan fit with MARGIN free; if it already does, changes that make it faster."""
+    """Return single changes that make the plan fit with MARGIN free; if it already does, changes that make it
+    faster.
+    """
     options = [option for option in _options(plan.setup, _single_changes(plan.setup)) if option.plan.fits]
     if plan.fits and not plan.is_tight:
         faster = 1.02 * plan.timing.tokens_per_second_per_gpu
@@ -192,8 +198,8 @@ def first_changes(plan: Plan) -> list[Option]:
 def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
     """Compare engines on the trainer's devices and on separate devices of the same GPUs.
 
-    Return the faster plan, and the best option that fits with the other placement (None if none fits). Return None without a
-    distribution of lengths, because the longest responses decide.
+    Return the faster plan, and the best option that fits with the other placement (None if none fits). Return None
+    without a distribution of lengths, because the longest responses decide.
     """
     setup = replace(plan.setup, lengths=plan.setup.response_lengths)
     if setup.lengths is None:
@@ -201,7 +207,8 @@ def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
     options = [option for option in _options(setup, _other_placements(setup)) if option.plan.fits]
     if not options:
         return plan, None
-    # A search with shrinking strides: with fewer engine ranks generation takes longer; with more engine ranks training does.
+    # A search with shrinking strides: with fewer engine ranks generation takes longer; with more engine ranks training
+    # does.
     place = stride = len(options) // 2
     while stride:
         near = [i for i in (place, place - stride, place + stride) if 0 <= i < len(options)]

@@ -1,6 +1,7 @@
 """A plan as sections of figures, printed as JSON or as text for a terminal of 100 columns.
 
-The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with notes.
+The JSON has the fields that scripts need most at the top level, then every figure. The text has the same figures with
+notes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
         "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
     )
     size = f"{plan.checkpoint / 1e9:,.0f} GB"
-    kept = f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being written"
+    kept = (
+        f"= {size}; {plan.kept_bytes / 1e9:,.0f} GB with the {setup.config.checkpoint.keep} kept and the one being"
+        " written"
+    )
     remarks = [f"A save needs {size} of free disk."]
     yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
     yield _communication(plan)
@@ -77,7 +81,9 @@ def _batch(plan: Plan) -> ReportSection:
 def _communication(plan: Plan) -> ReportSection:
     notes = {}
     for link in plan.links:
-        where = f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
+        where = (
+            f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
+        )
         notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
     figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
     return ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
@@ -88,8 +94,8 @@ def _sync_remark(plan: Plan) -> Iterator[str]:
     if plan.links:
         traffic = plan.sync_traffic
         yield (
-            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between nodes; at "
-            f"most {max(traffic.received) / 1e9:.1f} GB to one rank."
+            f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between"
+            f" nodes; at most {max(traffic.received) / 1e9:.1f} GB to one rank."
         )
 
 
@@ -287,7 +293,10 @@ def _verdict(plan: Plan) -> list[str]:
         answer = f"FITS with {plan.spare:.0%} to spare{tight}: {room}"
     else:
         answer = f"DOES NOT FIT: {'; '.join(plan.shortfalls)}"
-    speed = f"A step takes about {_seconds(timing.step)}; {timing.tokens_per_second_per_gpu:,.0f} tokens per second per GPU."
+    speed = (
+        f"A step takes about {_seconds(timing.step)}; {timing.tokens_per_second_per_gpu:,.0f} tokens per second per"
+        " GPU."
+    )
     parameters = plan.checkpoint.inputs["parameters"]
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
@@ -302,7 +311,10 @@ def _faster(plan: Plan) -> list[str]:
     faster, option = compared
     name = "colocated" if plan.setup.is_separate else "separate"
     if option is None:
-        return [f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp and pp."]
+        return [
+            f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp"
+            " and pp."
+        ]
     slower = option.plan if faster is plan else plan
     first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
     return [f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."]
@@ -317,7 +329,9 @@ def _placement_name(plan: Plan) -> str:
 
 def _ranks_lines(plan: Plan) -> list[str]:
     setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
-    cuts = [f"{axis}={getattr(layout, axis)}" for axis in AXES] + ["sequence parallel"] * config.layout.sequence_parallel
+    cuts = [f"{axis}={getattr(layout, axis)}" for axis in AXES] + [
+        "sequence parallel"
+    ] * config.layout.sequence_parallel
     lines, nodes = [], "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
     replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
     axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
@@ -369,7 +383,9 @@ def _memory(plan: Plan) -> list[str]:
     peaks = ", ".join(f"{one.pp_rank}: {one.peak.gib:.1f}" for one in plan.stages)
     lines += _wrapped([f"{'peak by stage':{LABEL_WIDTH}}{peaks}"], "  ")
     if plan.both_fit:
-        lines.append("  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more.")
+        lines.append(
+            "  Policy and engine fit together: after the first update rollout.sleep=auto moves nothing any more."
+        )
     return lines
 
 

@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state of a rank, exact to the byte, from the shape tables.
 
-Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements, and
-each bucket ends at a multiple of lcm(128, replicas); replicas are the data- and context-parallel ranks. Weights and fp32
-gradients are whole buffers with padding. The optimizer holds this rank's share of each bucket without padding. Experts that are
-spread over ranks have separate buffers, and so have weights in FP8.
+Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements,
+and each bucket ends at a multiple of lcm(128, replicas); replicas are the data- and context-parallel ranks. Weights and
+fp32 gradients are whole buffers with padding. The optimizer holds this rank's share of each bucket without padding.
+Experts that are spread over ranks have separate buffers, and so have weights in FP8.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def stage_state(
     """Return the state of each rank of a stage."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
     chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
-    buffers = [b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)]
+    buffers = [
+        b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)
+    ]
     shares = [0] * layout.num_replicas
     for buffer in buffers:
         for replica in range(layout.num_replicas):  # replicas with the same experts are neighbours
@@ -172,7 +174,9 @@ def chunk_parameters(
 
 
 def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None) -> Buffer:
-    """Return the layout of one buffer as Megatron computes it (_ParamAndGradBuffer), with each rank's optimizer share."""
+    """Return the layout of one buffer as Megatron computes it (_ParamAndGradBuffer), with each rank's optimizer
+    share.
+    """
     end_multiple = math.lcm(dp_size, END_MULTIPLE)
     shares = [0] * dp_size
     bucket_start = position = largest_bucket = 0  # in elements
@@ -207,7 +211,9 @@ def _buffers(
     parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
 ) -> Iterator[Buffer]:
     """Yield one chunk's buffers. Only the first chunk of the first stage has several buckets."""
-    bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if storage.is_overlapped and has_buckets else None
+    bucket_size = (
+        max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if storage.is_overlapped and has_buckets else None
+    )
     for is_spread in (False, True):
         for is_fp8 in (False, True):
             chosen = [p for p in parameters if p.is_spread == is_spread and _is_fp8(p, storage) == is_fp8]

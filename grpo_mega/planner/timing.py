@@ -1,7 +1,7 @@
 """Time of a step by phase, from peak rates and assumed shares of them.
 
-Model FLOPs come from batching/flops.py. Recompute and the fourth product of the log-probs take time, but do not count as model
-FLOPs.
+Model FLOPs come from batching/flops.py. Recompute and the fourth product of the log-probs take time, but do not count
+as model FLOPs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
         sync,
         product("everything else", "s", overhead=setup.assumed.step_overhead_s),
     ]
-    step, gpus, peak, trainers = total("a step", phases, "s"), setup.world_size, setup.card.bf16_flops, setup.layout.world_size
+    step, gpus, peak, trainers = (
+        total("a step", phases, "s"),
+        setup.world_size,
+        setup.card.bf16_flops,
+        setup.layout.world_size,
+    )
     tokens, outputs, (updates, _) = setup.batch.tokens, setup.batch.samples * setup.mean_response, setup.num_passes
     pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
     # Only responses go through the output layer.
-    flops = model_flops.of_totals(setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token).forward
+    flops = model_flops.of_totals(
+        setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token
+    ).forward
     rate = figure("tokens per second per GPU", lambda: tokens / (step * gpus), "")
     flops_share = figure(
         "model FLOPs of the update, of the bf16 peak", lambda: 3 * flops * updates / (update * trainers * peak), ""
@@ -126,7 +133,14 @@ def _forward_seconds(of_teacher: PlannedJob) -> float:
 def _output_seconds(setup: PlannedJob) -> float:
     """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
     tokens, shape = setup.batch.samples * setup.mean_response / setup.layout.num_replicas, setup.shape
-    return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / (setup.card.bf16_flops * setup.assumed.logprob_share)
+    return (
+        2
+        * tokens
+        * shape.hidden
+        * shape.vocab
+        / setup.layout.tp
+        / (setup.card.bf16_flops * setup.assumed.logprob_share)
+    )
 
 
 def _generation(setup: PlannedJob, engine: EngineMemory, step: TracedNumber) -> TracedNumber:
@@ -140,9 +154,15 @@ def _generation(setup: PlannedJob, engine: EngineMemory, step: TracedNumber) -> 
     )
 
 
-def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, lengths: Lengths, training: float) -> TracedNumber:
+def _simulated(
+    setup: PlannedJob, engine: EngineMemory, step: TracedNumber, lengths: Lengths, training: float
+) -> TracedNumber:
     """Return the simulated time that a step waits until its groups are complete; see generation.py."""
-    rollout, prompts, group = setup.config.rollout, setup.config.batch.prompts_per_step, setup.config.algorithm.group_size
+    rollout, prompts, group = (
+        setup.config.rollout,
+        setup.config.batch.prompts_per_step,
+        setup.config.algorithm.group_size,
+    )
     concurrent, without = int(engine.concurrent), step.at(concurrent=1, context=0)
     if not setup.is_served:  # the embedded engine takes whole groups
         concurrent = max(1, concurrent // group) * group
@@ -164,7 +184,8 @@ def _simulated(setup: PlannedJob, engine: EngineMemory, step: TracedNumber, leng
 def decoding_step(setup: PlannedJob, weights: Number, concurrent: Number, context: float) -> TracedNumber:
     """Return the time in which an engine decodes one token of each sequence; `context` is their mean length in tokens.
 
-    The times to read the weights and to multiply by them are added, because published figures of large batches show no overlap.
+    The times to read the weights and to multiply by them are added, because published figures of large batches show no
+    overlap.
     """
     shape, assumed, per_token, tp = setup.shape, setup.assumed, cache_bytes_per_token(setup), setup.config.rollout.tp
     layers, hidden, b = shape.num_layers, shape.hidden, setup.engine_itemsize
@@ -196,4 +217,6 @@ def token_seconds(setup: PlannedJob) -> float:
 def _offload(setup: PlannedJob, state: State) -> TracedNumber:
     moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
     weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
-    return figure("offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s")
+    return figure(
+        "offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s"
+    )

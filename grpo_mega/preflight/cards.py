@@ -52,7 +52,9 @@ def _assume(value: float, why: str) -> float:
 @dataclass(frozen=True)
 class Assumptions:
     # Achieved shares of a peak.
-    matmul_share: float = _assume(0.60, "share of the bf16 peak in a layer's matrix products; communication counts separately")
+    matmul_share: float = _assume(
+        0.60, "share of the bf16 peak in a layer's matrix products; communication counts separately"
+    )
     fp8_matmul_share: float = _assume(0.45, "share of the fp8 peak, including casts and scales")
     attention_share: float = _assume(0.40, "share of the bf16 peak in packed causal flash attention")
     logprob_share: float = _assume(0.50, "share of the bf16 peak in tiles of logits")
@@ -78,7 +80,9 @@ class Assumptions:
     worker_host_gib: float = _assume(0.4, "host memory of a reward worker")
     # Decoding: fitted to published figures of SGLang on H100s (tests/planner/test_decoding.py).
     decode_step_s: float = _assume(2.5e-3, "scheduling and sampling of a decoding step that is not hidden")
-    decode_layer_s: float = _assume(65e-6, "a layer's kernel overhead in a CUDA graph, without memory reads and products")
+    decode_layer_s: float = _assume(
+        65e-6, "a layer's kernel overhead in a CUDA graph, without memory reads and products"
+    )
     decode_hbm_share: float = _assume(0.95, "share of the memory's rate when weights and cache are read")
     all_reduce_s: float = _assume(8e-6, "latency of one all-reduce within a node")
     embedded_layer_s: float = _assume(6e-4, "a layer in the transformers model, without CUDA graphs")

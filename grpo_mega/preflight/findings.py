@@ -1,10 +1,12 @@
-"""Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports torch.
+"""Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports
+torch.
 
 A child process renders the chat template. Another one asks torch if it sees a GPU when `device: auto` finds one.
 
-If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here breaks a
-rule. A plan for other machines may be made on a laptop, so it only gets a note. If something is here and broken, both break a
-rule. Checks that need the tokenizer itself, the weights' values or the user's code run on the ranks before the first step.
+If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here
+breaks a rule. A plan for other machines may be made on a laptop, so it only gets a note. If something is here and
+broken, both break a rule. Checks that need the tokenizer itself, the weights' values or the user's code run on the
+ranks before the first step.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def check_config(config: Config, machine: Machine) -> None:
 
 
 def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] = read_model) -> Findings:
-    """Return everything wrong with the config on these machines or missing here. `read` returns the model or raises UserError.
+    """Return everything wrong with the config on these machines or missing here. `read` returns the model or raises
+    UserError.
 
     Rules that need the model's shape are skipped if the model cannot be read.
     """
@@ -128,7 +131,9 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
 
 
 def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield the reasons why the model cannot be split over the trainer's ranks, into FP8 blocks, or over an engine's ranks."""
+    """Yield the reasons why the model cannot be split over the trainer's ranks, into FP8 blocks, or over an engine's
+    ranks.
+    """
     yield from layout_problems(config.layout, shape)
     yield from expert_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)

@@ -1,8 +1,8 @@
 """The machines of a job: their ranks, GPU and packages, and the kernels that a run gets from these packages.
 
 Kernels are from Transformer Engine if it loads, otherwise from NVIDIA Apex, otherwise from torch. On a CPU they are all
-torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The package
-`apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
+torch's. This module does not import torch or these packages, because Megatron has already tried to load them. The
+package `apex` on PyPI is an unrelated web package that Megatron would mistake for NVIDIA Apex, so it is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from grpo_mega.preflight.cards import Card
 APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
 
 Version = tuple[int, ...]
-UNFUSED_PACKED: Version = (2, 11)  # first Transformer Engine with packed samples in unfused attention, which supports fp32
+UNFUSED_PACKED: Version = (
+    2,
+    11,
+)  # first Transformer Engine with packed samples in unfused attention, which supports fp32
 PACKED_A2A: Version = (2, 10)  # first Transformer Engine with packed samples in a2a context parallelism
 FUSED_PACKED: Version = (9, 0)  # lowest compute capability for packed samples in Transformer Engine's fused attention
 FLASH_ATTENTION: Version = (2, 1, 1)  # oldest flash-attn that Transformer Engine uses
@@ -47,7 +50,10 @@ class Kernels:
     def line(self) -> str:
         """Return the line for a run's log."""
         if self.transformer_engine:
-            return f"kernels: layers, attention, norms, gradient accumulation and Adam are Transformer Engine's ({self.why})"
+            return (
+                "kernels: layers, attention, norms, gradient accumulation and Adam are Transformer Engine's"
+                f" ({self.why})"
+            )
         apex = ["Adam"] * self.apex_adam + ["gradient accumulation"] * self.apex_weight_gradients
         ours = f"; {' and '.join(apex)} NVIDIA Apex's" if apex else ""
         return f"kernels: layers, attention and norms are torch's{ours or ', and so is Adam'} ({self.why})"
@@ -63,7 +69,8 @@ def choose_kernels(
 ) -> Kernels:
     """Choose the kernels of a run from the packages that Megatron could load. On a CPU these packages are not used.
 
-    `problem`: why an installed Transformer Engine does not load. Raise ConfigError if the package `apex` is not NVIDIA Apex.
+    `problem`: why an installed Transformer Engine does not load. Raise ConfigError if the package `apex` is not NVIDIA
+    Apex.
     """
     check_apex()
     if not is_cuda:
@@ -87,8 +94,9 @@ def check_apex() -> None:
     if PathFinder.find_spec("apex.multi_tensor_apply", list(spec.submodule_search_locations or ())) is None:
         package = f"apex {installed_version('apex') or ''}".rstrip()
         raise ConfigError(
-            f"the installed package {package} is not NVIDIA Apex but an unrelated web package, and Megatron would mistake it "
-            f"for Apex; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no Transformer Engine"
+            f"the installed package {package} is not NVIDIA Apex but an unrelated web package, and Megatron would"
+            f" mistake it for Apex; run pip uninstall apex, and build NVIDIA's from {APEX_REPOSITORY} if you have no"
+            " Transformer Engine"
         )
 
 
@@ -132,7 +140,9 @@ class Machine:
 
     world_size: int
     ranks_per_node: int
-    card: Card | None = None  # GPU of a job that is planned for other machines; None: it runs here, and ranks ask their GPU
+    card: Card | None = (
+        None  # GPU of a job that is planned for other machines; None: it runs here, and ranks ask their GPU
+    )
     transformer_engine: str | None = field(default_factory=transformer_engine_version)
     flash_attention: str | None = field(default_factory=flash_attention_version)
     cuda: str | None = field(default_factory=cuda_version)
@@ -151,7 +161,9 @@ class Machine:
 
 
 def this_machine(layout: LayoutConfig, ranks: Mapping[str, str] | None = None) -> Machine:
-    """Return this machine with the ranks that torchrun started, by its environment `ranks`, or else with the layout's ranks."""
+    """Return this machine with the ranks that torchrun started, by its environment `ranks`, or else with the layout's
+    ranks.
+    """
     if ranks is None:
         return Machine(layout.world_size, layout.world_size)
     return Machine(int(ranks["WORLD_SIZE"]), int(ranks.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])))

@@ -1,4 +1,6 @@
-"""Rules for `layout` and `rollout`: the number of ranks, and how the model is split over the trainer's ranks and engines."""
+"""Rules for `layout` and `rollout`: the number of ranks, and how the model is split over the trainer's ranks and
+engines.
+"""
 
 from __future__ import annotations
 
@@ -45,25 +47,31 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
         others = f" times layout.cp={layout.cp}" if layout.cp > 1 else ""
         if layout.least_dp > 1:
             others += (
-                f" times layout.ep={layout.ep}" if layout.cp == 1 else f" times {layout.least_dp} for layout.ep={layout.ep}"
+                f" times layout.ep={layout.ep}"
+                if layout.cp == 1
+                else f" times {layout.least_dp} for layout.ep={layout.ep}"
             )
         fewer = f"{more - unit} or " if more > unit + num_engines else ""
         less = f" less layout.engine_ranks={num_engines}" if num_engines else ""
         yield (
-            f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times layout.pp={layout.pp}{others}; "
-            f"start {fewer}{more} processes, or change the layout"
+            f"WORLD_SIZE={world_size}{less} is not a multiple of layout.tp={layout.tp} times"
+            f" layout.pp={layout.pp}{others}; start {fewer}{more} processes, or change the layout"
         )
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers, too."""
+    """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers,
+    too.
+    """
     if config.layout.cp > 1 and config.model.dtype == "float32":
         yield (
             f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
             "context-parallel attention supports only bfloat16; use bfloat16, or raise layout.tp or layout.pp instead"
         )
     if config.batch.share_prompts:
-        yield "batch.share_prompts=true: must be left out on GPUs with Transformer Engine; its attention has no such mask"
+        yield (
+            "batch.share_prompts=true: must be left out on GPUs with Transformer Engine; its attention has no such mask"
+        )
 
 
 def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
@@ -75,14 +83,14 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     heads = shape.num_kv_heads // layout.tp
     if layout.cp_comm_type == "a2a" and heads % layout.cp:
         yield (
-            f"layout.cp_comm_type=a2a: must have a cp that divides the {heads} key-value heads of a tensor-parallel rank, "
-            f"found layout.cp={layout.cp}; use p2p, or another cp or tp"
+            f"layout.cp_comm_type=a2a: must have a cp that divides the {heads} key-value heads of a tensor-parallel"
+            f" rank, found layout.cp={layout.cp}; use p2p, or another cp or tp"
         )
     sizes = layout.layers_per_chunk
     if sizes is not None and sum(sizes) != shape.num_layers:
         yield (
-            f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers} layers; "
-            "change an entry or leave it out"
+            f"layout.layers_per_chunk={list(sizes)} adds up to {sum(sizes)}, but the model has {shape.num_layers}"
+            " layers; change an entry or leave it out"
         )
 
 
@@ -105,23 +113,27 @@ def compiler_problems(rollout: RolloutConfig, compiler: Path | None) -> Iterator
     """Yield a problem if SGLang on a GPU lacks the compiler that it calls."""
     if rollout.is_served and compiler is None:
         yield (
-            "rollout.engine='sglang' needs nvcc on every node, with which SGLang compiles kernels when it starts; install the "
-            "CUDA toolkit, or set CUDA_HOME to where it is"
+            "rollout.engine='sglang' needs nvcc on every node, with which SGLang compiles kernels when it starts;"
+            " install the CUDA toolkit, or set CUDA_HOME to where it is"
         )
 
 
 def engine_rank_problems(tp: int, world_size: int, ranks_per_node: int, engine_ranks: int = 0) -> Iterator[str]:
-    """Yield problems if engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two nodes."""
+    """Yield problems if engines of `tp` ranks do not fill the last `engine_ranks` ranks (0: all), or would span two
+    nodes.
+    """
     first, owner = (world_size - engine_ranks, "engine ranks") if engine_ranks else (0, "ranks")
     if (world_size - first) % tp:
         yield f"rollout.tp={tp} does not divide the job's {world_size - first} {owner}; use a divisor of it"
-    elif any(leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)):
+    elif any(
+        leader // ranks_per_node != (leader + tp - 1) // ranks_per_node for leader in range(first, world_size, tp)
+    ):
         if not first:
             yield f"rollout.tp={tp} does not divide each node's {ranks_per_node} ranks; use a divisor of it"
             return
         yield (
-            f"rollout.tp={tp}: an engine of {tp} ranks would span two nodes of {ranks_per_node} ranks, since it comes after "
-            f"{first} trainer ranks; use a smaller rollout.tp, or another number of trainer ranks"
+            f"rollout.tp={tp}: an engine of {tp} ranks would span two nodes of {ranks_per_node} ranks, since it comes"
+            f" after {first} trainer ranks; use a smaller rollout.tp, or another number of trainer ranks"
         )
 
 
@@ -135,7 +147,9 @@ def served_card_problems(rollout: RolloutConfig, dtype: str, capability: Version
             "leave rollout.quantization out"
         )
     if dtype != "bfloat16":
-        yield f"rollout.quantization={rollout.quantization!r} needs rollout.dtype=bfloat16 on a GPU, not {dtype}; set it"
+        yield (
+            f"rollout.quantization={rollout.quantization!r} needs rollout.dtype=bfloat16 on a GPU, not {dtype}; set it"
+        )
 
 
 def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
@@ -143,8 +157,8 @@ def padding_problems(shape: ModelShape, tp: int) -> Iterator[str]:
     for rows in {shape.moe_ffn or shape.ffn, shape.ffn if shape.num_dense else 0}:
         if rows % (CPU_ROWS * tp):
             yield (
-                f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of {CPU_ROWS * tp}; "
-                "use rollout.engine=embedded, or another model"
+                f"SGLang pads an MLP of {rows} rows on a CPU, where rollout.tp={tp} wants a multiple of"
+                f" {CPU_ROWS * tp}; use rollout.engine=embedded, or another model"
             )
     if shape.num_kv_heads % tp:
         yield (

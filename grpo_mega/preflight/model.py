@@ -1,4 +1,6 @@
-"""Rules for `model`: its config.json, the features that the layers of `megatron/` support, and its weights. Needs no torch."""
+"""Rules for `model`: its config.json, the features that the layers of `megatron/` support, and its weights. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,20 @@ _WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe
 # Values that models with multi-latent attention must have.
 _LATENT_REQUIRED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "rope_interleave": True},
+    "deepseek_v3": {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    },
 }
 _REQUIRED_OF = _LATENT_REQUIRED | {
-    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "scoring_func": "sigmoid"},
+    "glm4_moe": {
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+    },
 }
 _REQUIRED = {
     "hidden_act": "silu",
@@ -54,7 +66,9 @@ def read_model(config: Config) -> Model:
 
 
 def check_model_files(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or WeightMappingError."""
+    """Return the shape of a model with a valid config.json and valid weights. Raise ConfigError or
+    WeightMappingError.
+    """
     shape = _read_folder(model.path).shape
     if model.init == "checkpoint":
         check_weights(model.path, shape)
@@ -72,7 +86,10 @@ def _read_folder(folder: Path) -> Model:
         if (folder / EXPORT_DIR / "config.json").is_file():
             remedy = f"it is a run's folder, so name its policy, {folder / EXPORT_DIR}"
         elif (folder / CONFIG_FILE).is_file():
-            remedy = f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name that"
+            remedy = (
+                f"it is a run's folder, so write its policy to a folder by `grpo-mega export {folder} OUT`, and name"
+                " that"
+            )
         raise ConfigError(f"model.path={folder} holds no config.json; {remedy}")
     return replace(model_of(read_config(folder)), is_here=True)
 
@@ -117,11 +134,17 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     width = "qk_rope_head_dim" if model_type in _LATENT_REQUIRED else "head_dim"
     head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
     if isinstance(head_dim, int) and head_dim % 2:
-        yield f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another model"
+        yield (
+            f"config.json has {width}={head_dim}: must be even, since rotary embeddings pair its halves; name another"
+            " model"
+        )
     if model_type in _WITH_EXPERTS:
         experts_per_token(fields)
     if model_type in _LATENT_REQUIRED and fields.get("num_key_value_heads", heads) not in (heads, None):
-        yield f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be num_attention_heads={heads}"
+        yield (
+            f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be"
+            f" num_attention_heads={heads}"
+        )
     if model_type in ("deepseek_v3", "glm4_moe"):
         yield from _group_problems(fields)
     # Qwen's config has a window even if it is off; the other families use the window in their config.
@@ -130,7 +153,10 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     for name, supported in (_REQUIRED | _REQUIRED_OF.get(str(model_type), {})).items():
         value = fields.get(name, rope.get(name, supported))
         if value != supported and (name != "sliding_window" or uses_window):
-            yield f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another model"
+            yield (
+                f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another"
+                " model"
+            )
     rope_type = _rope_type(rope) or "default"
     static = LATENT_ROPE if model_type in _LATENT_REQUIRED else STATIC_ROPE
     if rope_type not in static:
@@ -141,14 +167,16 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
 def experts_per_token(fields: dict[str, Any]) -> int:
     """Return the number of experts per token in a layer. Raise ConfigError."""
     model_type = str(fields.get("model_type"))
-    num_experts = next((fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0)
+    num_experts = next(
+        (fields[n] for n in ("n_routed_experts", "num_local_experts", "num_experts") if fields.get(n)), 0
+    )
     value = fields.get("num_experts_per_tok")
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
     if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3", "glm4_moe")):
         raise ConfigError(
-            f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to 1: with "
-            "a single one no gradient reaches the router, and Megatron refuses that; name another model"
+            f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to"
+            " 1: with a single one no gradient reaches the router, and Megatron refuses that; name another model"
         )
     return value
 
@@ -166,23 +194,26 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
         )
     elif per_token // chosen != 2:
         yield (
-            f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best "
-            f"{per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
+            f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best"
+            f" {per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
         )
 
 
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not support.
+    """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
+    support.
 
     Layers of models with shared experts are never Transformer Engine's.
     """
     if shape.shared_ffn and config.precision.fp8 is not None:
         yield (
-            f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are Megatron's "
-            "local ones and compute in model.dtype; remove it"
+            f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are"
+            " Megatron's local ones and compute in model.dtype; remove it"
         )
     if shape.shared_ffn and config.rollout.quantization is not None:
-        yield f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
+        yield (
+            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
+        )
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
@@ -193,18 +224,24 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"
     for name, value in config.model.router.model_dump(exclude_defaults=True).items():
         if not shape.num_experts:
-            yield f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
+            yield (
+                f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
+            )
         elif name == "bias_update_rate" and shape.model_type not in ("deepseek_v3", "glm4_moe"):
-            yield f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
+            yield (
+                f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
+            )
 
 
 def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
-    """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the engine."""
+    """Yield problems if the model lacks positions for the longest sample (prompt and response), or differs in the
+    engine.
+    """
     rope = _rope(fields)
     if config.rollout.is_served and rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield (
-            f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers read "
-            "differently; add mscale, or set rollout.engine=embedded"
+            f"config.json has mscale_all_dim={rope['mscale_all_dim']:g} without mscale, which SGLang and transformers"
+            " read differently; add mscale, or set rollout.engine=embedded"
         )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
     positions = fields.get("max_position_embeddings")

@@ -1,7 +1,8 @@
 """Rules for FP8 and other dtypes: requirements on the card, the installed packages and the layout.
 
-The FP8 recipes of Transformer Engine use different scales: `delayed` from a history of maxima, `tensorwise` from each tensor's
-maximum, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32 (OCP MX).
+The FP8 recipes of Transformer Engine use different scales: `delayed` from a history of maxima, `tensorwise` from each
+tensor's maximum, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3), `mxfp8` in blocks of 32
+(OCP MX).
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def kernel_problems(
 
 
 def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:
-    """Yield problems if Transformer Engine does not support the recipe. Megatron would silently ignore a missing one."""
+    """Yield problems if Transformer Engine does not support the recipe. Megatron would silently ignore a missing
+    one.
+    """
     if precision.fp8 is None:
         return
     needed = RECIPES[precision.fp8_recipe].transformer_engine
@@ -93,17 +96,20 @@ def transformer_engine_problems(precision: PrecisionConfig, version: str | None)
         yield f"precision.fp8={precision.fp8!r} needs Transformer Engine; install it or leave precision.fp8 out"
     elif as_version(version) < needed:
         yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {version_text(needed)}, found {version}; "
-            f"install a newer one, or use {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs Transformer Engine {version_text(needed)}, found"
+            f" {version}; install a newer one, or use"
+            f" {_recipes(lambda needs: needs.transformer_engine <= as_version(version))}"
         )
 
 
 def exchange_problems(layout: LayoutConfig, version: str | None) -> Iterator[str]:
-    """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like this."""
+    """Yield a problem if Transformer Engine of `version` (None: not installed) cannot exchange packed samples like
+    this.
+    """
     if layout.cp > 1 and layout.cp_comm_type == "a2a" and version is not None and as_version(version) < PACKED_A2A:
         yield (
-            f"layout.cp_comm_type=a2a: must have Transformer Engine {version_text(PACKED_A2A)} or later for packed samples, found "
-            f"{version}; install a newer one, or use p2p"
+            f"layout.cp_comm_type=a2a: must have Transformer Engine {version_text(PACKED_A2A)} or later for packed"
+            f" samples, found {version}; install a newer one, or use p2p"
         )
 
 
@@ -114,9 +120,9 @@ def cuda_problems(precision: PrecisionConfig, version: str | None) -> Iterator[s
     needed = RECIPES[precision.fp8_recipe].cuda
     if as_version(version) < needed:
         yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {version_text(needed)}, found torch with CUDA {version}; "
-            f"install torch with CUDA {version_text(needed)} or later, or use "
-            f"{_recipes(lambda needs: needs.cuda <= as_version(version))}"
+            f"precision.fp8_recipe={precision.fp8_recipe!r} needs CUDA {version_text(needed)}, found torch with CUDA"
+            f" {version}; install torch with CUDA {version_text(needed)} or later, or use"
+            f" {_recipes(lambda needs: needs.cuda <= as_version(version))}"
         )
 
 
@@ -124,8 +130,8 @@ def moments_problems(optimizer: OptimizerConfig, version: str | None) -> Iterato
     """Yield a problem if Transformer Engine, whose Adam supports moments of fewer bytes, is missing or too old."""
     if optimizer.moments_dtype != "float32" and (version is None or as_version(version) < PRECISION_AWARE):
         yield (
-            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine {version_text(PRECISION_AWARE)} or later, "
-            f"found {version or 'none'}; install it, or use float32"
+            f"optimizer.moments_dtype={optimizer.moments_dtype} needs Transformer Engine"
+            f" {version_text(PRECISION_AWARE)} or later, found {version or 'none'}; install it, or use float32"
         )
 
 
@@ -134,22 +140,24 @@ def attention_problems(
 ) -> Iterator[str]:
     """Yield problems if Transformer Engine has no attention for packed samples on a GPU called `name`.
 
-    Its fused attention supports them in bf16 from compute capability 9.0 on. Its unfused attention supports any dtype since
-    version 2.11, but stores every score. So flash-attn is required below 9.0 for every version.
+    Its fused attention supports them in bf16 from compute capability 9.0 on. Its unfused attention supports any dtype
+    since version 2.11, but stores every score. So flash-attn is required below 9.0 for every version.
     """
     if transformer_engine is None:
         return
     if dtype == "float32" and as_version(transformer_engine) < UNFUSED_PACKED:
         yield (
-            f"model.dtype=float32: on a GPU must have Transformer Engine {version_text(UNFUSED_PACKED)} or later, the first with an "
-            f"attention for it, found {transformer_engine}; install a newer one, or use model.dtype=bfloat16"
+            f"model.dtype=float32: on a GPU must have Transformer Engine {version_text(UNFUSED_PACKED)} or later, the"
+            f" first with an attention for it, found {transformer_engine}; install a newer one, or use"
+            " model.dtype=bfloat16"
         )
     has_flash = flash_attn is not None and as_version(flash_attn) >= FLASH_ATTENTION
     if dtype == "bfloat16" and capability < FUSED_PACKED and not has_flash:
         yield (
-            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for Transformer Engine's fused attention of "
-            f"packed samples, found {version_text(capability)} and {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; "
-            f"pip install 'flash-attn>={version_text(FLASH_ATTENTION)}'"
+            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for Transformer Engine's fused"
+            f" attention of packed samples, found {version_text(capability)} and"
+            f" {f'flash-attn {flash_attn}' if flash_attn else 'no flash-attn'}; pip install"
+            f" 'flash-attn>={version_text(FLASH_ATTENTION)}'"
         )
 
 
@@ -162,14 +170,15 @@ def card_problems(precision: PrecisionConfig, capability: Version | None, name: 
         yield f"precision.fp8={precision.fp8!r} needs a GPU, and this run is on a CPU; leave precision.fp8 out"
     elif capability < needs.capability:
         possible = _recipes(lambda other: other.capability <= capability)
-        yield (
-            f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; "
-            + (f"use {possible}" if possible else "leave precision.fp8 out")
+        yield f"precision.fp8_recipe={precision.fp8_recipe!r} needs {needs.card}, found {name}; " + (
+            f"use {possible}" if possible else "leave precision.fp8 out"
         )
 
 
 def bf16_layer_problems(precision: PrecisionConfig, layout: LayoutConfig, num_layers: int) -> Iterator[str]:
-    """Yield the reasons why layers cannot stay in bf16. At each end Megatron allows at most one pipeline stage of them."""
+    """Yield the reasons why layers cannot stay in bf16. At each end Megatron allows at most one pipeline stage of
+    them.
+    """
     if precision.fp8 is None:
         return
     most = num_layers // layout.pp
@@ -194,19 +203,22 @@ def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: Mode
         return
     if layout.sequence_parallel and shape.hidden % BLOCK:
         yield (
-            f"layout.sequence_parallel=true: must have a hidden size that {BLOCK} divides with "
-            f"precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as tensorwise"
+            f"layout.sequence_parallel=true: must have a hidden size that {BLOCK} divides with"
+            f" precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as"
+            " tensorwise"
         )
     mlp = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
     sizes = ((shape.q, "rows of the queries"), (shape.kv, "rows of the keys"), mlp)
     legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (BLOCK * tp) == 0 for size, _ in sizes)]
     for size, rows in sizes:
         if size % (BLOCK * layout.tp):
-            blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+            blocks = (
+                f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+            )
             other = f"layout.tp={' or '.join(legal)}, or " if legal else ""
             yield (
-                f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of precision.fp8_recipe='blockwise'; "
-                f"use {other}another recipe, such as tensorwise"
+                f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of"
+                f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
             )
             return  # one remedy fixes all sizes
 
@@ -231,7 +243,9 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
 
 
 def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
-    """Return where Megatron splits a linear layer inside a block; None if nowhere, "" if it cannot split the model at all."""
+    """Return where Megatron splits a linear layer inside a block; None if nowhere, "" if it cannot split the model at
+    all.
+    """
     if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
         return ""
     return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
@@ -258,7 +272,10 @@ def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *,
                 # The boxes of a tensor cover it, so it is enough to check their starts.
                 if start % BLOCK:
                     size = sizes[box.tensor][dim]
-                    return f"{box.tensor} at {('row', 'column')[dim]} {start} of {size} (blocks of {BLOCK}: {size / BLOCK:g})"
+                    return (
+                        f"{box.tensor} at {('row', 'column')[dim]} {start} of {size} (blocks of {BLOCK}:"
+                        f" {size / BLOCK:g})"
+                    )
                 if fused and offset % BLOCK:
                     return f"fused layers so that {box.tensor} starts at row {offset}"
     return None

@@ -1,7 +1,8 @@
-"""A program that renders the chat template from stdin within limits of CPU time and memory. Imports nothing of the package.
+"""A program that renders the chat template from stdin within limits of CPU time and memory. Imports nothing of the
+package.
 
-The exit code is 0 if it ends, also if the template refuses the messages. Otherwise it is OUT_OF_MEMORY, or the signal of the
-limit.
+The exit code is 0 if it ends, also if the template refuses the messages. Otherwise it is OUT_OF_MEMORY, or the signal
+of the limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Rules for a tokenizer's files, checked without transformers: they exist, have a chat template, and fit the vocabulary.
+"""Rules for a tokenizer's files, checked without transformers: they exist, have a chat template, and fit the
+vocabulary.
 
-A chat template is a program from the model's folder. A template that never ends, or builds gigabytes, would stop every rank.
-So a child process renders a question and its answer within limits (render_template.py). If the template refuses the messages,
-the ranks report it, because their errors name the row. Without a tokenizer.json the vocabulary is checked after the tokenizer
-is loaded (`check_vocabulary`).
+A chat template is a program from the model's folder. A template that never ends, or builds gigabytes, would stop every
+rank. So a child process renders a question and its answer within limits (render_template.py). If the template refuses
+the messages, the ranks report it, because their errors name the row. Without a tokenizer.json the vocabulary is checked
+after the tokenizer is loaded (`check_vocabulary`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer has an id for which the model has no embedding."""
     if largest_id >= vocab_size:
         raise ConfigError(
-            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to {largest_id}; "
-            "give the tokenizer that belongs to the model"
+            f"vocab_size={vocab_size} in {folder / 'config.json'} is less than the tokenizer, whose ids go up to"
+            f" {largest_id}; give the tokenizer that belongs to the model"
         )
 
 
@@ -65,8 +66,8 @@ def check_template(folder: Path, settings: dict[str, Any]) -> None:
     template = find_template(folder, settings)
     if template is None:
         raise ConfigError(
-            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its tokenizer_config.json, "
-            "or name an instruct model as model.path"
+            f"the tokenizer of model.path={folder} has no chat template; add chat_template to its"
+            " tokenizer_config.json, or name an instruct model as model.path"
         )
     problem = bound_problem(template)
     if problem is not None:
@@ -76,7 +77,8 @@ def check_template(folder: Path, settings: dict[str, Any]) -> None:
 def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """Return the template of prompts. Files come before tokenizer_config.json; of several templates, "default" is used.
 
-    Raise ConfigError if there are several and none is the default. chat_template.json belongs to a processor and is not read.
+    Raise ConfigError if there are several and none is the default. chat_template.json belongs to a processor and is not
+    read.
     """
     found: dict[str, Any] = {}
     files = {"default": folder / "chat_template.jinja"}
@@ -98,7 +100,8 @@ def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
     if template is None and found:
         names = ", ".join(map(repr, found))
         raise ConfigError(
-            f"the tokenizer of model.path={folder} has the chat templates {names}, and none is called 'default'; rename one"
+            f"the tokenizer of model.path={folder} has the chat templates {names}, and none is called 'default';"
+            " rename one"
         )
     if template is not None and not isinstance(template, str):
         raise _wrong(folder, f"a JSON {type(template).__name__} as default")
@@ -174,5 +177,6 @@ def _read(path: Path) -> str:
 
 def _wrong(folder: Path, found: str) -> ConfigError:
     return ConfigError(
-        f"{folder / 'tokenizer_config.json'} has {found} as chat_template; give a text, or a list of names and templates"
+        f"{folder / 'tokenizer_config.json'} has {found} as chat_template; give a text, or a list of names and"
+        " templates"
     )

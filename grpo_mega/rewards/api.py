@@ -1,10 +1,10 @@
 """The result of a reward function (Score), and the pool's result for a sample (RewardResult).
 
-A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as a
-Score's value, means "does not apply here": the function adds nothing to the sample's reward. A Score may also have rewards for
-the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), with or without a value. All numbers must be finite,
-because one NaN would reach every gradient of its group. A function with TRL's signature (`registry`) returns a list with one
-result per sample.
+A reward function is `(prompt, response, answer, extras, **options) -> float | None | Score`. None, as the result or as
+a Score's value, means "does not apply here": the function adds nothing to the sample's reward. A Score may also have
+rewards for the steps of the response (DeepSeekMath, arXiv 2402.03300, section 4.1.3), with or without a value. All
+numbers must be finite, because one NaN would reach every gradient of its group. A function with TRL's signature
+(`registry`) returns a list with one result per sample.
 
 `splitter` finds where the steps of a response end, by the key rewards.step_splitter:
 
@@ -13,9 +13,9 @@ result per sample.
     step-k         a step starts at a line such as "Step 2: ...", "**Step 2**", "### step 2." or "- Step 2)"
     regex:PATTERN  a step ends where a match of PATTERN ends
 
-Together the steps are the whole text. A separator belongs to the step before it. No step is only white space: such a piece is
-merged into its neighbour, and a text of only white space has no steps. Time is linear in the length of the text (for
-regex:PATTERN, if PATTERN is linear).
+Together the steps are the whole text. A separator belongs to the step before it. No step is only white space: such a
+piece is merged into its neighbour, and a text of only white space has no steps. Time is linear in the length of the
+text (for regex:PATTERN, if PATTERN is linear).
 """
 
 import math
@@ -41,7 +41,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a reward (None: does not apply), a one-word verdict that says why, and step rewards by ascending end."""
+    """The value of a reward (None: does not apply), a one-word verdict that says why, and step rewards by ascending
+    end.
+    """
 
     value: float | None
     verdict: str
@@ -58,7 +60,8 @@ class Score:
 class NoScore(Exception):
     """Raised if a score is missing through no fault of the response, for example because a server does not answer.
 
-    The sample then gets no score (None) with the verdict "error", and does not train. Any other exception gives the score 0.
+    The sample then gets no score (None) with the verdict "error", and does not train. Any other exception gives the
+    score 0.
     """
 
 
@@ -70,8 +73,8 @@ def as_score(returned: Any, response: str) -> Score:
     """Return the Score for whatever a reward function returned for this response.
 
     Raises:
-        TypeError, ValueError: the result is not None, a Score or a number; a number is not finite; or the step ends are not
-            ascending within the response.
+        TypeError, ValueError: the result is not None, a Score or a number; a number is not finite; or the step ends are
+            not ascending within the response.
     """
     if returned is None:
         return Score(None, "not_applicable")
@@ -83,8 +86,8 @@ def as_score(returned: Any, response: str) -> Score:
     for step in steps:
         if not last < step.end <= len(response):
             raise ValueError(
-                f"a step ends at character {step.end}, after one that ends at {last}, in a response of {len(response)}; "
-                "give the steps by ascending end, each within the response"
+                f"a step ends at character {step.end}, after one that ends at {last}, in a response of {len(response)};"
+                " give the steps by ascending end, each within the response"
             )
         last = step.end
     return Score(value, well_formed(str(returned.verdict)), steps)
@@ -94,13 +97,13 @@ def as_score(returned: Any, response: str) -> Score:
 class RewardResult:
     """The outcome of one sample.
 
-    `total` is the weighted sum over the functions that returned a value, times the multiplying functions. It is None if there
-    is nothing to sum, or if a score is missing through no fault of the response: without that score the sum would be too small,
-    as if the score were 0.
+    `total` is the weighted sum over the functions that returned a value, times the multiplying functions. It is None if
+    there is nothing to sum, or if a score is missing through no fault of the response: without that score the sum would
+    be too small, as if the score were 0.
 
-    `scores` are the values; a function that rewards only steps has their mean. `steps` are weighted and ordered by ascending
-    end; steps of two functions may end at the same character. A function of weight 0 is only observed, so `steps` does not
-    include its steps.
+    `scores` are the values; a function that rewards only steps has their mean. `steps` are weighted and ordered by
+    ascending end; steps of two functions may end at the same character. A function of weight 0 is only observed, so
+    `steps` does not include its steps.
     """
 
     total: float | None
@@ -111,7 +114,10 @@ class RewardResult:
 
 
 def result_of(
-    weights: Mapping[str, float], outcomes: Mapping[str, Score], errors: Mapping[str, str], factors: Collection[str] = ()
+    weights: Mapping[str, float],
+    outcomes: Mapping[str, Score],
+    errors: Mapping[str, str],
+    factors: Collection[str] = (),
 ) -> RewardResult:
     """Combine the Scores of all functions in `weights`, in their order.
 

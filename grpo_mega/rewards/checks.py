@@ -15,8 +15,8 @@ Texts = tuple[str, str]  # digests or texts of the gold answer and the answer; a
 class Check:
     """One call of a function, whose samples all get the same score.
 
-    A check without `texts` has one sample. With `texts`, all samples with these texts share it. With `group`, it is one call
-    for all samples of the group, and each sample gets its own score.
+    A check without `texts` has one sample. With `texts`, all samples with these texts share it. With `group`, it is one
+    call for all samples of the group, and each sample gets its own score.
     """
 
     name: str
@@ -31,15 +31,17 @@ class Check:
 class Checks:
     """A first-in, first-out queue of checks.
 
-    At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has no lock:
-    callers hold the pool's lock.
+    At most one check with the same texts is queued or running at a time. Every queued check has samples. The class has
+    no lock: callers hold the pool's lock.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # checks that are queued or running
         self._verdicts: dict[Texts, Score] = {}  # most recently used last
-        self._failures: dict[Texts | str, Score] = {}  # texts or gold answers whose checks hung or crashed in this rollout
+        self._failures: dict[
+            Texts | str, Score
+        ] = {}  # texts or gold answers whose checks hung or crashed in this rollout
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
@@ -71,8 +73,8 @@ class Checks:
     def finish(self, check: Check, score: Score, *, is_own: bool) -> list[Hashable]:
         """Return all samples of a check that has ended, and remember its score.
 
-        A score from the function itself is kept. The score of a hang or crash is kept until `end_rollout`, because the machine
-        may have been the cause.
+        A score from the function itself is kept. The score of a hang or crash is kept until `end_rollout`, because the
+        machine may have been the cause.
         """
         self._end(check)
         if check.texts is not None and is_own:
@@ -84,7 +86,9 @@ class Checks:
         return check.keys
 
     def refuse_gold(self, gold: str, score: Score) -> list[Check]:
-        """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were queued."""
+        """Give this score to every check of this gold answer until `end_rollout`. Return the checks that were
+        queued.
+        """
         self._failures[gold] = score
         refused = [check for check in self._queue if check.texts is not None and check.texts[0] == gold]
         self._queue = deque(check for check in self._queue if check not in refused)

@@ -1,10 +1,10 @@
 """Make the fork server the guardian of its workers. Only the fork server may import this module, before any other.
 
-The guardian leaves the trainer's session, so an interrupt or a signal to the trainer's process group reaches neither the
-guardian nor its workers. It adopts orphans among its descendants. When the pool or its process ends, the guardian kills the
-workers and every process that their checks started, in any session. It learns of the end by SIGTERM from the pool or the
-kernel. If the kernel cannot send one, it learns by the end of file that makes every fork server exit. Only a daemonized process
-escapes, on kernels that assign it another parent.
+The guardian leaves the trainer's session, so an interrupt or a signal to the trainer's process group reaches neither
+the guardian nor its workers. It adopts orphans among its descendants. When the pool or its process ends, the guardian
+kills the workers and every process that their checks started, in any session. It learns of the end by SIGTERM from the
+pool or the kernel. If the kernel cannot send one, it learns by the end of file that makes every fork server exit. Only
+a daemonized process escapes, on kernels that assign it another parent.
 """
 
 import atexit
@@ -24,7 +24,9 @@ def _guard() -> None:
         os.setsid()
     os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
     console.filter_output()  # for functions that print responses
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # harmless: an adopted orphan has ended
+    warnings.filterwarnings(
+        "ignore", "forkserver: waitpid returned unexpected pid"
+    )  # harmless: an adopted orphan has ended
     server = os.getpid()
 
     def end(*_: object) -> None:

@@ -1,21 +1,22 @@
 """A pool of killable processes that score samples while sampling continues.
 
-`submit` queues a sample and does not block. `collect` waits for all samples and returns a RewardResult for each. Every check
-(one sample, one function) ends within `deadline_s` of its start, with SIGKILL if necessary. A check that hangs, crashes or
-raises affects only its own score. No worker outlives the pool or its process. One daemon thread drives each worker; the methods
-only touch queues.
+`submit` queues a sample and does not block. `collect` waits for all samples and returns a RewardResult for each. Every
+check (one sample, one function) ends within `deadline_s` of its start, with SIGKILL if necessary. A check that hangs,
+crashes or raises affects only its own score. No worker outlives the pool or its process. One daemon thread drives each
+worker; the methods only touch queues.
 
-The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So `submit` tries
-`quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome. `collect` computes
-`len` and `cosine` from the verdicts and the lengths. If a check hangs, the pool checks the gold answer alone. If that hangs
-too, every sample with this gold answer gets "gold_unparsable".
+The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So
+`submit` tries `quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome.
+`collect` computes `len` and `cosine` from the verdicts and the lengths. If a check hangs, the pool checks the gold
+answer alone. If that hangs too, every sample with this gold answer gets "gold_unparsable".
 
-If a worker ends during a check, the check is retried once in another worker, because the system may have killed the first. The
-second time the response is to blame. If a reward-server check takes too long, the response is not to blame: it gets no score.
+If a worker ends during a check, the check is retried once in another worker, because the system may have killed the
+first. The second time the response is to blame. If a reward-server check takes too long, the response is not to blame:
+it gets no score.
 
-A function with TRL's signature is called once per group; `submit_group` announces the groups. Only the workers know which user
-functions have this signature. So user functions are queued both per sample and per group, and a worker skips the kind that does
-not apply.
+A function with TRL's signature is called once per group; `submit_group` announces the groups. Only the workers know
+which user functions have this signature. So user functions are queued both per sample and per group, and a worker skips
+the kind that does not apply.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ from grpo_mega.rewards.shaping import cosine, len_reward
 from grpo_mega.rewards.worker import CheckJob, ForkServer, Outcome, Request, Worker, WorkerEnded
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
-# Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still alive.
+# Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still
+# alive.
 SECONDS_BETWEEN_LOOKS = 1.0
 # Attempts to start a worker while the fork server keeps ending, and the pause between two attempts.
 _MAX_STARTS, _PAUSE_S = 5, 0.2
@@ -57,17 +59,20 @@ class _Pending:
 class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Run reward functions in worker processes; a context manager.
 
-    `rewards` must have passed registry.check_rewards. Its `deadline_s` starts when a worker receives the check, so queueing and startup
-    do not count. A pool without workers is for a rank that submits nothing.
+    `rewards` must have passed registry.check_rewards. Its `deadline_s` starts when a worker receives the check, so
+    queueing and startup do not count. A pool without workers is for a rank that submits nothing.
 
-    The workers start immediately, in the background. If a start fails, the next `submit` or `collect` raises RewardError.
+    The workers start immediately, in the background. If a start fails, the next `submit` or `collect` raises
+    RewardError.
     """
 
     def __init__(self, rewards: RewardsConfig, *, has_workers: bool = True) -> None:
         self._rewards = rewards
         self._weights = {function.name: function.weight for function in rewards.functions}
         self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
-        self._options: dict[str, dict[str, Any]] = {function.name: dict(function.options) for function in rewards.functions}
+        self._options: dict[str, dict[str, Any]] = {
+            function.name: dict(function.options) for function in rewards.functions
+        }
         self._is_judged = not JUDGED.isdisjoint(self._weights)
         self._in_workers = [name for name in self._weights if name not in JUDGED]
         self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
@@ -129,7 +134,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
         """Queue the functions that take a whole group. All samples of the group must have been submitted.
 
-        `given` is the argument of registry.call_group. A sample without a group when results are collected is its own group.
+        `given` is the argument of registry.call_group. A sample without a group when results are collected is its own
+        group.
         """
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
@@ -153,7 +159,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> dict[Any, RewardResult]:
         """Wait for all samples submitted since the last collect; return their results in the order of submission.
 
-        The caller's thread calls `on_progress()` whenever checks have finished. Raises RewardError if the workers cannot start.
+        The caller's thread calls `on_progress()` whenever checks have finished. Raises RewardError if the workers
+        cannot start.
         """
         for key in [key for key, sample in self._pending.items() if not sample.group]:
             self.submit_group([key], {}, [[]])
@@ -188,7 +195,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._has_work.notify_all()
 
     def _judge_now(self, response: str, answer: str, extras: Mapping[str, Any]) -> tuple[Score | None, Texts | None]:
-        """Return (the accuracy Score, None) if it is clear without a check, else (None, the texts on which it depends)."""
+        """Return (the accuracy Score, None) if it is clear without a check, else (None, the texts on which it
+        depends).
+        """
         turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
         score, texts = quick(turn, answer, reason, **self._options.get(ACCURACY, {}))
         if score is not None or texts is not None:
@@ -307,7 +316,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def _blame(self, check: Check, score: Score) -> None:
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.texts is None:
-            error = None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            error = (
+                None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            )
             self._give(check, [(score, error)], is_own=False)
         elif check.failure is not None:
             for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
@@ -325,7 +336,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._has_work.notify()
 
     def _give(self, check: Check, outcomes: list[Outcome], *, is_own: bool) -> None:
-        """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the score."""
+        """Record one outcome per sample, or one outcome for all samples. `is_own`: the function itself returned the
+        score.
+        """
         keys = check.keys if check.group is not None else self._checks.finish(check, outcomes[0][0], is_own=is_own)
         for key, (score, error) in zip(keys, outcomes * (len(keys) if len(outcomes) == 1 else 1), strict=True):
             self._record(key, check.name, score, error)

@@ -1,15 +1,15 @@
 """Find reward functions by name: one of BUILT_IN, or the dotted path of a user function, `package.module.function`.
 
-`check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the function's
-module. For a dotted path that is user code, so only worker processes do it. Options are the keyword arguments that a function
-takes after (prompt, response, answer, extras), or in addition to the arguments that `call_group` passes. A function that takes
-`step_splitter` gets rewards.step_splitter unless its options set another.
+`check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the
+function's module. For a dotted path that is user code, so only worker processes do it. Options are the keyword
+arguments that a function takes after (prompt, response, answer, extras), or in addition to the arguments that
+`call_group` passes. A function that takes `step_splitter` gets rewards.step_splitter unless its options set another.
 
-A function has TRL's signature, `(completions, solution, **kwargs) -> list`, if it names completions, prompts or completion_ids.
-It is called on all samples of a prompt (`call_group`). It gets lists with one entry per sample: these three; the gold answer as
-solution, answer, ground_truth, and under its column's name; every other data column; prefill; and finish_reason, "stop" or
-"length". Completions and prompts are texts if the data's prompts are texts, and messages if the prompts are messages. The
-function may be a coroutine function.
+A function has TRL's signature, `(completions, solution, **kwargs) -> list`, if it names completions, prompts or
+completion_ids. It is called on all samples of a prompt (`call_group`). It gets lists with one entry per sample: these
+three; the gold answer as solution, answer, ground_truth, and under its column's name; every other data column; prefill;
+and finish_reason, "stop" or "length". Completions and prompts are texts if the data's prompts are texts, and messages
+if the prompts are messages. The function may be a coroutine function.
 """
 
 import asyncio
@@ -42,17 +42,23 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "tag_count": "grpo_mega.rewards.shaping.tag_count",
 }
 ACCURACY = "accuracy"
-# Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with verdicts and
-# lengths.
+# Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with
+# verdicts and lengths.
 JUDGED = frozenset({ACCURACY, "len", "cosine"})
-OF_SERVERS = frozenset({"reward_model"})  # functions that wait for a server, so a timeout is not the fault of the response
+OF_SERVERS = frozenset(
+    {"reward_model"}
+)  # functions that wait for a server, so a timeout is not the fault of the response
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
-_LISTS = frozenset({"prompts", "completions", "completion_ids"})  # a function that names one of them has TRL's signature
+_LISTS = frozenset(
+    {"prompts", "completions", "completion_ids"}
+)  # a function that names one of them has TRL's signature
 GOLD = ("solution", "answer", "ground_truth")
 FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
 Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
-_FORMS: dict[Any, tuple[Any, str]] = {  # by type of an option: the accepted types of its values, and their name in errors
+_FORMS: dict[
+    Any, tuple[Any, str]
+] = {  # by type of an option: the accepted types of its values, and their name in errors
     bool: (bool, "true or false, without quotes"),
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
@@ -66,7 +72,8 @@ def check_name(name: str) -> None:
         return
     if name.startswith("soft_overlong"):
         raise ConfigError(
-            f"reward function {name!r}: is not a reward function here; set algorithm.overlong_buffer and overlong_penalty"
+            f"reward function {name!r}: is not a reward function here; set algorithm.overlong_buffer and"
+            " overlong_penalty"
         )
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
@@ -107,7 +114,8 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     """Return the function called `name` with its options bound.
 
     Raises:
-        ConfigError: the name is unknown, its module cannot be imported or lacks the function, or it takes other options.
+        ConfigError: the name is unknown, its module cannot be imported or lacks the function, or it takes other
+        options.
     """
     function = resolve_reward(name)
     accepted = _options_of(function)
@@ -122,7 +130,9 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
             given.setdefault("step_splitter", step_splitter)
         for option, is_required in accepted.items():
             if is_required and option not in given:
-                raise ConfigError(f"reward function {name!r} needs the option {option!r}; add options: {{{option}: ...}} to it")
+                raise ConfigError(
+                    f"reward function {name!r} needs the option {option!r}; add options: {{{option}: ...}} to it"
+                )
     if isinstance(given.get("step_splitter"), str):
         splitter(given["step_splitter"])
     return partial(function, **given) if given else function
@@ -152,12 +162,14 @@ def resolve_reward(name: str) -> RewardFunction:
 
 @lru_cache(maxsize=8)
 def _example(name: str, path: str) -> ModuleType:
-    """Import the file of an example. `path` is relative to the repository. Raises ConfigError if there is no such file."""
+    """Import the file of an example. `path` is relative to the repository. Raises ConfigError if there is no such
+    file.
+    """
     file = Path(__file__).resolve().parents[2] / path
     if not file.is_file():
         raise ConfigError(
-            f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the repository, "
-            f"or copy its {path} to a folder on PYTHONPATH and name {file.stem}.{name}"
+            f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the"
+            f" repository, or copy its {path} to a folder on PYTHONPATH and name {file.stem}.{name}"
         )
     spec = importlib.util.spec_from_file_location(f"grpo_mega_example_{file.stem}", file)
     assert spec and spec.loader
@@ -171,7 +183,11 @@ def takes_groups(function: Callable[..., Any]) -> bool:
 
 
 def call_group(
-    function: Callable[..., Any], samples: Sequence[Sample], given: Mapping[str, Any], token_ids: Sequence[list[int]], form: str
+    function: Callable[..., Any],
+    samples: Sequence[Sample],
+    given: Mapping[str, Any],
+    token_ids: Sequence[list[int]],
+    form: str,
 ) -> list[Any]:
     """Return the result for each sample of a function with TRL's signature.
 
@@ -184,7 +200,9 @@ def call_group(
     is_text = has_text if form == "as_data" else form == "text"
     if is_text != has_text:
         prompt = text if is_text else [{"role": "user", "content": prompt}]
-    completions = [response if is_text else [{"role": "assistant", "content": response}] for _, response, _, _ in samples]
+    completions = [
+        response if is_text else [{"role": "assistant", "content": response}] for _, response, _, _ in samples
+    ]
     columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
     values = {name: [value] * len(samples) for name, value in columns.items()}
     values |= {"completions": completions, "completion_ids": list(token_ids)}
@@ -193,14 +211,18 @@ def call_group(
     parameters = _parameters_of(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters}
-    options = getattr(function, "keywords", {})  # options of the config take precedence over data columns with the same name
+    options = getattr(
+        function, "keywords", {}
+    )  # options of the config take precedence over data columns with the same name
     try:
         returned = function(**{name: value for name, value in values.items() if name not in options})
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
     except TypeError as error:
         if is_text and "string indices" in str(error):
-            error.args = (f"{error}; completions are texts, as prompts are: set the function's key completions: messages",)
+            error.args = (
+                f"{error}; completions are texts, as prompts are: set the function's key completions: messages",
+            )
         raise
     rewards = list(returned)
     if len(rewards) != len(samples):
@@ -209,12 +231,16 @@ def call_group(
 
 
 def _options_of(function: RewardFunction) -> dict[str, bool] | None:
-    """Return the options that a function takes, each with whether it is required; None if it takes any or if unknown."""
+    """Return the options that a function takes, each with whether it is required; None if it takes any or if
+    unknown.
+    """
     parameters = list(_parameters_of(function).values())
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     if takes_groups(function):
-        return {p.name: False for p in parameters if p.name not in _GIVEN}  # none is required: a data column may supply it
+        return {
+            p.name: False for p in parameters if p.name not in _GIVEN
+        }  # none is required: a data column may supply it
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = positional[:_NUM_ARGUMENTS]
     named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -1,7 +1,7 @@
 """The reward of a reward-model server, for a response or for each of its steps. The options are the fields of `Server`.
 
-A response that the server did not score gets no score (NoScore, verdict "error") instead of 0. This covers a server that is
-away, slow, refuses or redirects, and a reply that is too long, unreadable or not a finite number.
+A response that the server did not score gets no score (NoScore, verdict "error") instead of 0. This covers a server
+that is away, slow, refuses or redirects, and a reply that is too long, unreadable or not a finite number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # doubles before every further try
 START_TIMEOUT_S = 30.0
-MOST_BYTES = 16 << 20  # limit of a reply; allows thousands of steps, or embeddings of a model that is not a reward model
+MOST_BYTES = (
+    16 << 20
+)  # limit of a reply; allows thousands of steps, or embeddings of a model that is not a reward model
 HEALTH_BYTES = 4096  # bytes to read of the reply to /health; only its status matters
 SHOWN = 200  # characters to show of a server's complaint
 
@@ -44,7 +46,8 @@ Right answer:
 Response:
 {response}
 
-How good is the response, from 0 (wrong) to 10 (right, and rightly reasoned)? It may be unfinished; then judge what there is. \
+How good is the response, from 0 (wrong) to 10 (right, and rightly reasoned)? It may be unfinished; then judge what \
+there is. \
 Say why in a sentence, and end with the number alone on a line."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
@@ -57,9 +60,9 @@ class RewardServer(Section):
     model_config = ConfigDict(strict=True)
 
     url: str  # address of the server, such as http://node7:30000
-    # classify: a model with a value head, through SGLang's POST /classify. score: the probability of a label token after the
-    # text, through SGLang's POST /v1/score. chat: a judge, through POST /v1/chat/completions of any server that has it; the
-    # last number of its reply is the reward.
+    # classify: a model with a value head, through SGLang's POST /classify. score: the probability of a label token
+    # after the text, through SGLang's POST /v1/score. chat: a judge, through POST /v1/chat/completions of any server
+    # that has it; the last number of its reply is the reward.
     api: Literal["classify", "score", "chat"] = "classify"
     model: str = ""  # name of the model at the server, if the server needs one
     template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the data set
@@ -69,7 +72,9 @@ class RewardServer(Section):
     # score: token ids such as "9689,2753". With several ids, the reward is the share of the first one; with one id, its
     # probability.
     labels: str | int = ""
-    output: int | None = Field(default=None, ge=0)  # classify and score: index of the model's output to use, if it has several
+    output: int | None = Field(
+        default=None, ge=0
+    )  # classify and score: index of the model's output to use, if it has several
     # Factor of the value. The default is 1, but 0.1 for the default chat template, because it asks for 0 to 10.
     scale: float | None = None
     max_tokens: PositiveInt = 512  # chat: maximum length of a reply
@@ -90,7 +95,9 @@ class RewardServer(Section):
         if not re.fullmatch(r"(\d+( *, *\d+)*)?", str(self.labels)):
             raise ValueError(f"labels={self.labels!r} are not token ids; write them like '9689,2753'")
         if self.api_key_env and self.api_key_env not in os.environ:
-            raise ValueError(f"api_key_env={self.api_key_env!r} is not in the environment; export it, or leave the option out")
+            raise ValueError(
+                f"api_key_env={self.api_key_env!r} is not in the environment; export it, or leave the option out"
+            )
         return self
 
     def fill(self, values: Mapping[str, str]) -> str:
@@ -129,7 +136,11 @@ class RewardServer(Section):
                     return self._parsed(path, reply)
                 problem = _status(reply)
                 if reply.status != 429 and reply.status < 500:
-                    remedy = "set url to that address" if _redirects(reply) else "correct the options, or the server's settings"
+                    remedy = (
+                        "set url to that address"
+                        if _redirects(reply)
+                        else "correct the options, or the server's settings"
+                    )
                     raise self._failure(path, problem, remedy)
             except NoReply as error:
                 problem = f"does not answer ({_one_line(str(error))})"
@@ -175,9 +186,13 @@ class RewardServer(Section):
         if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
             raise self._failure("", f"gave {_shown(values)} for a text", "serve a reward model, with --is-embedding")
         if len(values) > 1 and self.output is None:
-            raise self._failure("", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}")
+            raise self._failure(
+                "", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}"
+            )
         if (self.output or 0) >= len(values):
-            raise self._failure("", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it")
+            raise self._failure(
+                "", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it"
+            )
         return self._finite(values[self.output or 0])
 
     def _finite(self, value: float) -> float:
@@ -187,7 +202,9 @@ class RewardServer(Section):
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise self._failure("", f"gave the reward {number}", "see its log; its model may overflow in half precision")
+            raise self._failure(
+                "", f"gave the reward {number}", "see its log; its model may overflow in half precision"
+            )
         return number
 
     def _judgement(self, text: str, deadline: float) -> float:
@@ -203,7 +220,9 @@ class RewardServer(Section):
             raise self._failure("", f"gave {_shown(reply)}, not a message", "correct url or api")
         numbers = _NUMBER.findall(content.rpartition("</think>")[2])
         if not numbers:
-            raise self._failure("", f"replied without a number ({_one_line(content[-SHOWN:])})", "ask for one in template")
+            raise self._failure(
+                "", f"replied without a number ({_one_line(content[-SHOWN:])})", "ask for one in template"
+            )
         return self._finite(float(numbers[-1]))
 
 
@@ -222,7 +241,10 @@ def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any]
 
 # The registry reads the options of a function from its signature.
 reward_model.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*list(inspect.signature(reward_model).parameters.values())[:4], *inspect.signature(RewardServer).parameters.values()]
+    [
+        *list(inspect.signature(reward_model).parameters.values())[:4],
+        *inspect.signature(RewardServer).parameters.values(),
+    ]
 )
 
 
@@ -253,10 +275,13 @@ def check_reachable(options: Mapping[str, Any]) -> None:
         problem = f"no server answers at url={server.url} ({_one_line(str(error))})"
         raise ConfigError(f"reward_model: {problem}; start it, or correct the option url") from None
     if _redirects(reply):
-        raise ConfigError(f"reward_model: the server at url={server.url} {_status(reply)}; set the option url to that address")
+        raise ConfigError(
+            f"reward_model: the server at url={server.url} {_status(reply)}; set the option url to that address"
+        )
     if reply.status >= 500:
         raise ConfigError(
-            f"reward_model: the server at url={server.url} answers {reply.status} to /health; start training when it is ready"
+            f"reward_model: the server at url={server.url} answers {reply.status} to /health; start training when it is"
+            " ready"
         )
 
 
@@ -266,7 +291,10 @@ def _redirects(reply: Reply) -> bool:
 
 def _status(reply: Reply) -> str:
     if _redirects(reply):
-        return f"answers {reply.status}, a redirect to {_one_line(reply.redirects_to) or 'somewhere'}, which is not followed"
+        return (
+            f"answers {reply.status}, a redirect to {_one_line(reply.redirects_to) or 'somewhere'}, which is not"
+            " followed"
+        )
     return f"answers {reply.status} ({_one_line(reply.body[: 4 * SHOWN].decode(errors='replace'))})"
 
 

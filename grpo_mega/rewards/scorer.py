@@ -1,8 +1,9 @@
 """Score a rollout: send samples to the pool as they finish, and write the scores into them.
 
-Call `submit` for every sample that finishes, and `submit_group` once all samples of a group have finished. `finish` waits for
-the rest and sets scores, verdicts, rewards and step rewards. Training then calls `check`; evaluation only warns about
-`first_error`. `drop_unusable` removes the groups whose gold answer does not parse, because they would train on format alone.
+Call `submit` for every sample that finishes, and `submit_group` once all samples of a group have finished. `finish`
+waits for the rest and sets scores, verdicts, rewards and step rewards. Training then calls `check`; evaluation only
+warns about `first_error`. `drop_unusable` removes the groups whose gold answer does not parse, because they would train
+on format alone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Scorer:
         for sample in ordered:
             if id(sample) not in self._key_of:
                 self.submit(sample)
-        keys, token_ids = [self._key_of[id(sample)] for sample in ordered], [list(sample.response_ids) for sample in ordered]
+        keys, token_ids = (
+            [self._key_of[id(sample)] for sample in ordered],
+            [list(sample.response_ids) for sample in ordered],
+        )
         self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
@@ -93,11 +97,15 @@ class Scorer:
         return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
 
     def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
-        """Return the tokens at which steps end, and their rewards. Steps that end at the same token are merged into one."""
+        """Return the tokens at which steps end, and their rewards. Steps that end at the same token are merged into
+        one.
+        """
         if not steps:
             return [], []
         sums: dict[int, float] = {}
-        for token, step in zip(tokens_at(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True):
+        for token, step in zip(
+            tokens_at(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True
+        ):
             sums[token] = sums.get(token, 0.0) + step.value
         return list(sums), list(sums.values())
 
@@ -113,7 +121,9 @@ def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
 def failures_of(sample: Sample) -> set[str]:
     """Return the effect of failed checks on the sample: "zero" for a score of 0, "missing" for a missing score."""
     failed = [
-        (sample.scores.get(name), verdict) for name, verdict in sample.verdicts.items() if verdict in ("error", "timeout")
+        (sample.scores.get(name), verdict)
+        for name, verdict in sample.verdicts.items()
+        if verdict in ("error", "timeout")
     ]
     missing = {"missing" for score, _ in failed if score is None}
     return missing | {"zero" for score, verdict in failed if score is not None and verdict == "error"}
@@ -122,14 +132,16 @@ def failures_of(sample: Sample) -> set[str]:
 class Failures:
     """Decides when a reward function is broken, so that the run must end.
 
-    An exception may be the fault of one data row: the function then raises on every sample of the group, and a rank may have
-    few prompts in a rollout. So a function counts as broken once it has raised on every sample of this rank since its last
-    score, if these are at least MIN_SAMPLES different samples from MIN_PROMPTS prompts. Waiting that long costs little, because
-    equal scores produce no gradient.
+    An exception may be the fault of one data row: the function then raises on every sample of the group, and a rank may
+    have few prompts in a rollout. So a function counts as broken once it has raised on every sample of this rank since
+    its last score, if these are at least MIN_SAMPLES different samples from MIN_PROMPTS prompts. Waiting that long
+    costs little, because equal scores produce no gradient.
     """
 
     def __init__(self) -> None:
-        self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}  # failed samples by function, as (prompt id, response)
+        self._failed: dict[
+            str, set[tuple[int, tuple[int, ...]]]
+        ] = {}  # failed samples by function, as (prompt id, response)
 
     def add(self, scored: Sequence[tuple[Sample, RewardResult]]) -> None:
         """Add the results of one rollout. Raises RewardError if a function is broken."""
@@ -142,8 +154,8 @@ class Failures:
             failed |= {(sample.prompt.id, tuple(sample.response_ids)) for sample, _ in errors}
             if len(failed) >= MIN_SAMPLES and len({prompt for prompt, _ in failed}) >= MIN_PROMPTS:
                 raise RewardError(
-                    f"reward function {name!r} raised an exception for every one of the last {len(failed)} samples, now "
-                    f"{errors[0][1]}; correct the function or take it out of rewards.functions"
+                    f"reward function {name!r} raised an exception for every one of the last {len(failed)} samples, now"
+                    f" {errors[0][1]}; correct the function or take it out of rewards.functions"
                 )
 
 
@@ -159,15 +171,18 @@ def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
         if by_token is not None:
             return [bisect_left(by_token, end) for end in ends]
     whole = decode(ids)
-    return [bisect_left(range(len(ids) - 1), True, key=lambda t: decode(ids[: t + 1]).startswith(whole[:end])) for end in ends]
+    return [
+        bisect_left(range(len(ids) - 1), True, key=lambda t: decode(ids[: t + 1]).startswith(whole[:end]))
+        for end in ends
+    ]
 
 
 def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[int] | None:
     """Return for each token how many characters of the whole decoded text are complete after it; None if unknown.
 
-    A character that spans several tokens is complete with the last one. A token without text, such as a special token that
-    `decode` omits, adds no characters. The text is decoded in pieces, because decoding every prefix of a long text takes
-    seconds. With some tokenizers the pieces do not add up to the whole text; then the result is None.
+    A character that spans several tokens is complete with the last one. A token without text, such as a special token
+    that `decode` omits, adds no characters. The text is decoded in pieces, because decoding every prefix of a long text
+    takes seconds. With some tokenizers the pieces do not add up to the whole text; then the result is None.
     """
     whole = decode(ids)
     ends: list[int] = []

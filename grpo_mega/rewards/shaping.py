@@ -1,12 +1,13 @@
-"""Rewards that shape a response, apart from whether its answer is right: format, signs of steps, length, repetition, language.
+"""Rewards that shape a response, apart from whether its answer is right: format, signs of steps, length, repetition,
+language.
 
-format, and the lenient soft_format and tag_count for a model that first has to learn the format, score prefill + response: the
-text that the chat template wrote into the assistant's turn (for example "<think>\\n") counts.
+format, and the lenient soft_format and tag_count for a model that first has to learn the format, score prefill +
+response: the text that the chat template wrote into the assistant's turn (for example "<think>\\n") counts.
 
 reasoning_steps, len, cosine and repetition_penalty return the values of open-r1's functions with these names, with two
-differences. If the gold answer cannot be read there is no value, while open-r1 counts every answer as right. Past max_len
-cosine keeps its last value, while open-r1's turns back. Lengths are in characters. Impossible options raise ValueError on any
-response.
+differences. If the gold answer cannot be read there is no value, while open-r1 counts every answer as right. Past
+max_len cosine keeps its last value, while open-r1's turns back. Lengths are in characters. Impossible options raise
+ValueError on any response.
 """
 
 import math
@@ -38,22 +39,26 @@ _NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # matches LaTeX 
 def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     """Return 1 if the whole turn is `<think>...</think>` and then `<answer>...</answer>`.
 
-    Each tag must occur exactly once, in this order. Thought and answer may span lines and may be empty. Only white space may
-    stand between and after them.
+    Each tag must occur exactly once, in this order. Thought and answer may span lines and may be empty. Only white
+    space may stand between and after them.
     """
     prefill = str(extras.get("prefill") or "").lstrip()  # leading white space belongs to the template, not to the model
     return _formed(is_well_formed(prefill + response))
 
 
 def soft_format(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Return 1 if a thought ends and, after white space only, a complete answer follows. Other text may surround them."""
+    """Return 1 if a thought ends and, after white space only, a complete answer follows. Other text may surround
+    them.
+    """
     turn = whole_turn(response, extras)
     found = _ANSWER_AFTER_THOUGHT.search(turn)
     return _formed(found is not None and "</answer>" in turn[found.end() :])
 
 
 def tag_count(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
-    """Return a quarter for each of the four tags that occurs exactly once and on a separate line, like open-r1's function."""
+    """Return a quarter for each of the four tags that occurs exactly once and on a separate line, like open-r1's
+    function.
+    """
     turn = whole_turn(response, extras)
     return sum(turn.count(tag) == 1 for tag in _ON_OWN_LINES) / len(_ON_OWN_LINES)
 
@@ -66,8 +71,8 @@ def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, A
 def len_reward(judged: Sequence[Score], lengths: Sequence[int]) -> list[Score]:
     """Return Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) for a group's accuracy Scores and lengths.
 
-    The reward is 0.5 - (length - shortest) / (longest - shortest), at most 0 for a wrong answer, and 0 if all lengths are
-    equal.
+    The reward is 0.5 - (length - shortest) / (longest - shortest), at most 0 for a wrong answer, and 0 if all lengths
+    are equal.
     """
     spread = max(lengths) - min(lengths)
     values = [0.5 - (length - min(lengths)) / spread if spread else 0.0 for length in lengths]
@@ -89,8 +94,8 @@ def cosine(
 ) -> Score:
     """Return the cosine reward (arXiv 2502.03373, section 4) for an accuracy Score and a length.
 
-    It is half a cosine period over the length, up to max_len. The reward of a right answer falls from max_value_correct to
-    min_value_correct. The reward of a wrong one rises from min_value_wrong to max_value_wrong.
+    It is half a cosine period over the length, up to max_len. The reward of a right answer falls from max_value_correct
+    to min_value_correct. The reward of a wrong one rises from min_value_wrong to max_value_wrong.
     """
     _require("max_len", max_len, max_len > 0, "be above 0")
     if judged.value is None:
@@ -124,12 +129,14 @@ def repetition_penalty(
     return max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
 
 
-def language_consistency(prompt: str, response: str, answer: str, extras: dict[str, Any], *, language: str = "en") -> float:
+def language_consistency(
+    prompt: str, response: str, answer: str, extras: dict[str, Any], *, language: str = "en"
+) -> float:
     """Return the share of the thought's words in the script of the language (DeepSeek-R1, arXiv 2501.12948, 2.3.2).
 
-    The thought is the text between <think> and </think>, or the whole response without such tags. Each Chinese or Japanese
-    character is a word. LaTeX commands and single Latin letters are not words. Languages that share a script cannot be told
-    apart.
+    The thought is the text between <think> and </think>, or the whole response without such tags. Each Chinese or
+    Japanese character is a word. LaTeX commands and single Latin letters are not words. Languages that share a script
+    cannot be told apart.
     """
     _require("language", language, language in _LETTERS, f"be one of {', '.join(_LETTERS)}")
     turn = whole_turn(response, extras)

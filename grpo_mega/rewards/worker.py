@@ -1,17 +1,18 @@
 """Reward workers: processes that run one check at a time, as the pool sees them (`Worker`) and from inside (`Job`).
 
-The pool's `ForkServer` (from multiprocessing) forks all workers. It is a fresh process with one thread, inherits only the
-trainer's environment and sys.path, and imports `guardian` first, then math-verify if a check needs it. Neither the server nor a
-worker imports torch or the trainer's `__main__`. Each thread of the pool drives one `Worker`.
+The pool's `ForkServer` (from multiprocessing) forks all workers. It is a fresh process with one thread, inherits only
+the trainer's environment and sys.path, and imports `guardian` first, then math-verify if a check needs it. Neither the
+server nor a worker imports torch or the trainer's `__main__`. Each thread of the pool drives one `Worker`.
 
-After importing all functions, a worker sends the names of the functions that take groups, or the reason why it cannot start.
-For each request (function name, pickled samples, pickled group data or None) it sends the outcome of every sample. The worker
-ends with the connection or the fork server, even during a check that hangs.
+After importing all functions, a worker sends the names of the functions that take groups, or the reason why it cannot
+start. For each request (function name, pickled samples, pickled group data or None) it sends the outcome of every
+sample. The worker ends with the connection or the fork server, even during a check that hangs.
 
-pebble 5.2.3 (a library of killable process pools) was tried instead. It ends a hanging worker by SIGTERM, waits 3 s, then kills
-it, so six hangs on two workers took 4.1 to 4.6 times their deadlines (this code: 1.13 to 1.17). Processes that a check started
-survived the check, and all of them, the workers and the server survived a killed run. Its workers import the trainer's
-`__main__`, with torch. It has one pipe for all workers, so it can neither retry a check first nor drop a queued one.
+pebble 5.2.3 (a library of killable process pools) was tried instead. It ends a hanging worker by SIGTERM, waits 3 s,
+then kills it, so six hangs on two workers took 4.1 to 4.6 times their deadlines (this code: 1.13 to 1.17). Processes
+that a check started survived the check, and all of them, the workers and the server survived a killed run. Its workers
+import the trainer's `__main__`, with torch. It has one pipe for all workers, so it can neither retry a check first nor
+drop a queued one.
 """
 
 import contextlib
@@ -35,7 +36,10 @@ from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
-GUARDIAN, MATH_VERIFY = "grpo_mega.rewards.guardian", "grpo_mega.rewards.math.mathverify"  # the fork server preloads them
+GUARDIAN, MATH_VERIFY = (
+    "grpo_mega.rewards.guardian",
+    "grpo_mega.rewards.math.mathverify",
+)  # the fork server preloads them
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a worker
 START_LIMIT_S = 300.0  # limit for a worker's imports; generous because network file systems are slow
 _END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes
@@ -49,7 +53,8 @@ Request = tuple[str, list[bytes], bytes | None]
 class ForkServer(forkserver.ForkServer):
     """The process that forks workers. The first fork starts it; a later fork restarts it if it has ended. Thread-safe.
 
-    The kernel ends the server together with the thread that started it, so only threads that live as long as the pool may fork.
+    The kernel ends the server together with the thread that started it, so only threads that live as long as the pool
+    may fork.
     """
 
     def __init__(self, imports_math_verify: bool) -> None:
@@ -60,7 +65,8 @@ class ForkServer(forkserver.ForkServer):
         self._is_closed = False
 
     def connect(self, fd: int) -> tuple[int, int]:
-        """Request a worker that inherits `fd`. Return (pipe with its process id and later its exit status, pipe for its job).
+        """Request a worker that inherits `fd`. Return (pipe with its process id and later its exit status, pipe for its
+        job).
 
         Raises RewardError after `close`, and OSError if the server has ended.
         """
@@ -216,7 +222,9 @@ class CheckJob:
 
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import
-            raise ImportError("a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder")
+            raise ImportError(
+                "a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder"
+            )
         functions: dict[str, RewardFunction] = {}
         options_of = {function.name: function.options for function in self.rewards.functions}
         for name in dict.fromkeys(registry.ACCURACY if name in registry.JUDGED else name for name in options_of):

@@ -1,23 +1,25 @@
 """The backlog: groups that wait to be finished or trained. It is identical on every rank.
 
 Without partial rollouts the backlog is empty between steps, and each rollout draws its prompts. Partial rollouts
-(`rollout.partial`; APRIL, arXiv 2509.18521) stop a rollout early and keep the other groups here. The next rollout resumes
-unfinished groups with the updated policy, and the next step trains complete groups. Engine ranks that generate ahead while a
-step trains (`rollout.placement=separate`) use the same backlog. Groups keep the order in which they were drawn, oldest first.
+(`rollout.partial`; APRIL, arXiv 2509.18521) stop a rollout early and keep the other groups here. The next rollout
+resumes unfinished groups with the updated policy, and the next step trains complete groups. Engine ranks that generate
+ahead while a step trains (`rollout.placement=separate`) use the same backlog. Groups keep the order in which they were
+drawn, oldest first.
 
-A group is never trained if any of its tokens is from a policy more than `max_staleness` versions old. A rollout finishes the
-groups that would be too old for the next step. If there are more such groups than a step trains, a group restarts from its
-prompt and keeps its position.
+A group is never trained if any of its tokens is from a policy more than `max_staleness` versions old. A rollout
+finishes the groups that would be too old for the next step. If there are more such groups than a step trains, a group
+restarts from its prompt and keeps its position.
 
-If the data draws a prompt again before its group is trained, the prompt is deferred. It is drawn as soon as it is free, before
-any new prompt. So all prompts get equally many turns, however long their responses are and however small the data set is.
+If the data draws a prompt again before its group is trained, the prompt is deferred. It is drawn as soon as it is free,
+before any new prompt. So all prompts get equally many turns, however long their responses are and however small the
+data set is.
 
-The ledger counts groups and response tokens since the start of the run: started = trained + carried + waiting + dropped. It
-also counts deferred prompts.
+The ledger counts groups and response tokens since the start of the run: started = trained + carried + waiting +
+dropped. It also counts deferred prompts.
 
-A checkpoint has the backlog as a file: arrays of the samples (exchange.py), and JSON in the header. A prompt is stored as its
-index in the training data and a checksum of its tokens. If the data has another prompt at this index now, its deferred turns
-and its group are dropped. The ledger counts the dropped group if it has samples.
+A checkpoint has the backlog as a file: arrays of the samples (exchange.py), and JSON in the header. A prompt is stored
+as its index in the training data and a checksum of its tokens. If the data has another prompt at this index now, its
+deferred turns and its group are dropped. The ledger counts the dropped group if it has samples.
 """
 
 from __future__ import annotations
@@ -49,16 +51,19 @@ class Backlog:
 
     draws: int = 0  # number of batches of prompts drawn from the data so far
     groups: tuple[Group, ...] = ()  # oldest first; a group without samples has not started yet
-    ledger: Counter[str] = field(default_factory=Counter)  # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
+    ledger: Counter[str] = field(
+        default_factory=Counter
+    )  # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
     deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in the order of drawing
 
     def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Turn]], seen: Collection[int]) -> Backlog:
-        """Draw prompts until the backlog has `num_groups` groups or the data has no free prompt. `draw(n)` returns draw n.
+        """Draw prompts until the backlog has `num_groups` groups or the data has no free prompt. `draw(n)` returns draw
+        n.
 
-        A prompt is free if it has no group here and its id is not in `seen`. Turns of other prompts are deferred, and come
-        first in later calls. A turn of epoch e + 2 gets no group while a turn of epoch e of the same data set is deferred. If
-        nothing is left to draw, there are fewer groups. A draw that adds no group is kept for later, unless a later draw adds
-        one.
+        A prompt is free if it has no group here and its id is not in `seen`. Turns of other prompts are deferred, and
+        come first in later calls. A turn of epoch e + 2 gets no group while a turn of epoch e of the same data set is
+        deferred. If nothing is left to draw, there are fewer groups. A draw that adds no group is kept for later,
+        unless a later draw adds one.
         """
         backlog = ahead = replace(self, deferred=())._with_turns(self.deferred, seen, num_groups)
         is_ahead = False
@@ -83,14 +88,18 @@ class Backlog:
     def needed(self, oldest: int) -> list[int]:
         """Return the positions of the groups that a rollout must finish.
 
-        The next step may not train groups that started with policy version `oldest`. Groups of prompts with a deferred turn
-        must finish too, because there would be too few prompts to draw otherwise.
+        The next step may not train groups that started with policy version `oldest`. Groups of prompts with a deferred
+        turn must finish too, because there would be too few prompts to draw otherwise.
         """
         waited_for = {turn.prompt.id for turn in self.deferred}
-        return [p for p, group in enumerate(self.groups) if group.oldest_version == oldest or group.prompt.id in waited_for]
+        return [
+            p for p, group in enumerate(self.groups) if group.oldest_version == oldest or group.prompt.id in waited_for
+        ]
 
     def after_phase(self, before: Sequence[Group], kept: Sequence[Group], rest: Sequence[Group]) -> Backlog:
-        """Update groups and ledger after a phase that took the first groups, `before`, and returned `kept` and `rest`."""
+        """Update groups and ledger after a phase that took the first groups, `before`, and returned `kept` and
+        `rest`.
+        """
         ledger = self.ledger.copy()
         after = (*kept, *rest)
         ledger["begun_groups"] += sum(bool(g.samples) for g in after) - sum(bool(g.samples) for g in before)
@@ -115,7 +124,9 @@ class Backlog:
             counts |= {f"{name}_groups": len(groups), f"{name}_tokens": num_tokens(groups)}
         for unit in UNITS:
             parts = [
-                n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
+                n
+                for name, n in counts.items()
+                if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
             ]
             assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
@@ -142,7 +153,9 @@ class Backlog:
 
     @classmethod
     def read(cls, folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
-        """Return the backlog in a folder, or an empty one if it has no file. `prompt_of(id)` returns a prompt of the data."""
+        """Return the backlog in a folder, or an empty one if it has no file. `prompt_of(id)` returns a prompt of the
+        data.
+        """
         if not (folder / FILE).exists():
             return cls(draws)
         with safe_open(folder / FILE, "numpy") as file:
@@ -167,7 +180,8 @@ class Backlog:
             Counter(header["ledger"]),
             tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt),
         ).dropped(
-            "data_changed", [group for group, prompt in zip(groups, prompts, strict=True) if not prompt and group.samples]
+            "data_changed",
+            [group for group, prompt in zip(groups, prompts, strict=True) if not prompt and group.samples],
         )
 
     def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:

@@ -1,8 +1,8 @@
 """The interface of an engine, embedded or a server, and of one request for samples.
 
-An engine holds a copy of the policy in its own layout. Only weight syncs fill it; `version` is the version of that policy.
-Inputs and outputs are token ids, never text. An engine may span several ranks. All ranks call every method together, but
-`generate` may return at once on a rank that drives no engine.
+An engine holds a copy of the policy in its own layout. Only weight syncs fill it; `version` is the version of that
+policy. Inputs and outputs are token ids, never text. An engine may span several ranks. All ranks call every method
+together, but `generate` may return at once on a rank that drives no engine.
 """
 
 # ruff: noqa: B027  # some methods are empty on purpose without being abstract
@@ -38,17 +38,19 @@ class Sampling:
 
 
 class StopCondition:
-    """Met when at least `wanted` groups and all groups in `needed` are done over all ranks. All ranks construct it together.
+    """Met when at least `wanted` groups and all groups in `needed` are done over all ranks. All ranks construct it
+    together.
 
-    `clock` is the engine's measure of progress in this phase. It advances equally on all ranks: the embedded engine counts its
-    sequential decoding steps, so the first groups do not depend on the speed of a rank. A server has no such clock. Its groups
-    have clock 0, and any `wanted` of them count as the first.
+    `clock` is the engine's measure of progress in this phase. It advances equally on all ranks: the embedded engine
+    counts its sequential decoding steps, so the first groups do not depend on the speed of a rank. A server has no such
+    clock. Its groups have clock 0, and any `wanted` of them count as the first.
     """
 
     def __init__(self, rendezvous: Rendezvous, wanted: int, needed: Collection[int] = ()) -> None:
         """`needed`: prompt indices of groups that must be done before the phase ends."""
         self.clocks: dict[int, int] = {}  # clock when this rank finished each group, keyed by prompt index
-        # Clock when this rank started or continued each sample, keyed by prompt index and sample index. Empty without a clock.
+        # Clock when this rank started or continued each sample, keyed by prompt index and sample index. Empty without a
+        # clock.
         self.start_clocks: dict[tuple[int, int], int] = {}
         self._rendezvous, self._wanted, self._needed = rendezvous, wanted, frozenset(needed)
         self._name = rendezvous.unique_key("stop_condition")
@@ -67,7 +69,8 @@ class StopCondition:
     def is_met(self, clock: int = 0) -> bool:
         """Return True if the engine must stop its running samples. The call is cheap enough to repeat for every token.
 
-        A rank may continue for a while before it learns of other ranks' groups. The delay does not change the choice of groups.
+        A rank may continue for a while before it learns of other ranks' groups. The delay does not change the choice of
+        groups.
         """
         while (text := self._rendezvous.try_get(f"{self._name}/{len(self._known)}")) is not None:
             done_at, prompt_index = map(int, text.split())
@@ -76,7 +79,9 @@ class StopCondition:
         return end is not None and end <= clock
 
     def end(self, done: Collection[tuple[int, int]]) -> int | None:
-        """Return the clock at which the phase ends, from (clock, prompt index) of the done groups; None if it continues."""
+        """Return the clock at which the phase ends, from (clock, prompt index) of the done groups; None if it
+        continues.
+        """
         first = sorted(clock for clock, _ in done)[: self._wanted]
         needed = [clock for clock, prompt_index in done if prompt_index in self._needed]
         if len(first) < self._wanted or len(needed) < len(self._needed):
@@ -112,10 +117,11 @@ def _ignore(sample: Sample, group: Group) -> None:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of them.
+    """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of
+    them.
 
-    Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a group; the
-    engine continues its unfinished samples and does not modify the objects.
+    Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a
+    group; the engine continues its unfinished samples and does not modify the objects.
     """
 
     groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
@@ -126,7 +132,9 @@ class RolloutRequest:
 
 
 class Engine(ABC):
-    """One engine. Methods that are not abstract do nothing if the engine shares the trainer's process and device memory."""
+    """One engine. Methods that are not abstract do nothing if the engine shares the trainer's process and device
+    memory.
+    """
 
     is_server = False  # the engine has a separate process with separate device memory
     version = -1  # policy version of the engine's weights; -1 before the first sync
@@ -147,10 +155,10 @@ class Engine(ABC):
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
         """Return this rank's share of the groups, keyed by prompt index.
 
-        When `request.stop` is met, the engine returns its groups with unfinished samples, and is ready for the next phase. If
-        the engine fails meanwhile, `failure` has the reason and unfinished groups are missing. If the engine accepts a seed per
-        sample, a sample's random stream depends only on sampling.seed, the step in which the sample started, prompt id and
-        sample index.
+        When `request.stop` is met, the engine returns its groups with unfinished samples, and is ready for the next
+        phase. If the engine fails meanwhile, `failure` has the reason and unfinished groups are missing. If the engine
+        accepts a seed per sample, a sample's random stream depends only on sampling.seed, the step in which the sample
+        started, prompt id and sample index.
         """
 
     def restart(self, failed: Collection[int]) -> None:
@@ -171,7 +179,9 @@ class Engine(ABC):
 
     @abstractmethod
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old contents."""
+        """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old
+        contents.
+        """
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
@@ -181,8 +191,8 @@ class Engine(ABC):
     def end_update(self, version: int) -> list[str]:
         """Wait until all buckets are loaded, then set the engine's version to `version`.
 
-        Return the names of tensors with checksums that differ from the checksums in the buckets. If there are any, the version
-        does not change. FP8 blocks were verified on arrival.
+        Return the names of tensors with checksums that differ from the checksums in the buckets. If there are any, the
+        version does not change. FP8 blocks were verified on arrival.
         """
 
     def close(self) -> None:
@@ -190,7 +200,9 @@ class Engine(ABC):
 
 
 class NoEngine(Engine):
-    """The engine of a rank that only trains. It takes part in phases and syncs, has no weights and generates nothing."""
+    """The engine of a rank that only trains. It takes part in phases and syncs, has no weights and generates
+    nothing.
+    """
 
     def __init__(self, side: ShardLayout, device: torch.device) -> None:
         super().__init__(side)

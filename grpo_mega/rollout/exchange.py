@@ -1,11 +1,12 @@
 """Samples as arrays and JSON, and their exchange between ranks.
 
-Tokens, log-probs and routes of all samples are three arrays, one sample after another. The other fields are one JSON object per
-sample. Prompts are not included, because every rank has them. The backlog's file has the same arrays.
+Tokens, log-probs and routes of all samples are three arrays, one sample after another. The other fields are one JSON
+object per sample. Prompts are not included, because every rank has them. The backlog's file has the same arrays.
 
-After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays are sent
-in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the memory on every
-rank. Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it runs no code.
+After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays
+are sent in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the
+memory on every rank. Each rank seals its part (distributed/messages.py). A part is a safetensors file, so reading it
+runs no code.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def pack_groups(groups: Mapping[int, Group]) -> bytes:
     return save(arrays_of(samples) | {_ROWS: np.frombuffer(rows.encode(), np.uint8)})
 
 
-def unpack(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]) -> dict[int, Group]:
+def unpack(
+    parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_names: Collection[str]
+) -> dict[int, Group]:
     """Return the groups in the parts of all ranks. Raise EngineError if two ranks have samples of the same group."""
     gathered = {key: Group(prompt, []) for key, prompt in prompts.items()}
     owners: dict[int, int] = {}
@@ -69,16 +72,20 @@ def unpack(parts: Sequence[memoryview], prompts: Mapping[int, Prompt], verdict_n
         for (key, _), sample in zip(rows, samples, strict=True):
             if owners.setdefault(key, rank) != rank:
                 raise EngineError(
-                    f"ranks {owners[key]} and {rank} both generated samples of prompt {sample.prompt.id}; continue from the "
-                    "last checkpoint with --resume"
+                    f"ranks {owners[key]} and {rank} both generated samples of prompt {sample.prompt.id}; continue from"
+                    " the last checkpoint with --resume"
                 )
-            sample.verdicts = {name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()}
+            sample.verdicts = {
+                name: text if text in verdict_names else "other" for name, text in sample.verdicts.items()
+            }
             gathered[key].samples.append(sample)
     return gathered
 
 
 def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, routes [tokens, layers, experts per token]."""
+    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, routes [tokens, layers, experts per
+    token].
+    """
     arrays: dict[str, NDArray[Any]] = {
         "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
         "logprobs": np.fromiter(chain.from_iterable(s.rollout_logprobs for s in samples), np.float32),
@@ -90,13 +97,18 @@ def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
 
 def fields_of(sample: Sample) -> dict[str, Any]:
     """Return the fields that are not in the arrays, and the sample's lengths in the arrays, as JSON values."""
-    fields = {name: getattr(sample, name) for name in _FIELDS} | {"length": sample.response_len, "spans": list(sample.spans)}
+    fields = {name: getattr(sample, name) for name in _FIELDS} | {
+        "length": sample.response_len,
+        "spans": list(sample.spans),
+    }
     if sample.routes:
         fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
     return fields
 
 
-def samples_of(arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, Mapping[str, Any]]]) -> Iterator[Sample]:
+def samples_of(
+    arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, Mapping[str, Any]]]
+) -> Iterator[Sample]:
     """Yield the samples. `rows` has the prompt and fields of each, in the order of the arrays.
 
     Raise ValueError if the lengths differ.
@@ -105,7 +117,9 @@ def samples_of(arrays: Mapping[str, NDArray[Any]], rows: Iterable[tuple[Prompt, 
     start = num_routed = 0
     for prompt, fields in rows:
         end = start + fields["length"]
-        kept: dict[str, Any] = {name: fields[name] for name in _FIELDS} | {"spans": [Span(*span) for span in fields["spans"]]}
+        kept: dict[str, Any] = {name: fields[name] for name in _FIELDS} | {
+            "spans": [Span(*span) for span in fields["spans"]]
+        }
         if "routed" in fields:
             experts = arrays["routes"][num_routed : num_routed + fields["routed"]]
             kept["routes"] = Routes(experts, fields["routes_checksum"])
@@ -128,7 +142,9 @@ def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memo
     ends = [0, *accumulate(sizes.tolist())]
     everything = torch.zeros(ends[-1], dtype=torch.uint8)
     start = ends[rank]
-    everything[start : start + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
+    everything[start : start + len(mine)] = (
+        torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
+    )
     dist.all_reduce(everything, group=ranks)
     whole = memoryview(everything.numpy())  # type: ignore[arg-type]
     return [whole[start:end] for start, end in pairwise(ends)]

@@ -1,12 +1,13 @@
 """Generate and score: prompts in, scored groups out, on every rank.
 
-A phase that wants fewer groups than prompts ends when enough groups are done over all ranks, and the rest is aborted. Done
-groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts. The choice is the
-same on every rank. With the embedded engine the choice depends only on the samples and the number of ranks, so a resumed run
-repeats it. With servers the choice depends on their speed.
+A phase that wants fewer groups than prompts ends when enough groups are done over all ranks, and the rest is aborted.
+Done groups are kept in this order: oldest policy first, then lowest engine clock, then position among the prompts. The
+choice is the same on every rank. With the embedded engine the choice depends only on the samples and the number of
+ranks, so a resumed run repeats it. With servers the choice depends on their speed.
 
-Groups with a long response are aborted more often, so kept groups are shorter and easier than the average started group.
-`flush_stats` reports the difference, as far as it is known. Partial rollouts (backlog.py) continue aborted groups.
+Groups with a long response are aborted more often, so kept groups are shorter and easier than the average started
+group. `flush_stats` reports the difference, as far as it is known. Partial rollouts (backlog.py) continue aborted
+groups.
 """
 
 from __future__ import annotations
@@ -93,14 +94,15 @@ class Rollouts:
     ) -> Phase:
         """Generate until `wanted` groups (None: all) are complete, including the prompt indices `needed`.
 
-        Earlier phases may have started groups: the engines continue unfinished ones, and complete ones count as done. Samples
-        go to the reward functions when they finish. If an engine fails, its unfinished groups are generated again. Raise
-        EngineError on all ranks if `recover` raises it.
+        Earlier phases may have started groups: the engines continue unfinished ones, and complete ones count as done.
+        Samples go to the reward functions when they finish. If an engine fails, its unfinished groups are generated
+        again. Raise EngineError on all ranks if `recover` raises it.
         """
         sampling = sampling or self.sampling
         wanted = len(groups) if wanted is None else min(wanted, len(groups))
         todo = _incomplete(groups, sampling)
-        # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by clock.
+        # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by
+        # clock.
         done = {index: (g.oldest_version or 0, 0, 0) for index, g in enumerate(groups) if index not in todo}
         mine, reports = dict[int, Group](), dict[int, _Report]()
         attempt = 0
@@ -131,9 +133,11 @@ class Rollouts:
         return Phase(groups, mine, kept, shared, sampling.group_size, step, description)
 
     def generate_ahead(self, backlog: Backlog, step: int, num_groups: int) -> Backlog:
-        """Let engine ranks generate until the trainer ranks have trained `step` and also call this. Return the new backlog.
+        """Let engine ranks generate until the trainer ranks have trained `step` and also call this. Return the new
+        backlog.
 
-        If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are generated again.
+        If an engine fails meanwhile, the weight sync that must follow restarts it, and its running samples are
+        generated again.
         """
         before, description = backlog.groups[:num_groups], "sampling ahead"
         if not before:
@@ -150,18 +154,19 @@ class Rollouts:
     def score(self, phase: Phase) -> tuple[list[Group], list[Group]]:
         """Return the scored groups that the phase kept, and all other groups, for training.
 
-        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken. Warn of each kind of
-        failure once, because metrics count the failures of each step.
+        Raise SyncError if an engine had another policy. Raise RewardError if a reward function is broken. Warn of each
+        kind of failure once, because metrics count the failures of each step.
         """
         kept, rest = self.share(phase, self.scorer.check)
         self.warn_of_failures(kept, phase.description, self.scorer.warned_of)
         return kept, rest
 
     def share(self, phase: Phase, check: Callable[[], None] = lambda: None) -> tuple[list[Group], list[Group]]:
-        """Wait for the scores. Return the groups that the phase kept, and all other groups, in their order, on every rank.
+        """Wait for the scores. Return the groups that the phase kept, and all other groups, in their order, on every
+        rank.
 
-        `check` may raise a UserError, and every rank then raises it. Samples of unfinished groups are scored in the phase that
-        finishes their group. Raise SyncError if an engine had another policy.
+        `check` may raise a UserError, and every rank then raises it. Samples of unfinished groups are scored in the
+        phase that finishes their group. Raise SyncError if an engine had another policy.
         """
         mine = {index: phase.mine[index] for index in phase.shared if index in phase.mine}
         self.scorer.keep(group for group in mine.values() if group.is_complete(phase.group_size))
@@ -178,7 +183,8 @@ class Rollouts:
         return kept, list(rest.values())
 
     def warn_of_failures(self, groups: Sequence[Group], description: str, known: set[str]) -> None:
-        """Warn with the first error of a reward function on any rank, unless `known` has all kinds of failures. Add them.
+        """Warn with the first error of a reward function on any rank, unless `known` has all kinds of failures. Add
+        them.
 
         All ranks call it.
         """
@@ -196,7 +202,8 @@ class Rollouts:
         )
 
     def flush_stats(self) -> StepMetrics:
-        """Return counts of kept and aborted groups of phases with oversampling since the last call; {} without such phases.
+        """Return counts of kept and aborted groups of phases with oversampling since the last call; {} without such
+        phases.
 
         Lengths are means in tokens. Lengths of aborted groups are a lower bound, because their samples did not finish.
         """
@@ -276,8 +283,8 @@ def check_versions(groups: Sequence[Group], oldest: int, newest: int) -> None:
         if wrong := [span.version for span in sample.spans if not oldest <= span.version <= newest]:
             wanted = f"{newest}" if oldest == newest else f"{oldest} to {newest}"
             raise SyncError(
-                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not {wanted}; "
-                "continue from the last checkpoint with --resume"
+                f"sample {sample.index} of prompt {sample.prompt.id} was made by policy version {wrong[0]}, not"
+                f" {wanted}; continue from the last checkpoint with --resume"
             )
 
 
@@ -288,10 +295,11 @@ def _incomplete(groups: Sequence[Group], sampling: Sampling) -> dict[int, Group]
 def _as_of(
     end: int, found: Mapping[int, Group], before: Mapping[int, Group], clocks: Mapping[tuple[int, int], int]
 ) -> dict[int, Group]:
-    """Return the groups as they were when the phase ended, at the clock `end`. `before` has the groups before the phase.
+    """Return the groups as they were when the phase ended, at the clock `end`. `before` has the groups before the
+    phase.
 
-    A rank decodes a few more tokens before it learns of the end, and their number depends on its speed. `clocks` has the clock
-    at which each sample was started or continued. It is empty if the engine has no clock.
+    A rank decodes a few more tokens before it learns of the end, and their number depends on its speed. `clocks` has
+    the clock at which each sample was started or continued. It is empty if the engine has no clock.
     """
     result = dict(found)
     for index in {index for index, _ in clocks}:

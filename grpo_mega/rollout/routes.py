@@ -1,9 +1,10 @@
-"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370; megatron/routers.py).
+"""The experts that an engine's routers chose for each token, for the trainer to replay (arXiv 2510.11370;
+megatron/routers.py).
 
-Row t of a sample's routes has the experts that predicted token t + 1, in the router's order, so a context of n tokens has n - 1
-rows. Continued samples keep the rows of the policies that generated their tokens. Expert ids use the smallest integer type that
-fits, and the type's largest value marks an expert that was not recorded. A running checksum verifies that the rows arrive as
-recorded.
+Row t of a sample's routes has the experts that predicted token t + 1, in the router's order, so a context of n tokens
+has n - 1 rows. Continued samples keep the rows of the policies that generated their tokens. Expert ids use the smallest
+integer type that fits, and the type's largest value marks an expert that was not recorded. A running checksum verifies
+that the rows arrive as recorded.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def share_live(samples: Iterable[Sample]) -> float:
 
 
 def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:
-    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer, the base64 of int32 values for all layers.
+    """Return the experts [num_tokens, MoE layers, top_k] of a server's answer, the base64 of int32 values for all
+    layers.
 
     Raise EngineError if no router can have chosen these experts.
     """

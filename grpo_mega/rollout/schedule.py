@@ -1,8 +1,9 @@
-"""The samples of a request on one engine, and their order: groups in turn, or the longest first (Seer, arXiv 2511.14617).
+"""The samples of a request on one engine, and their order: groups in turn, or the longest first (Seer, arXiv
+2511.14617).
 
-A phase lasts as long as its slowest sample, so long responses must not start last. Lengths are not known in advance, but they
-are similar within a group. So one sample of each group starts first, as a probe. The other samples follow in the order of their
-group's longest sample so far. The order does not change any sampled token.
+A phase lasts as long as its slowest sample, so long responses must not start last. Lengths are not known in advance,
+but they are similar within a group. So one sample of each group starts first, as a probe. The other samples follow in
+the order of their group's longest sample so far. The order does not change any sampled token.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Schedule:
         self.groups[prompt_index] = Group(group.prompt, [sample for sample in samples if sample.is_finished])
 
     def take(self) -> dict[int, list[Sample]]:
-        """Take the samples that may start or continue now, keyed by prompt index. If no sample runs, take at least one."""
+        """Take the samples that may start or continue now, keyed by prompt index. If no sample runs, take at least
+        one.
+        """
         room, taken = self._max_samples - self.num_running, dict[int, list[Sample]]()
         for prompt_index, most in self._order(room):
             waiting, most = self._waiting[prompt_index], min(most, room)
@@ -93,7 +96,8 @@ class Schedule:
 
 
 class LongestFirst(Schedule):
-    """Runs at most `max_samples` at once: first a probe of each group without a finished sample, then the longest groups.
+    """Runs at most `max_samples` at once: first a probe of each group without a finished sample, then the longest
+    groups.
 
     A sample that an earlier phase left unfinished has the expected length max_response_length. So has a group without a
     finished sample. With `share` groups the engine wants no more while samples wait.
@@ -124,10 +128,14 @@ class LongestFirst(Schedule):
         probed, self._unprobed = self._unprobed[:room], self._unprobed[room:]
         yield from ((prompt_index, 1) for prompt_index in probed)
         longest = self._request.sampling.max_response_length
-        expected = {prompt_index: max(self._lengths[prompt_index].values(), default=longest) for prompt_index in self._waiting}
+        expected = {
+            prompt_index: max(self._lengths[prompt_index].values(), default=longest) for prompt_index in self._waiting
+        }
         yield from ((prompt_index, room) for prompt_index in sorted(expected, key=expected.__getitem__, reverse=True))
 
 
 def schedule_of(request: RolloutRequest, max_concurrent: int, share: int) -> Schedule:
-    """Return the schedule of an engine that decodes `max_concurrent` sequences at once. `share` is its share of the groups."""
+    """Return the schedule of an engine that decodes `max_concurrent` sequences at once. `share` is its share of the
+    groups.
+    """
     return (LongestFirst if request.sampling.longest_first else Schedule)(request, max_concurrent, share)

@@ -61,7 +61,8 @@ def attach_logprobs(
     timers: Timers,
     step: int = 0,
 ) -> list[list[PackedBatch]]:
-    """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from mini-batches.
+    """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from
+    mini-batches.
 
     A KL penalty in the reward needs log-probs, so advantages with it are assigned here.
     """
@@ -101,8 +102,8 @@ def attach_teacher_logprobs(
 ) -> None:
     """Set the batches' teacher_logprobs.
 
-    A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its samples, and
-    each rank requests a share of them.
+    A Megatron teacher computes all tokens, and only the values of its samples are kept. A server computes only its
+    samples, and each rank requests a share of them.
     """
     column, default = config.data.teacher_column, next(iter(config.teachers))
     names = [default if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples]
@@ -140,8 +141,8 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
     if worst:
         sample = samples[worst - 1]
         raise MismatchError(
-            f"the experts of sample {sample.index} of prompt {sample.prompt.id} differ from the experts that its engine "
-            "recorded; continue from the last checkpoint with --resume"
+            f"the experts of sample {sample.index} of prompt {sample.prompt.id} differ from the experts that its engine"
+            " recorded; continue from the last checkpoint with --resume"
         )
 
 
@@ -160,9 +161,10 @@ def is_zero_variance(a: AlgorithmConfig, group: Group) -> bool:
 def drop_zero_variance(config: Config, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     """Return the groups that the update learns from, and the other groups.
 
-    `groups` are all usable groups that the step generated so far. The advantages are computed over all of them, because a group
-    with equal rewards may differ from other groups. The KL penalty of a reward is not known yet. Without a group baseline equal
-    rewards are no reason to generate more groups, so no group is dropped. The advantages in `groups` are not set.
+    `groups` are all usable groups that the step generated so far. The advantages are computed over all of them, because
+    a group with equal rewards may differ from other groups. The KL penalty of a reward is not known yet. Without a
+    group baseline equal rewards are no reason to generate more groups, so no group is dropped. The advantages in
+    `groups` are not set.
     """
     if config.algorithm.adv_type in WITHOUT_BASELINE:
         return list(groups), []
@@ -179,14 +181,16 @@ def assign_advantages(
 ) -> None:
     """Set the samples' advantages. `groups` are all groups of the step; `kl_penalties`: see algorithm/advantages.py."""
     longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
-    advantages.assign_advantages(groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights)
+    advantages.assign_advantages(
+        groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights
+    )
 
 
 def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], version: int) -> StepMetrics:
     """Return the staleness of tokens in the loss, in policy versions, and the mismatch for each staleness.
 
-    The mismatch is the k3 of old_logprobs and rollout_logprobs, in nats per token. `old_logprobs` has a row per sample, with
-    NaN for tokens not in the loss.
+    The mismatch is the k3 of old_logprobs and rollout_logprobs, in nats per token. `old_logprobs` has a row per sample,
+    with NaN for tokens not in the loss.
     """
     tokens, sums = Counter[int](), dict[int, float]()
     for sample, old in zip(samples, old_logprobs, strict=True):
@@ -214,8 +218,8 @@ def _attach_from_whole(
 ) -> None:
     """Set the tokens chosen by covariance and the mean importance weight in the batches.
 
-    Both depend on all samples of a mini-batch and are identical on every rank. The mean needs all tokens too, because the
-    rounding of sums per rank would depend on the layout. `old_logprobs` has a row per sample of the step.
+    Both depend on all samples of a mini-batch and are identical on every rank. The mean needs all tokens too, because
+    the rounding of sums per rank would depend on the layout. `old_logprobs` has a row per sample of the step.
     """
     samples = [sample for group in groups for sample in group.samples]
     rows = [torch.zeros_like(row) for row in old_logprobs]

@@ -1,12 +1,13 @@
 """The checkpoints of a run: find the newest, publish a new one, remove old ones. Needs no torch.
 
-    step-000012/             Megatron's files and the backlog below `state`, and the manifest; has this name only once complete
+    step-000012/             Megatron's files and the backlog below `state`, and the manifest; has this name only once
+                             complete
     latest                   the name of the checkpoint from which the run resumes
     .step-000012.partial     a save in progress, or the remains of a killed save
     .step-000012.removed     a checkpoint that is being removed
 
-A run removes only its own checkpoints: real folders whose name matches the step in their manifest. Copies under other names,
-links and folders without a manifest belong to the user.
+A run removes only its own checkpoints: real folders whose name matches the step in their manifest. Copies under other
+names, links and folders without a manifest belong to the user.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ _CLOCK_TICK_S = 1e-3
 def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
     """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
     ours = asdict(shape)
-    different = [f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value]
+    different = [
+        f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value
+    ]
     if different:
-        raise ResumeError(f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model")
+        raise ResumeError(
+            f"checkpoint {checkpoint} is of another model ({', '.join(different)}); set model.path to that model"
+        )
 
 
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if there is none.
 
-    The file `latest` names it. If that file is missing, for example after a kill during the first save, it is the checkpoint
-    written last. Interrupted saves are ignored. Raise ResumeError if `latest` does not name a checkpoint, or if `latest` is
-    missing and the folder has only copies or only unreadable checkpoints.
+    The file `latest` names it. If that file is missing, for example after a kill during the first save, it is the
+    checkpoint written last. Interrupted saves are ignored. Raise ResumeError if `latest` does not name a checkpoint, or
+    if `latest` is missing and the folder has only copies or only unreadable checkpoints.
     """
     pointer = folder / LATEST
     whole = _whole(folder)
@@ -60,7 +65,9 @@ def latest(folder: Path) -> Path | None:
         ) from None
     if found == folder or not (found / MANIFEST).is_file():
         candidates = named or copies
-        remedy = f"write {candidates[-1].name} into it" if candidates else "write the name of a checkpoint's folder into it"
+        remedy = (
+            f"write {candidates[-1].name} into it" if candidates else "write the name of a checkpoint's folder into it"
+        )
         raise ResumeError(f"{pointer} names {found.name!r}, which is missing or incomplete; {remedy} and resume")
     return found
 
@@ -93,7 +100,8 @@ def find_finished(run_dir: Path, step: int | None) -> Path | None:
         return None
     if step is not None:
         raise ResumeError(
-            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {finished}, the policy after its last step"
+            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {finished}, the policy after its"
+            " last step"
         )
     return finished
 
@@ -109,11 +117,13 @@ def partial_name(step: int) -> str:
 def surplus(folder: Path, keep: int) -> list[Path]:
     """Return the checkpoints beyond the `keep` newest, but never the one named by `latest`.
 
-    A run that resumed from an older step abandoned the later steps. So a checkpoint counts as older than all others if one of
-    the same or an earlier step was written after it.
+    A run that resumed from an older step abandoned the later steps. So a checkpoint counts as older than all others if
+    one of the same or an earlier step was written after it.
     """
     written = _written(folder)
-    is_given_up = {path: any(later <= step for _, later, _ in written[i:]) for i, (_, step, path) in enumerate(written, 1)}
+    is_given_up = {
+        path: any(later <= step for _, later, _ in written[i:]) for i, (_, step, path) in enumerate(written, 1)
+    }
     # Stable sort: within both parts, the oldest come first.
     given_up_first = sorted(is_given_up, key=lambda path: not is_given_up[path])
     with suppress(ResumeError):
@@ -163,7 +173,11 @@ def clean(folder: Path) -> None:
 
 def _written(folder: Path) -> list[tuple[float, int, Path]]:
     """Return the checkpoints from `_whole` that a run wrote in this folder."""
-    return [(when, step, path) for when, step, path in _whole(folder) if path.name == step_name(step) and not path.is_symlink()]
+    return [
+        (when, step, path)
+        for when, step, path in _whole(folder)
+        if path.name == step_name(step) and not path.is_symlink()
+    ]
 
 
 def _whole(folder: Path) -> list[tuple[float, int, Path]]:

@@ -1,14 +1,14 @@
 """The policy and its engine: turns on device memory, weight syncs, and recovery of failed engines.
 
-The order in a step: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine wakes its
-weights -> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation. `sync_weights` is the
-part after the update. It also runs before the first step, after a resume and after a restart of a server. If a server fails, it
-is restarted, gets the current weights, and generates the unfinished groups. Ranks with only a policy or only an engine do not
-share their memory.
+The order in a step: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine
+wakes its weights -> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation.
+`sync_weights` is the part after the update. It also runs before the first step, after a resume and after a restart of a
+server. If a server fails, it is restarted, gets the current weights, and generates the unfinished groups. Ranks with
+only a policy or only an engine do not share their memory.
 
-A weight sync sends the policy's weights to the engine: each engine rank gets its slices, in buckets, and verifies them. The
-plan is made once, because neither layout changes. Every rank takes part in every sync. While the engine loads one bucket, the
-next bucket is filled.
+A weight sync sends the policy's weights to the engine: each engine rank gets its slices, in buckets, and verifies them.
+The plan is made once, because neither layout changes. Every rank takes part in every sync. While the engine loads one
+bucket, the next bucket is filled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Colocation:
         if self._takes_turns and self.config.sleep == "auto" and self.memory.both_fit():
             self._takes_turns = False
             self.log(
-                f"policy and engine fit on the device together ({self.memory.summary()}): from now on neither is offloaded"
+                f"policy and engine fit on the device together ({self.memory.summary()}): from now on neither is"
+                " offloaded"
             )
             self.engine.wake_weights()
             self.engine.wake_cache()
@@ -115,7 +116,8 @@ class Colocation:
     def recover(self, version: int) -> None:
         """Restart failed engines. If there were any, send policy `version` to all engines again.
 
-        All ranks call it together. Raise EngineError on all ranks if a server failed more than rollout.max_restarts times.
+        All ranks call it together. Raise EngineError on all ranks if a server failed more than rollout.max_restarts
+        times.
         """
         failures = self._gather_failures("generation")
         if failures:
@@ -149,7 +151,8 @@ class Colocation:
 
 
 class GpuMemory:
-    """Measures the GPU memory of policy and engine, and decides if both fit at once, identically on all ranks. CUDA only.
+    """Measures the GPU memory of policy and engine, and decides if both fit at once, identically on all ranks. CUDA
+    only.
 
     The policy needs the peak of its allocations during training. The engine needs its memory when awake.
     """
@@ -179,8 +182,8 @@ class GpuMemory:
     def summary(self) -> str:
         gib = 2**30
         return (
-            f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f} GiB, "
-            f"of {self._total_bytes / gib:.1f} GiB"
+            f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f}"
+            f" GiB, of {self._total_bytes / gib:.1f} GiB"
         )
 
 
@@ -195,7 +198,8 @@ class WeightSync:
         verify: bool = True,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare checksums.
+        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare
+        checksums.
 
         `ranks`: the group of all ranks of the plan; None for the default group.
         """
@@ -203,9 +207,11 @@ class WeightSync:
         self._all_gather, self._ranks = all_gather, ranks
 
     def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
-        """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other ranks.
+        """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other
+        ranks.
 
-        Raise SyncError with names of tensors on all ranks, if the engine's tensors do not match the plan or a checksum differs.
+        Raise SyncError with names of tensors on all ranks, if the engine's tensors do not match the plan or a checksum
+        differs.
         """
         self._check("starting a sync", engine.start_update(), "the engine's tensors do not match the plan")
         num_bytes = 0
@@ -228,4 +234,6 @@ class WeightSync:
         for rank, names in enumerate(self._all_gather(phase, problems)):
             if names:
                 more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-                raise SyncError(f"{summary}, at rank {rank}: {'; '.join(names[:MAX_NAMED])}{more}; start again with --resume")
+                raise SyncError(
+                    f"{summary}, at rank {rank}: {'; '.join(names[:MAX_NAMED])}{more}; start again with --resume"
+                )

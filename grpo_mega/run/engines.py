@@ -65,7 +65,9 @@ def build_sync(
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:
-    """On a GPU, wait for the server and make it sleep, so the policy has room. Return None on a CPU or without a server."""
+    """On a GPU, wait for the server and make it sleep, so the policy has room. Return None on a CPU or without a
+    server.
+    """
     if rollout.is_separate or not (engine.is_server and runtime.device.is_cuda):
         return None
     before = torch.cuda.mem_get_info()[0]

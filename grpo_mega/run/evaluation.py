@@ -1,18 +1,18 @@
 """Evaluation: how well the engine's policy answers sets of prompts, greedily and by sampling.
 
     score       share of greedy answers with full marks from every reward function that applies
-    mean@n, pass@k, majority@k      values over n sampled answers per prompt, see observe/pass_at_k.py. If `accuracy` is one of
-                the rewards, it decides if an answer is correct. Otherwise an answer is correct if it has full marks. Answers
-                vote by their text, normalized by rewards/math/normalize.py
+    mean@n, pass@k, majority@k      values over n sampled answers per prompt, see observe/pass_at_k.py. If `accuracy` is
+                one of the rewards, it decides if an answer is correct. Otherwise an answer is correct if it has full
+                marks. Answers vote by their text, normalized by rewards/math/normalize.py
     reward_errors       number of answers with a failed reward function, if there are any; a warning has the first error
 
-A training run logs them as "eval/score" and "eval/pass@4". If sets have names, it logs "eval/NAME/score", and "eval/score" is
-the mean over the sets. It writes a row per prompt to heldout-N.jsonl:
+A training run logs them as "eval/score" and "eval/pass@4". If sets have names, it logs "eval/NAME/score", and
+"eval/score" is the mean over the sets. It writes a row per prompt to heldout-N.jsonl:
 
     id, hash, prompt, gold                  the prompt; and `set`, the name of its set, if it has a name
     response, token_ids, scores, correct    the greedy answer
-    samples, solved, answers                number of sampled answers, number of correct ones, and their texts. If the gold
-                                            answer cannot be parsed, solved is null and the prompt is not counted
+    samples, solved, answers                number of sampled answers, number of correct ones, and their texts. If the
+                                            gold answer cannot be parsed, solved is null and the prompt is not counted
 """
 
 from __future__ import annotations
@@ -52,13 +52,17 @@ class Evaluated:
 
 
 def evaluate_if_due(job: Job, step: int) -> None:
-    """Evaluate before the first step, after the last, and every eval.interval steps. A resumed run repeats no evaluation."""
+    """Evaluate before the first step, after the last, and every eval.interval steps. A resumed run repeats no
+    evaluation.
+    """
     interval = job.config.eval.interval
     is_due = step in (0, job.config.steps) or (interval > 0 and step % interval == 0)
     if is_due and any(job.heldout.values()):
         path = job.config.run_dir / heldout_file(step)
         # The first rank writes the file, so it decides for all ranks.
-        is_done, *_ = job.rollouts.rendezvous.all_gather("evaluation", path.exists(), job.config.rollout.phase_deadline_s)
+        is_done, *_ = job.rollouts.rendezvous.all_gather(
+            "evaluation", path.exists(), job.config.rollout.phase_deadline_s
+        )
         if not is_done:
             evaluate(job, step, path)
 
@@ -99,7 +103,9 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
 
 def logged(by_set: Mapping[str, StepMetrics]) -> StepMetrics:
     """Return the metrics of all sets, with the names in the log."""
-    metrics = {f"eval/{f'{name}/' if name else ''}{key}": value for name, one in by_set.items() for key, value in one.items()}
+    metrics = {
+        f"eval/{f'{name}/' if name else ''}{key}": value for name, one in by_set.items() for key, value in one.items()
+    }
     scores = [one["score"] for one in by_set.values() if "score" in one]
     return ({"eval/score": sum(scores) / len(scores)} if scores else {}) | metrics
 
@@ -153,7 +159,9 @@ def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) 
 
 
 def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Group]]) -> None:
-    """Add the metrics of sampled answers. Keep only tallies of each phase, because all samples would fill the memory."""
+    """Add the metrics of sampled answers. Keep only tallies of each phase, because all samples would fill the
+    memory.
+    """
     tallies: list[Tally] = []
     lengths: list[int] = []
     rows = iter(result.rows)
@@ -165,7 +173,8 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
         for group, row in zip(groups, rows, strict=False):
             # The normalized answer is the vote; "" if there is none.
             answers = [
-                read_answer(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill})) for s in group.samples
+                read_answer(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill}))
+                for s in group.samples
             ]
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]
             is_usable = not drop_unusable([group])[1]

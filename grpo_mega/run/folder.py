@@ -2,11 +2,11 @@
 
     config.yaml      the resolved config of the last start  metrics.jsonl   a line per step, and one per evaluation
     run.json         command, versions, git state, machine  samples.jsonl   some responses of every step
-    checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to the held-out prompts after step N
+    checkpoints/     step-N folders and `latest`            heldout-N.jsonl answers to held-out prompts after step N
     logs/            output of all ranks except the first   messages.jsonl  all other messages, including warnings
-    lock             locked by the process that trains here report.html     a page with all of this, refreshed during the run
+    lock             locked by the process that trains here report.html     a page with all of this, kept up to date
     stop             create it to stop after this step      curves.png      from `grpo-mega report`
-    hf/              the trained policy, at the end         hang/           the stacks of all ranks, if the run got stuck
+    hf/              the trained policy, at the end         hang/           stacks of all ranks, if the run got stuck
     trace/           from `train --profile STEPS`
 
 `claim` is called before any rank starts. Two runs never share a folder. It is new, resumed with --resume, or refused.
@@ -52,8 +52,8 @@ from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
-# A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would make it
-# another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
+# A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would
+# make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
 FREE_ON_RESUME = {
     *"""
     checkpoint device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
@@ -72,7 +72,9 @@ FREE_ON_RESUME = {
 
 @dataclass
 class Claim:
-    """The folder that a start of a run owns, and its earlier files. A refused start removes only files that it created."""
+    """The folder that a start of a run owns, and its earlier files. A refused start removes only files that it
+    created.
+    """
 
     folder: Path  # resolved path, without links
     before: frozenset[str]  # earlier names in the folder and its logs folder, except empty logs of ranks
@@ -101,7 +103,9 @@ def claim(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim]:
             claimed = stack.enter_context(_claimed(config, resume=resume, argv=argv))
         except (OSError, RuntimeError) as error:  # a circle of links raises RuntimeError
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"run_dir={config.run_dir} cannot be written ({reason}); free its disk or name another") from None
+            raise ConfigError(
+                f"run_dir={config.run_dir} cannot be written ({reason}); free its disk or name another"
+            ) from None
         try:
             yield claimed
         except (UserError, OSError):  # for example, a rank's log cannot be created
@@ -116,7 +120,9 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
     if not is_run and folder.exists() and not _is_free(folder):
         raise ConfigError(f"run_dir={config.run_dir} exists and is not a run's folder; name a new or empty one")
     if is_run and not resume:
-        raise ConfigError(f"run_dir={config.run_dir} already has a run; continue it with --resume, or name another run_dir")
+        raise ConfigError(
+            f"run_dir={config.run_dir} already has a run; continue it with --resume, or name another run_dir"
+        )
     if is_run:
         _changes(folder, config)
     elif resume:
@@ -141,7 +147,9 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
             else:
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             starts = _starts(folder)
-            write_atomically(folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
+            write_atomically(
+                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n"
+            )
             undo.pop_all()
             yield claimed
 
@@ -153,18 +161,22 @@ def explained(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if not run_dir.is_dir():
-            raise RunFolderError(f"run_dir={run_dir} was removed or moved while the run used it; start a new run") from error
+            raise RunFolderError(
+                f"run_dir={run_dir} was removed or moved while the run used it; start a new run"
+            ) from error
         name = error.filename if isinstance(error.filename, str) else ""
         if error.errno not in DISK_ERRORS and not Path(name).is_relative_to(run_dir):
             raise
         raise RunFolderError(
-            f"run_dir={run_dir} cannot be written ({name and f'{name}: '}{error.strerror}); free its disk and start again; "
-            f"{tell_latest(run_dir / CHECKPOINTS)}"
+            f"run_dir={run_dir} cannot be written ({name and f'{name}: '}{error.strerror}); free its disk and start"
+            f" again; {tell_latest(run_dir / CHECKPOINTS)}"
         ) from error
 
 
 def _names(folder: Path) -> frozenset[str]:
-    """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create them."""
+    """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create
+    them.
+    """
     paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
     is_empty_log = {path: path.match(f"{LOGS}/{rank_log('*')}") and not path.stat().st_size for path in paths}
     return frozenset(str(path.relative_to(folder)) for path in paths if not is_empty_log[path])
@@ -175,8 +187,8 @@ def _warn_if_open(folder: Path) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o055 and all(parent.stat().st_mode & 0o011 for parent in folder.parents):
         print(
-            f"grpo-mega: warning: run_dir={folder} has mode {mode:o}: other users can read prompts, responses and logs; "
-            "close it by chmod 700",
+            f"grpo-mega: warning: run_dir={folder} has mode {mode:o}: other users can read prompts, responses and logs;"
+            " close it by chmod 700",
             file=sys.stderr,
             flush=True,
         )
@@ -196,7 +208,9 @@ def trim(folder: Path, step: int) -> None:
     for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE, ROLLOUTS_FILE):
         path = folder / name
         if path.exists():
-            whole = [(line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")]
+            whole = [
+                (line, row) for line, row in read_json_lines(path) if row and "step" in row and line.endswith(b"\n")
+            ]
             write_atomically(path, b"".join(line for line, row in whole if row["step"] <= step))
     for evaluated, path in heldout_files(folder).items():
         if evaluated > step:
@@ -226,7 +240,9 @@ def _changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     try:
         recorded = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ResumeError(f"{folder / CONFIG_FILE} cannot be read ({error}); restore it, or name another run_dir") from None
+        raise ResumeError(
+            f"{folder / CONFIG_FILE} cannot be read ({error}); restore it, or name another run_dir"
+        ) from None
     with suppress(ConfigError):  # keys added since the last start get their defaults
         recorded = configs.validate(recorded).model_dump(mode="json")
     return dict(_differences("", recorded, config.model_dump(mode="json"), is_free=False))

@@ -1,7 +1,7 @@
 """A running job: its parts, how they are assembled from a config, its progress, and the actions around a step.
 
-These actions are resume, save, stop, and the end of a run that has diverged. Every rank has a Job. Engine ranks have no policy:
-they only generate, and the other ranks save for them.
+These actions are resume, save, stop, and the end of a run that has diverged. Every rank has a Job. Engine ranks have no
+policy: they only generate, and the other ranks save for them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Job:
         return {name: prompts[: self.config.eval.num_prompts] for name, prompts in self.data.heldout_sets.items()}
 
     def draw(self, number: int) -> list[Turn]:
-        """Return the prompts of draw `number`. It equals the step's number unless steps drew several batches or none."""
+        """Return the prompts of draw `number`. It equals the step's number unless steps drew several batches or
+        none.
+        """
         return [Turn(self.data.train[one.row], one.source, one.epoch) for one in self.sampler.draws(number)]
 
     def resume(self) -> int:
@@ -111,7 +113,9 @@ class Job:
         return self.steps_done
 
     def save_if_due(self, step: int) -> None:
-        """Save if a checkpoint is due, the run must stop, or it has diverged. Call this while the policy has the devices."""
+        """Save if a checkpoint is due, the run must stop, or it has diverged. Call this while the policy has the
+        devices.
+        """
         config, interval = self.config, self.config.checkpoint.interval
         self.is_stopping = self.stop.requested() and step < config.steps  # the last step stops anyway
         is_due = interval > 0 and (step % interval == 0 or step == config.steps)
@@ -157,15 +161,20 @@ class Job:
             self.save(self.steps_done)
             self.checkpoints.finish()
             self._wait_until_saved()
-            raise type(error)(f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}") from None
+            raise type(error)(
+                f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
+            ) from None
 
     def stops_after(self, step: int) -> bool:
-        """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop here.
+        """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop
+        here.
 
         The first rank decides. All ranks call it.
         """
         if self.runtime.num_engine_ranks:
-            agreed = self.rollouts.rendezvous.all_gather("the end of a step", self.is_stopping, self.config.hang_deadline_s)
+            agreed = self.rollouts.rendezvous.all_gather(
+                "the end of a step", self.is_stopping, self.config.hang_deadline_s
+            )
             self.is_stopping = agreed[0]
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
@@ -175,12 +184,15 @@ class Job:
             if self.is_main:
                 self.stop.clear()
             self.log.message(
-                f"stopped after step {step} of {self.config.steps} as requested; continue with the same command and --resume"
+                f"stopped after step {step} of {self.config.steps} as requested; continue with the same command and"
+                " --resume"
             )
         return self.is_stopping
 
     def check_health(self, step: int, metrics: StepMetrics) -> None:
-        """End a run that has diverged, after its step is logged. Raise NonFiniteError, with a checkpoint, or MismatchError."""
+        """End a run that has diverged, after its step is logged. Raise NonFiniteError, with a checkpoint, or
+        MismatchError.
+        """
         if self.health.has_diverged:
             self.checkpoints.finish()
         self.health.check(step, metrics, self.checkpoints.folder)
@@ -202,9 +214,15 @@ class Job:
         policy.restore(checkpoint / STATE)
         self.checkpoints.saved_step = manifest.step
         algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
-        if algorithm.kl_target is not None and manifest.kl_beta is not None and manifest.kl_beta_from == algorithm.kl_beta:
+        if (
+            algorithm.kl_target is not None
+            and manifest.kl_beta is not None
+            and manifest.kl_beta_from == algorithm.kl_beta
+        ):
             policy.restore_kl_beta(manifest.kl_beta)
-            self.log.message(f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target")
+            self.log.message(
+                f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target"
+            )
 
     def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
         self.steps_done = manifest.step
@@ -212,11 +230,15 @@ class Job:
         self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
         num_started = sum(bool(group.samples) for group in self.backlog.groups)
         if num_started and not self.config.rollout.keeps_unfinished:
-            self.log.warn(f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them")
+            self.log.warn(
+                f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them"
+            )
             self.backlog = self.backlog.without_stale(oldest=manifest.step)
 
     def _wait_until_saved(self) -> None:
-        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is gone."""
+        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is
+        gone.
+        """
         if self.runtime.num_engine_ranks:
             with suppress(EngineError):
                 self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
@@ -253,11 +275,14 @@ class Health:
         """
         if self.has_diverged:
             raise NonFiniteError(
-                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a checkpoint is "
-                f"in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
+                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a"
+                f" checkpoint is in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher"
+                " max_nonfinite_steps"
             )
         k3, limit = engine_mismatch(metrics), self.mismatch_stop
-        is_counted = math.isnan(k3) and self.nonfinite_steps > 0  # NaN from the trainer is a nonfinite step, not a mismatch
+        is_counted = (
+            math.isnan(k3) and self.nonfinite_steps > 0
+        )  # NaN from the trainer is a nonfinite step, not a mismatch
         if limit is not None and not is_counted and not k3 <= limit:
             raise MismatchError(
                 f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
@@ -269,11 +294,13 @@ class Health:
 def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]:
     """Prepare the job for its first step. The engine has no weights before the first sync_weights.
 
-    The end of the context always closes workers, servers, files and process groups. Evaluation passes another `build`, because
-    it needs no optimizer.
+    The end of the context always closes workers, servers, files and process groups. Evaluation passes another `build`,
+    because it needs no optimizer.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(_reward_pool(config))  # the workers import in the background while the model is built
+        pool = stack.enter_context(
+            _reward_pool(config)
+        )  # the workers import in the background while the model is built
         model = read_model_files(config)
         tokenizer = read_tokenizer(model)
         data = load_data(config.data, tokenizer)
@@ -327,7 +354,9 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
 
 
 def _reward_pool(config: Config) -> RewardPool:
-    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's samples."""
+    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's
+    samples.
+    """
     rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks

@@ -1,9 +1,10 @@
 """Read the Hugging Face checkpoint that a run starts from, and write the trained policy as a Hugging Face checkpoint.
 
-Checkpoints of the run record digests of the start model, its teachers and data, so a resumed run detects changes. The start
-model is also the reference of the KL penalty, so its files are hashed in full: config, tokenizer and, unless the weights are
-random, weights. Files of teachers are hashed in the same way. All ranks share the work in pieces. Each rank hashes in a thread
-during the first step, and only a resumed run waits for it. Data is hashed as the prompts that were read.
+Checkpoints of the run record digests of the start model, its teachers and data, so a resumed run detects changes. The
+start model is also the reference of the KL penalty, so its files are hashed in full: config, tokenizer and, unless the
+weights are random, weights. Files of teachers are hashed in the same way. All ranks share the work in pieces. Each rank
+hashes in a thread during the first step, and only a resumed run waits for it. Data is hashed as the prompts that were
+read.
 """
 
 from __future__ import annotations
@@ -71,14 +72,18 @@ class ModelFiles:
     dtype: torch.dtype  # model.dtype of the run's config
 
     def read_weights(self, load: Callable[[Callable[[Box], torch.Tensor]], None], folder: Path | None = None) -> None:
-        """Call `load` with a function that reads the weights in `folder` (default: the model). Raise WeightMappingError."""
+        """Call `load` with a function that reads the weights in `folder` (default: the model). Raise
+        WeightMappingError.
+        """
         with open_reader(folder or self.folder, self.family, self.shape) as reader:
             reader.check(self.family.hf_tensors(self.shape))
             load(reader.read)
 
 
 def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
-    """Read model.path, or a teacher's folder. Raise ConfigError or WeightMappingError if the model cannot be trained."""
+    """Read model.path, or a teacher's folder. Raise ConfigError or WeightMappingError if the model cannot be
+    trained.
+    """
     folder = teacher or config.model.path
     try:
         hf_config = AutoConfig.from_pretrained(folder)
@@ -88,7 +93,9 @@ def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
         ) from None
     fields = resolve_config(hf_config.to_dict())
     if problem := difference(hf_config.model_type, resolve_config(read_config(folder)), fields):
-        raise ConfigError(f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file")
+        raise ConfigError(
+            f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
+        )
     shape = shape_of(fields)
     return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
 
@@ -106,12 +113,13 @@ def read_tokenizer(model: ModelFiles) -> Any:
 
 
 def decoder(tokenizer: Any, model: ModelFiles | None = None) -> Callable[[Sequence[int]], str]:
-    """Return a function from a response's token ids to its text. Rewards, samples, reports and evaluation all use this text.
+    """Return a function from a response's token ids to its text. Rewards, samples, reports and evaluation all use this
+    text.
 
-    The text leaves out only control tokens: the end-of-sequence, padding and start-of-sequence tokens of the tokenizer, the
-    model and its generation config, and the end of a turn in the chat template. Other special tokens, such as <think> or
-    <answer>, are text. A token that is only in rollout.stop_token_ids, such as </answer>, is also text, because a format may
-    need it.
+    The text leaves out only control tokens: the end-of-sequence, padding and start-of-sequence tokens of the tokenizer,
+    the model and its generation config, and the end of a turn in the chat template. Other special tokens, such as
+    <think> or <answer>, are text. A token that is only in rollout.stop_token_ids, such as </answer>, is also text,
+    because a format may need it.
     """
     hidden = frozenset(_control_ids(tokenizer, model))
 
@@ -126,10 +134,15 @@ def _control_ids(tokenizer: Any, model: ModelFiles | None) -> set[int]:
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
     turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
-    ids |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}  # some tokenizers add line breaks
+    ids |= {
+        token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()
+    }  # some tokenizers add line breaks
     if model is not None:
-        # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are special.
-        ids |= _ids_of(model, "eos_token_id") | (special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id")))
+        # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are
+        # special.
+        ids |= _ids_of(model, "eos_token_id") | (
+            special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id"))
+        )
     return ids
 
 
@@ -187,8 +200,8 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
 def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write the policy as a Hugging Face folder on rank 0, replacing it. All ranks call it.
 
-    Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are copied
-    byte for byte from the start model, because libraries rewrite fields when they save a config.
+    Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
+    copied byte for byte from the start model, because libraries rewrite fields when they save a config.
     """
     is_writer, partial = dist.get_rank() == 0, folder.with_name(folder.name + ".partial")
     family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
@@ -220,7 +233,9 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
 
 
 def _reader_of_extra(model: ModelFiles) -> CheckpointReader | None:
-    """Return the start model's reader if its config.json names layers for multi-token prediction and its weights exist."""
+    """Return the start model's reader if its config.json names layers for multi-token prediction and its weights
+    exist.
+    """
     try:
         has_extra = read_config(model.folder).get("num_nextn_predict_layers")
         return open_reader(model.folder, model.family, model.shape) if has_extra else None
@@ -229,7 +244,8 @@ def _reader_of_extra(model: ModelFiles) -> CheckpointReader | None:
 
 
 class InputDigests(threading.Thread):
-    """Digests of one run's inputs. `data` has the digests of its data by config key. All ranks call every method together.
+    """Digests of one run's inputs. `data` has the digests of its data by config key. All ranks call every method
+    together.
 
     The thread hashes this rank's pieces of the model's files. `digests` starts it, if `start` was not called before.
     """
@@ -237,10 +253,16 @@ class InputDigests(threading.Thread):
     def __init__(self, config: Config, data: Mapping[str, str], rank: int, world_size: int) -> None:
         super().__init__(name="model digests", daemon=True)
         self._folder, self._data = config.model.path, dict(data)
-        files = {f"{MODEL}{path.name}": path for path in model_files(self._folder, has_weights=config.model.init != "random")}
+        files = {
+            f"{MODEL}{path.name}": path for path in model_files(self._folder, has_weights=config.model.init != "random")
+        }
         for name, teacher in config.teachers.items():
-            files |= {f"teachers.{name}/{p.name}": p for p in model_files(teacher.path, has_weights=teacher.url is None)}
-        pieces = [(name, path, i) for name, path in files.items() for i in range(max(1, -(-path.stat().st_size // PIECE)))]
+            files |= {
+                f"teachers.{name}/{p.name}": p for p in model_files(teacher.path, has_weights=teacher.url is None)
+            }
+        pieces = [
+            (name, path, i) for name, path in files.items() for i in range(max(1, -(-path.stat().st_size // PIECE)))
+        ]
         self._mine = pieces[rank::world_size]
         self._digests: dict[tuple[str, int], str] = {}  # digest of each piece, by file name and piece number
         self._num_done = 0  # number of hashed chunks
@@ -248,7 +270,9 @@ class InputDigests(threading.Thread):
         self._gathered: dict[str, str] | None = None
 
     def digests(self) -> dict[str, str]:
-        """Wait until the model is hashed, and return the digests of model and data. Raise ConfigError for unreadable files."""
+        """Wait until the model is hashed, and return the digests of model and data. Raise ConfigError for unreadable
+        files.
+        """
         if self._gathered is None:
             if self.ident is None:
                 self.start()
@@ -262,12 +286,16 @@ class InputDigests(threading.Thread):
             dist.all_gather_object(everyone, (self._digests, self._problem))
             for _, problem in everyone:
                 if problem:
-                    raise ConfigError(f"a file of model.path or of a teacher cannot be read ({problem}); fetch it again")
+                    raise ConfigError(
+                        f"a file of model.path or of a teacher cannot be read ({problem}); fetch it again"
+                    )
             by_file: dict[str, list[str]] = {}
             for (name, _), digest in sorted(item for digests, _ in everyone for item in digests.items()):
                 by_file.setdefault(name, []).append(digest)
             joined = {name: hashlib.sha256("".join(pieces).encode()).hexdigest() for name, pieces in by_file.items()}
-            self._gathered = joined | {name: pieces[0] for name, pieces in by_file.items() if len(pieces) == 1} | self._data
+            self._gathered = (
+                joined | {name: pieces[0] for name, pieces in by_file.items() if len(pieces) == 1} | self._data
+            )
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str]) -> list[str]:
@@ -282,11 +310,12 @@ class InputDigests(threading.Thread):
                 file = name.removeprefix(MODEL)
                 change = "is gone" if name not in now else "is new" if name not in recorded else "differs"
                 raise ResumeError(
-                    f"model.path={self._folder}: must hold the model that the run started from, its reference, but {file} "
-                    f"{change} since the checkpoint; put the run's files back, or start another run_dir"
+                    f"model.path={self._folder}: must hold the model that the run started from, its reference, but"
+                    f" {file} {change} since the checkpoint; put the run's files back, or start another run_dir"
                 )
         return [
-            f"{name} has changed since the run's checkpoint; the run continues with the current content" for name in changed
+            f"{name} has changed since the run's checkpoint; the run continues with the current content"
+            for name in changed
         ]
 
     def run(self) -> None:

@@ -1,8 +1,9 @@
-"""Refresh the reward model between iterations, with a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+"""Refresh the reward model between iterations, with a command of the user (DeepSeekMath, arXiv 2402.03300, algorithm
+1).
 
-An iteration is algorithm.ref_model_sync_steps steps. Before the next iteration starts, rank 0 runs rewards.refresh_command and
-all ranks wait. Then the servers of `reward_model` must answer, as at the start. rewards/README.md lists the command's inputs. A
-run that resumes between two iterations runs the command again.
+An iteration is algorithm.ref_model_sync_steps steps. Before the next iteration starts, rank 0 runs
+rewards.refresh_command and all ranks wait. Then the servers of `reward_model` must answer, as at the start.
+rewards/README.md lists the command's inputs. A run that resumes between two iterations runs the command again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from grpo_mega.text import json_line, read_json_lines
 from grpo_mega.types import Group
 
 # Prefixes of variables that are only for the ranks.
-_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "GRPO_MEGA_")
+_OF_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "GRPO_MEGA_",
+)
 
 
 def keep_rollout(job: Job, step: int, groups: Sequence[Group]) -> None:
@@ -56,7 +67,12 @@ def refresh_rewards_if_due(job: Job, step: int) -> None:
     Raise RefreshError on all ranks if the command fails, or if a server does not answer after it.
     """
     config, length = job.config, job.config.algorithm.ref_model_sync_steps
-    if config.rewards.refresh_command is None or length is None or step == 0 or not config.algorithm.ends_iteration(step):
+    if (
+        config.rewards.refresh_command is None
+        or length is None
+        or step == 0
+        or not config.algorithm.ends_iteration(step)
+    ):
         return
     with job.timers("refresh"):
         job.log.message(f"iteration {step // length} has ended: running rewards.refresh_command")
@@ -65,7 +81,9 @@ def refresh_rewards_if_due(job: Job, step: int) -> None:
 
 
 def _agree(job: Job, problem: str | None) -> None:
-    """Raise the first problem of any rank on all ranks. Do not wait in a collective, because the command may take hours."""
+    """Raise the first problem of any rank on all ranks. Do not wait in a collective, because the command may take
+    hours.
+    """
     deadline_s = job.config.rewards.refresh_deadline_s + job.config.hang_deadline_s
     for found in job.rollouts.rendezvous.all_gather("the refresh of the reward model", problem, deadline_s):
         if found is not None:
@@ -99,8 +117,15 @@ def _run_command(config: Config, command: str, step: int, iteration: int) -> str
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"rewards.refresh_command was not done after rewards.refresh_deadline_s={deadline_s:g}; see {log}, and raise it"
-    return f"rewards.refresh_command ended with code {code}; see {log}, correct it and continue with --resume" if code else None
+        return (
+            f"rewards.refresh_command was not done after rewards.refresh_deadline_s={deadline_s:g}; see {log}, and"
+            " raise it"
+        )
+    return (
+        f"rewards.refresh_command ended with code {code}; see {log}, correct it and continue with --resume"
+        if code
+        else None
+    )
 
 
 def write_replay(config: Config, iteration: int) -> None:
@@ -108,7 +133,9 @@ def write_replay(config: Config, iteration: int) -> None:
     path = config.run_dir / ROLLOUTS_FILE
     rows = [(line, row["iteration"]) for line, row in read_json_lines(path) if row] if path.exists() else []
     earlier = [place for place, (_, number) in enumerate(rows) if number < iteration]
-    drawn = random.Random(f"{config.seed} {iteration}").sample(earlier, round(config.data.replay_fraction * len(earlier)))
+    drawn = random.Random(f"{config.seed} {iteration}").sample(
+        earlier, round(config.data.replay_fraction * len(earlier))
+    )
     chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
     write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))
 

@@ -1,13 +1,14 @@
 """Saves of a run's checkpoints: staged in memory, written in the background, verified, and only then visible.
 
-Training waits only until the state is in a private folder in the tmpfs of each node. Each rank opens its files and removes
-their names, so the memory is freed when the process ends, however it ends. A background thread of each rank then hashes its
-files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back. The threads of all ranks communicate through the
-job's store. When all ranks are done, and the step is logged because a resumed run never repeats it, rank 0's thread publishes
-the checkpoint (checkpoints.py). So a visible checkpoint is always complete.
+Training waits only until the state is in a private folder in the tmpfs of each node. Each rank opens its files and
+removes their names, so the memory is freed when the process ends, however it ends. A background thread of each rank
+then hashes its files, copies them to RUN_DIR/checkpoints/.step-N.partial, and reads them back. The threads of all ranks
+communicate through the job's store. When all ranks are done, and the step is logged because a resumed run never repeats
+it, rank 0's thread publishes the checkpoint (checkpoints.py). So a visible checkpoint is always complete.
 
-A staging folder that no process has locked is left over from a killed run, and the next run of the same user removes it.
-Folders of other users are never used, followed or removed. `verify` detects files that changed since they were written.
+A staging folder that no process has locked is left over from a killed run, and the next run of the same user removes
+it. Folders of other users are never used, followed or removed. `verify` detects files that changed since they were
+written.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Checkpoints:
         dist.barrier()
 
     def save(self, policy: Policy, manifest: Manifest, backlog: Backlog = NO_BACKLOG) -> None:
-        """Stage the state and start to write it in the background. Raise ResumeError if it cannot or must not be written."""
+        """Stage the state and start to write it in the background. Raise ResumeError if it cannot or must not be
+        written.
+        """
         self.finish()
         if manifest.step == self.saved_step:  # no step has finished since the last save
             return
@@ -99,7 +102,9 @@ class Checkpoints:
         )
 
     def poll(self) -> None:
-        """Allow a save to become visible after its step is logged. Do not wait. Raise ResumeError if it was not written."""
+        """Allow a save to become visible after its step is logged. Do not wait. Raise ResumeError if it was not
+        written.
+        """
         if self._writer is not None:
             self._writer.may_publish.set()
             if all_ranks(not self._writer.is_alive()):
@@ -152,12 +157,14 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if int(needed) > free:
             raise ResumeError(
-                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB free; "
-                "free the disk and resume, or lower checkpoint.keep"
+                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB"
+                " free; free the disk and resume, or lower checkpoint.keep"
             )
 
     def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
-        """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no gradients."""
+        """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no
+        gradients.
+        """
         last, num_effective_steps = self._last, policy.num_effective_steps - self._num_pushed
         self._num_pushed = policy.num_effective_steps
         if last is None or manifest.optimizer_step == last.optimizer_step or manifest.fingerprint != last.fingerprint:
@@ -182,13 +189,15 @@ class StagedFile:
 def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[StagedFile]:
     """Write the state by `write(folder)`. This rank writes `num_bytes`. Return the files that this rank wrote.
 
-    The files are in memory if each node has room for its part. They are in the folder `disk` if a node has no room, or if
-    `disk` is in the same file system. All ranks call it together.
+    The files are in memory if each node has room for its part. They are in the folder `disk` if a node has no room, or
+    if `disk` is in the same file system. All ranks call it together.
     """
     rank = dist.get_rank()
     nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
     dist.all_gather_object(nodes, (_node(), num_bytes))
-    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}  # by rank, only this node
+    sizes = {
+        other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]
+    }  # by rank, only this node
     leader = min(sizes)
     made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
     folders: list[Path | None] = [None] * dist.get_world_size()
@@ -200,7 +209,11 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
         write(folder)
         dist.barrier()
         # Every rank wrote its own shards, and rank 0 the common files.
-        mine = [p for p in folder.iterdir() if p.name.startswith(f"__{rank}_") or (rank == 0 and not p.name.startswith("__"))]
+        mine = [
+            p
+            for p in folder.iterdir()
+            if p.name.startswith(f"__{rank}_") or (rank == 0 and not p.name.startswith("__"))
+        ]
         staged = [_take(path, is_in_memory=is_in_memory) for path in mine]
         dist.barrier()
     finally:
@@ -227,7 +240,8 @@ def is_private(folder: Path) -> bool:
 def _make_folder(num_bytes: int, disk: Path) -> tuple[Path, int] | tuple[None, None]:
     """Create a folder with room for `num_bytes`. Return it and the file descriptor that locks it.
 
-    Return (None, None) if there is no room, or if `disk` is in the same file system, because files can be written to `disk`.
+    Return (None, None) if there is no room, or if `disk` is in the same file system, because files can be written to
+    `disk`.
     """
     with suppress(OSError):  # there is no writable tmpfs
         if num_bytes < shutil.disk_usage(MEMORY).free / 2 and MEMORY.stat().st_dev != disk.stat().st_dev:
@@ -249,7 +263,9 @@ def _node() -> tuple[str, int]:
 
 
 class _Writer(threading.Thread):
-    """A thread that starts at once. Only rank 0's thread calls `publish(checksums)`. No other thread may use `store`."""
+    """A thread that starts at once. Only rank 0's thread calls `publish(checksums)`. No other thread may use
+    `store`.
+    """
 
     def __init__(
         self,
@@ -333,7 +349,9 @@ class _Writer(threading.Thread):
 
 
 def verify_files(checkpoint: Path, manifest: Manifest, rank: int, world_size: int) -> None:
-    """Compare every file with its checksum. Ranks share the work. Raise ResumeError with the file's name on all ranks."""
+    """Compare every file with its checksum. Ranks share the work. Raise ResumeError with the file's name on all
+    ranks.
+    """
     wrong = []
     for name, checksum in sorted(manifest.checksums.items())[rank::world_size]:
         path = checkpoint / STATE / name

@@ -106,7 +106,11 @@ def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
     origin = min((start for _, spans in everyone for _, start, _ in spans), default=0)
     events: list[dict[str, Any]] = []
     for rank, (name, spans) in enumerate(everyone):
-        labels = {"process_name": {"name": name}, "process_sort_index": {"sort_index": rank}, "thread_name": {"name": "phases"}}
+        labels = {
+            "process_name": {"name": name},
+            "process_sort_index": {"sort_index": rank},
+            "thread_name": {"name": "phases"},
+        }
         events += ({"ph": "M", "pid": rank, "tid": 0, "name": label, "args": args} for label, args in labels.items())
         for phase, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
             times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}  # microseconds

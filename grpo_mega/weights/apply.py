@@ -1,9 +1,9 @@
 """Load the shards of one rank, and execute plans between the ranks of a process group.
 
-`load_shards` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and yields the received
-slices, round by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets for any model size. `execute`
-writes them into plain tensors. Before they are sent, elements are cast to the target's dtype, or quantised if the plan says so.
-Each slice may carry a checksum of the sent bytes.
+`load_shards` reads a rank's tensors from a checkpoint. `buckets` moves weights between ranks in rounds and yields the
+received slices, round by round, in buffers of at most `bucket_bytes`, so the extra memory is a few buckets for any
+model size. `execute` writes them into plain tensors. Before they are sent, elements are cast to the target's dtype, or
+quantised if the plan says so. Each slice may carry a checksum of the sent bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def execute(
 ) -> int:
     """Execute this rank's part of a plan that all ranks of `group` share. Return the number of bytes received.
 
-    `dtype` is the dtype of all targets. Every rank calls this with the same plan; `sources` and `targets` are the rank's own
-    tensors.
+    `dtype` is the dtype of all targets. Every rank calls this with the same plan; `sources` and `targets` are the
+    rank's own tensors.
     """
     device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
 
@@ -65,7 +65,9 @@ def execute(
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     num_bytes = 0
-    for bucket in buckets(plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, verify=False):
+    for bucket in buckets(
+        plan, sources, dtype=dtype, bucket_bytes=bucket_bytes, allocate=allocate, group=group, verify=False
+    ):
         write_entries(bucket.entries, bucket.values, targets, dtype)
         num_bytes += bucket.num_bytes_received
     return num_bytes
@@ -82,12 +84,14 @@ def buckets(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> Iterator[Bucket]:
-    """Yield this rank's buckets, one per round. Every rank of `group` calls this with the same plan and takes all its buckets.
+    """Yield this rank's buckets, one per round. Every rank of `group` calls this with the same plan and takes all its
+    buckets.
 
-    `dtype` is the dtype of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D uint8
-    tensor that becomes a bucket's values. A bucket is not touched again after it is yielded. A rank that receives nothing in a
-    round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed `bucket_bytes`,
-    unless a single row does (if quantised, a row of blocks); such a row is sent alone. Without `verify` all checksums are 0.
+    `dtype` is the dtype of all slices that are not quantised. `allocate(round, num_bytes)` returns the contiguous 1-D
+    uint8 tensor that becomes a bucket's values. A bucket is not touched again after it is yielded. A rank that receives
+    nothing in a round gets a bucket without entries. Neither a bucket nor the bytes that a rank sends in a round exceed
+    `bucket_bytes`, unless a single row does (if quantised, a row of blocks); such a row is sent alone. Without `verify`
+    all checksums are 0.
     """
     exchange = _Exchange(sources, dtype, allocate, group, verify=verify)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
@@ -109,10 +113,14 @@ class _Exchange:
     ) -> None:
         self.rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._sources, self._dtype, self._allocate, self._group, self._verify = sources, dtype, allocate, group, verify
-        self._outgoing = torch.empty(0, dtype=torch.uint8)  # reused, because on a CPU fresh memory costs more than the copy
+        self._outgoing = torch.empty(
+            0, dtype=torch.uint8
+        )  # reused, because on a CPU fresh memory costs more than the copy
 
     def run(self, index: int, transfers: list[Transfer]) -> Bucket:
-        """Execute this rank's transfers of a round. The bucket starts with the slices from other ranks, in rank order."""
+        """Execute this rank's transfers of a round. The bucket starts with the slices from other ranks, in rank
+        order.
+        """
         rank = self.rank
         kept = [t for t in transfers if t.source_rank == t.target_rank]
         sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
@@ -149,7 +157,9 @@ class _Exchange:
         return totals
 
     def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
-        """Copy the slices into the buffer, one after another. Return their checksums, [len(transfers)], on the same device."""
+        """Copy the slices into the buffer, one after another. Return their checksums, [len(transfers)], on the same
+        device.
+        """
         sums, start = [], 0
         # bytes and checksum, for other ranks that need the same slice
         quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}

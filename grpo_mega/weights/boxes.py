@@ -1,8 +1,9 @@
 """Boxes: rectangular slices of Hugging Face tensors, and their position in a rank's local tensors.
 
-The Hugging Face tensor is the common coordinate system. In any layout the shards of a rank are pieces: one box of a Hugging
-Face tensor at one offset of a local tensor. Shapes and offsets count elements. A local tensor named "name[3]" is the fourth
-sub-tensor of the parameter `name`. A `Block` describes tensors that repeat in many layers or experts only once.
+The Hugging Face tensor is the common coordinate system. In any layout the shards of a rank are pieces: one box of a
+Hugging Face tensor at one offset of a local tensor. Shapes and offsets count elements. A local tensor named "name[3]"
+is the fourth sub-tensor of the parameter `name`. A `Block` describes tensors that repeat in many layers or experts only
+once.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class LocalTensor:
         return LocalTensor((rows + other.shape[0], *self.shape[1:]), (*self.pieces, *below))
 
     def numbered(self, layer: int, expert: int, first_layer: int = 0, first_expert: int = 0) -> LocalTensor:
-        """Return the tensor with numbers in place of {i} and {e}. In local names they count from the first layer and expert."""
+        """Return the tensor with numbers in place of {i} and {e}. In local names they count from the first layer and
+        expert.
+        """
         local = {"i": layer - first_layer, "e": expert - first_expert}
         pieces = (Piece(p.box.numbered(layer, expert), p.local.format(**local), p.offset) for p in self.pieces)
         return LocalTensor(self.shape, tuple(pieces))

@@ -1,7 +1,8 @@
 """A checksum of a tensor's bytes that is the same on every device and in every process. Needs only torch.
 
-The elements in their logical order, as bytes, are read as 64-bit little-endian words w_0, w_1, ... (the last word is filled up
-with zeros). Modulo 2^64, with BLOCK = 2^20 words, the odd constant A, and `mix(x) = x ^ (x >> 32)` with a logical shift:
+The elements in their logical order, as bytes, are read as 64-bit little-endian words w_0, w_1, ... (the last word is
+filled up with zeros). Modulo 2^64, with BLOCK = 2^20 words, the odd constant A, and `mix(x) = x ^ (x >> 32)` with a
+logical shift:
 
     m_j   = mix(A * (j + 1)) * A | 1                  j = 0 .. BLOCK - 1; odd and without a pattern
     s_b   = sum over j of m_j * mix(A * w_(b BLOCK + j))

@@ -1,15 +1,15 @@
 """The families' tables, keyed by the `model_type` of config.json, and the ops of their rows.
 
-An op says how Megatron and SGLang split Hugging Face tensors over tensor-parallel ranks. Most rows are shared by families. A
-family that names its tensors as Llama does is one line.
+An op says how Megatron and SGLang split Hugging Face tensors over tensor-parallel ranks. Most rows are shared by
+families. A family that names its tensors as Llama does is one line.
 
 Megatron's names of experts are the names in SequentialMLP, where each expert is a separate module; layout.py derives
-TEGroupedMLP's names. The engine has one parameter, [experts, ...], for the same part of all experts of a layer, in the layout
-of SGLang's Triton kernels. The part of a rank's e-th expert is "parameter[e]".
+TEGroupedMLP's names. The engine has one parameter, [experts, ...], for the same part of all experts of a layer, in the
+layout of SGLang's Triton kernels. The part of a rank's e-th expert is "parameter[e]".
 
-DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on every
-tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and glm4_moe add a bias per expert to the router's
-scores when they choose experts. No optimizer changes it.
+DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on
+every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and glm4_moe add a bias per expert
+to the router's scores when they choose experts. No optimizer changes it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Vocab:
-    """An embedding, split into equal runs of the vocabulary. Megatron pads it to a multiple of the tensor-parallel size.
-
-    SGLang pads it to a multiple of 64. If the tensor-parallel size does not divide that, it pads to a multiple of 64 times the
+    """An embedding, split into equal runs of the vocabulary. Megatron pads it to a multiple of the tensor-parallel
     size.
+
+    SGLang pads it to a multiple of 64. If the tensor-parallel size does not divide that, it pads to a multiple of 64
+    times the size.
     """
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
@@ -77,9 +78,9 @@ class Vocab:
 class QKV:
     """Megatron's fused projection: for each key-value head its query heads, then its key, then its value.
 
-    Ranks hold equal runs of its rows. If ranks outnumber key-value heads, a run is a part of one head's rows, and Megatron
-    gathers the activations. SGLang has a rank's query heads, then its keys, then its values. If ranks outnumber key-value
-    heads, neighbouring ranks hold the same head.
+    Ranks hold equal runs of its rows. If ranks outnumber key-value heads, a run is a part of one head's rows, and
+    Megatron gathers the activations. SGLang has a rank's query heads, then its keys, then its values. If ranks
+    outnumber key-value heads, neighbouring ranks hold the same head.
     """
 
     trailing: tuple[str, ...]  # ("hidden",) for weights, () for biases
@@ -131,7 +132,9 @@ class GateUp:
         rows, hidden = shard.shape.dims((self.rows, "hidden"))
         rows //= shard.tp_size
         start, stop = (rows * shard.tp_rank, 0), (rows * (shard.tp_rank + 1), hidden)
-        return shard.tensor((2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)])
+        return shard.tensor(
+            (2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)]
+        )
 
     engine = megatron
 
@@ -143,7 +146,9 @@ FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(
 
 def _row(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None, *, engine: str | None = None) -> Row:
     """Return the row of one weight of a layer: a linear layer split along `axis`, or a norm."""
-    return Row((f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", Copy(dims, axis), engine=engine, is_linear=len(dims) == 2)
+    return Row(
+        (f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", Copy(dims, axis), engine=engine, is_linear=len(dims) == 2
+    )
 
 
 def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
@@ -179,12 +184,16 @@ def _router(block: str = "mlp", span: Span | None = None) -> Row:
 def _experts(
     block: str = "mlp", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), span: Span | None = None
 ) -> tuple[Row, ...]:
-    """Return the rows of the experts. `parts` are the Hugging Face names of an expert's gate, up and down projection."""
+    """Return the rows of the experts. `parts` are the Hugging Face names of an expert's gate, up and down
+    projection.
+    """
     gate, up, down = (f"{_HF}{block}.experts.{{e}}.{part}.weight" for part in parts)
 
     def row(hf: tuple[str, ...], megatron: str, op: Op, engine: str) -> Row:
         megatron = f"{_MCORE}mlp.experts.local_experts.{{e}}.{megatron}.weight"
-        return Row(hf, megatron, op, "expert", engine=f"{_HF}{block}.experts.{engine}[{{e}}]", is_linear=True, span=span)
+        return Row(
+            hf, megatron, op, "expert", engine=f"{_HF}{block}.experts.{engine}[{{e}}]", is_linear=True, span=span
+        )
 
     return (
         row((gate, up), "linear_fc1", GateUp("moe_ffn"), "w13_weight"),

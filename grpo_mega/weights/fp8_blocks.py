@@ -2,15 +2,16 @@
 
 This is the format of DeepSeek-V3's weights (arXiv:2412.19437, section 3.3). SGLang's `quant_method: fp8` with
 `weight_block_size: [128, 128]` reads it as `weight` and `weight_scale_inv` and dequantises with `value * scale` (its
-`block_quant_dequant`). The scale is amax / 448, because 448 is e4m3's largest number, so a block's largest value uses the whole
-range. It is rounded like Transformer Engine's block quantiser without powers of two (`compute_scale_from_amax`): factor = 448 /
-amax in fp32, value = weight * factor, scale = 1 / factor. So a trainer whose blockwise recipe has fp32 scales (with
-NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; the default is powers of two) computes with exactly the weights that are served.
+`block_quant_dequant`). The scale is amax / 448, because 448 is e4m3's largest number, so a block's largest value uses
+the whole range. It is rounded like Transformer Engine's block quantiser without powers of two
+(`compute_scale_from_amax`): factor = 448 / amax in fp32, value = weight * factor, scale = 1 / factor. So a trainer
+whose blockwise recipe has fp32 scales (with NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; the default is powers of two)
+computes with exactly the weights that are served.
 
-A block of zeros has factor 1. A block with a NaN or an infinity has a NaN as its scale, so it stays as broken as its source.
-The factor is at most 2^126, reached below an amax of 5e-36. Otherwise the scale could be a denormal, and kernels flush
-denormals to zero. The last block of rows or columns may be smaller. Blocks are independent: to quantise a slice cut at
-multiples of 128 returns the same bytes as to cut the quantised tensor.
+A block of zeros has factor 1. A block with a NaN or an infinity has a NaN as its scale, so it stays as broken as its
+source. The factor is at most 2^126, reached below an amax of 5e-36. Otherwise the scale could be a denormal, and
+kernels flush denormals to zero. The last block of rows or columns may be smaller. Blocks are independent: to quantise a
+slice cut at multiples of 128 returns the same bytes as to cut the quantised tensor.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from grpo_mega.weights.spec import BLOCK, num_blocks
 VALUES, SCALES = torch.float8_e4m3fn, torch.float32
 LARGEST = 448.0  # largest number of e4m3
 LARGEST_FACTOR = 2.0**126
-_ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}  # float32 copies of this size fit a CPU's caches, or take 64 MiB on a GPU
+_ELEMENTS_AT_ONCE = {
+    "cpu": 1 << 20,
+    "cuda": 1 << 22,
+}  # float32 copies of this size fit a CPU's caches, or take 64 MiB on a GPU
 
 
 @torch.no_grad()
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
+    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows,
+    cols].
+    """
     rows, cols = weight.shape
     values = torch.empty((rows, cols), dtype=VALUES, device=weight.device)
     scales = torch.empty(num_blocks((rows, cols)), dtype=SCALES, device=weight.device)
@@ -42,7 +48,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         factor = torch.where((amax > 0) & amax.isfinite(), factor, 1.0)
         scaled = blocks.mul(factor[:, None, :, None]).to(VALUES)
         values[row : row + step] = scaled.view(len(factor) * BLOCK, -1)[: rows - row, :cols]
-        scales[row // BLOCK : row // BLOCK + len(factor)] = torch.where(amax.isfinite(), factor.reciprocal_(), torch.nan)
+        scales[row // BLOCK : row // BLOCK + len(factor)] = torch.where(
+            amax.isfinite(), factor.reciprocal_(), torch.nan
+        )
     return values, scales
 
 

@@ -1,10 +1,11 @@
-"""Layouts and the shards of each rank: Megatron's (TP, CP, PP, VPP, DP, EP), the engine's, or whole Hugging Face tensors.
+"""Layouts and the shards of each rank: Megatron's (TP, CP, PP, VPP, DP, EP), the engine's, or whole Hugging Face
+tensors.
 
 A rank's position in Megatron is (tp_rank, pp_rank, dp_rank). In the default order tp is fastest, then dp, then pp.
-Context-parallel ranks hold the same weights, like data-parallel ranks, and come right after tp. Expert-parallel ranks are
-neighbours within the context- and data-parallel ranks. Local names of a Megatron rank are "chunk<v>.<parameter name>", where v
-is the model chunk (0 without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank tensor by tensor,
-`*_blocks` one rank in blocks.
+Context-parallel ranks hold the same weights, like data-parallel ranks, and come right after tp. Expert-parallel ranks
+are neighbours within the context- and data-parallel ranks. Local names of a Megatron rank are "chunk<v>.<parameter
+name>", where v is the model chunk (0 without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank
+tensor by tensor, `*_blocks` one rank in blocks.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class MegatronLayout:
         return rank // self.tp % self.cp
 
     def ep_rank(self, rank: int) -> int:
-        """Return the ep_rank of a global rank. Megatron orders ranks as tp, ep, dp, pp for experts and as tp, cp, dp, pp
-        otherwise.
+        """Return the ep_rank of a global rank. Megatron orders ranks as tp, ep, dp, pp for experts and as tp, cp, dp,
+        pp otherwise.
         """
         return (self.place(rank)[2] * self.cp + self.cp_rank(rank)) % self.ep
 
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers per chunk, in model order. The first chunks take a remainder, because the last has the output
-        layer.
+        """Return the layers per chunk, in model order. The first chunks take a remainder, because the last has the
+        output layer.
         """
         if self.layers_per_chunk is not None:
             return self.layers_per_chunk
@@ -88,7 +89,8 @@ class MegatronLayout:
 class EngineLayout:
     """Rank r of the world serves engine r // tp as tensor-parallel rank r % tp. Ranks beyond the engines serve none.
 
-    `ep`: the ranks of an engine form this many runs of neighbours. Each run holds a part of the experts, split over its ranks.
+    `ep`: the ranks of an engine form this many runs of neighbours. Each run holds a part of the experts, split over its
+    ranks.
     """
 
     tp: int = 1
@@ -120,11 +122,16 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
             yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
     for axis, n in (("ep", layout.ep), ("cp", layout.cp)):
         if n > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
-            yield f"order={layout.order}: must be tp-dp-pp, Megatron's only order for {axis}={n} with pp={layout.pp}; change it"
+            yield (
+                f"order={layout.order}: must be tp-dp-pp, Megatron's only order for {axis}={n} with pp={layout.pp};"
+                " change it"
+            )
 
 
 def engine_layout_problems(shape: ModelShape, tp: int, ep: int = 1) -> Iterator[str]:
-    """Yield the reasons, with remedies, why SGLang cannot split the model into `tp` parts and its experts into `ep` runs."""
+    """Yield the reasons, with remedies, why SGLang cannot split the model into `tp` parts and its experts into `ep`
+    runs.
+    """
     if ep > 1 and not shape.num_experts:
         yield f"ep={ep} spreads experts, but the model is dense; use ep=1"
     if shape.num_experts % ep:
@@ -141,8 +148,8 @@ def _legal(shape: ModelShape, obstacle: Callable[[ModelShape, int], str | None])
 def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
     """Return the reason why Megatron cannot split the model into `tp` parts; None if it can.
 
-    Megatron splits the fused rows of queries, keys and values evenly, so a part may start within a head. SGLang assigns whole
-    heads to each rank, and repeats some keys and values.
+    Megatron splits the fused rows of queries, keys and values evenly, so a part may start within a head. SGLang assigns
+    whole heads to each rank, and repeats some keys and values.
     """
     rows = shape.q + 2 * shape.kv if not shape.kv_lora else shape.q
     fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
@@ -150,7 +157,9 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
 
 
 def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
-    """Return the reason why a tensor-parallel size fits neither Megatron nor SGLang with `ep`; None if it fits SGLang."""
+    """Return the reason why a tensor-parallel size fits neither Megatron nor SGLang with `ep`; None if it fits
+    SGLang.
+    """
     if tp % ep:
         return f"is no multiple of ep={ep}"
     rows = [(shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
@@ -169,8 +178,8 @@ def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
 class ShardLayout:
     """The shards of every rank of the world, before or after a movement of weights.
 
-    A rank holds a few blocks, and ranks with the same shards share them. So the layout of hundreds of ranks takes milliseconds
-    for any number of layers.
+    A rank holds a few blocks, and ranks with the same shards share them. So the layout of hundreds of ranks takes
+    milliseconds for any number of layers.
     """
 
     blocks: tuple[tuple[Block, ...], ...]  # indexed by rank
@@ -202,17 +211,23 @@ class ShardLayout:
 
 
 def megatron_shards(
-    family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False, grouped_experts: bool = False
+    family: Family,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    *,
+    fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> ShardLayout:
     """Return the trainer's layout.
 
-    `fused_norms`: use the names of Transformer Engine's layer spec. `grouped_experts`: use its names for a layer's experts in
-    one module.
+    `fused_norms`: use the names of Transformer Engine's layer spec. `grouped_experts`: use its names for a layer's
+    experts in one module.
     """
     names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
     places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
     blocks = {
-        place: tuple(megatron_blocks(family, shape, layout, places.index(place), **names)) for place in dict.fromkeys(places)
+        place: tuple(megatron_blocks(family, shape, layout, places.index(place), **names))
+        for place in dict.fromkeys(places)
     }
     return ShardLayout(tuple(blocks[place] for place in places))
 
@@ -220,7 +235,9 @@ def megatron_shards(
 def engine_shards(
     family: Family, shape: ModelShape, layout: EngineLayout, world_size: int, *, quantise: bool = False
 ) -> ShardLayout:
-    """Return the layout of SGLang servers on the first ranks of the world. `quantise`: linear layers arrive as FP8 blocks."""
+    """Return the layout of SGLang servers on the first ranks of the world. `quantise`: linear layers arrive as FP8
+    blocks.
+    """
     assert layout.world_size <= world_size, (layout, world_size)
     shards = [tuple(engine_blocks(family, shape, layout, tp_rank)) for tp_rank in range(layout.tp)]
     blocks = tuple(shards[rank % layout.tp] if rank < layout.world_size else () for rank in range(world_size))

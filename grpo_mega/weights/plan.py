@@ -1,11 +1,12 @@
 """Plans: the transfers from one shard layout to another, described once for all layers and experts that repeat.
 
-Layers of one pipeline chunk have the same shards in both layouts. So a plan has transfers with {i} in their names, and the
-layers for which they repeat. `traffic` counts the bytes and `rounds` returns the order, without writing out all transfers.
-Every rank computes the same plan and the same rounds.
+Layers of one pipeline chunk have the same shards in both layouts. So a plan has transfers with {i} in their names, and
+the layers for which they repeat. `traffic` counts the bytes and `rounds` returns the order, without writing out all
+transfers. Every rank computes the same plan and the same rounds.
 
-In one round each rank sends and receives at most `capacity` bytes. Slices that stay on a rank count as received. All parts of a
-plan advance together, in proportion to their length, so the senders of all pipeline stages have work in every round.
+In one round each rank sends and receives at most `capacity` bytes. Slices that stay on a rank count as received. All
+parts of a plan advance together, in proportion to their length, so the senders of all pipeline stages have work in
+every round.
 """
 
 from __future__ import annotations
@@ -108,9 +109,11 @@ class TransferPlan:
 
 
 def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node: int) -> TransferPlan:
-    """Plan the transfers from one shard layout to another, in time that does not grow with the number of layers and experts.
+    """Plan the transfers from one shard layout to another, in time that does not grow with the number of layers and
+    experts.
 
-    Raise WeightMappingError if a target needs an element that no source has, or if an FP8 block would come from several ranks.
+    Raise WeightMappingError if a target needs an element that no source has, or if an FP8 block would come from several
+    ranks.
     """
     world_size = max(sources.world_size, targets.world_size)
     sent = [0] * world_size
@@ -127,7 +130,9 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
             firsts = (extent.first_layer, extent.experts.start), (wanted.first_layer, wanted.experts.start)
             templates += _templates(needs, layers, experts, firsts, sent, targets.quantised)
         if num_places != len(wanted.layers) * len(wanted.experts):
-            raise WeightMappingError(f"the targets need {wanted}, and the sources lack some; plan for one and the same model")
+            raise WeightMappingError(
+                f"the targets need {wanted}, and the sources lack some; plan for one and the same model"
+            )
     return TransferPlan(tuple(templates), world_size, ranks_per_node)
 
 
@@ -193,7 +198,8 @@ def _num_choices(needs: list[Need]) -> int:
 
 
 def _make_rounds(templates: Sequence[Template], world_size: int, capacity: int, itemsize: int) -> Rounds:
-    """Order all transfers. Transfers of more than `capacity` bytes are split along dim 0; a larger single row goes alone.
+    """Order all transfers. Transfers of more than `capacity` bytes are split along dim 0; a larger single row goes
+    alone.
 
     An element takes `itemsize` bytes. A quantised tensor is split only between rows of blocks, so 128 rows go alone.
     """
@@ -202,7 +208,9 @@ def _make_rounds(templates: Sequence[Template], world_size: int, capacity: int, 
         for tensor, units in enumerate(_units(template, world_size, capacity, itemsize)):
             for j, unit in enumerate(units):
                 share = (j + 0.5) / len(units)
-                steps += [((place + share) / template.num_places, tensor, number, place, unit) for place in template.places]
+                steps += [
+                    ((place + share) / template.num_places, tensor, number, place, unit) for place in template.places
+                ]
     steps.sort(key=lambda step: step[:4])
     rounds: list[list[tuple[_Unit, int]]] = []
     used = np.zeros(2 * world_size, dtype=np.int64)
@@ -216,7 +224,9 @@ def _make_rounds(templates: Sequence[Template], world_size: int, capacity: int, 
 
 
 def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[_Unit]]:
-    """Yield the units of each Hugging Face tensor of a template. All ranks that need a tensor advance through it together."""
+    """Yield the units of each Hugging Face tensor of a template. All ranks that need a tensor advance through it
+    together.
+    """
     grain = max(1, capacity // _GRAIN)
     of_tensor: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in template.transfers:

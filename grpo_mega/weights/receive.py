@@ -1,8 +1,8 @@
 """The receiving end of buckets: write entries to plain tensors, and verify them there by checksum.
 
-A bucket is bytes. An entry is elements of one dtype, or, if quantised, FP8 values followed by the scales of their blocks. A
-target in FP8 stores both as they came, with the scales in the parameter `scales_name(target)`. Any other target gets the
-dequantised numbers. Needs only torch, so an engine's process can import it.
+A bucket is bytes. An entry is elements of one dtype, or, if quantised, FP8 values followed by the scales of their
+blocks. A target in FP8 stores both as they came, with the scales in the parameter `scales_name(target)`. Any other
+target gets the dequantised numbers. Needs only torch, so an engine's process can import it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Entry(NamedTuple):
 
 @torch.no_grad()
 def write_entries(entries: Iterable[Entry], values: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Copy the entries of a bucket to their places. `dtype`: dtype of all entries that are neither quantised nor float32."""
+    """Copy the entries of a bucket to their places. `dtype`: dtype of all entries that are neither quantised nor
+    float32.
+    """
     for entry in entries:
         place = subtensor(tensors, entry.target)[region(entry.offset, entry.shape)]
         if not entry.is_quantised:
@@ -74,7 +76,9 @@ def mismatched_blocks(entries: Iterable[Entry], values: Tensor, tensors: Mapping
 
 
 def subtensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the tensor of this name. If it does not exist and the name is "parameter[3]", return the fourth sub-tensor."""
+    """Return the tensor of this name. If it does not exist and the name is "parameter[3]", return the fourth
+    sub-tensor.
+    """
     if name in tensors:
         return tensors[name]
     parameter, _, number = name.partition("[")

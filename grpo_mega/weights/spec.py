@@ -1,8 +1,8 @@
 """A model's shape according to its Hugging Face config, and the rows of a family's table.
 
-`ModelShape.from_hf_config` reads the sizes from a config.json, resolved by hf_config.py. `Row` maps the Hugging Face names of a
-logical tensor to its names in Megatron and in the engine, SGLang. Its op says how each of them splits the tensor for tensor
-parallelism.
+`ModelShape.from_hf_config` reads the sizes from a config.json, resolved by hf_config.py. `Row` maps the Hugging Face
+names of a logical tensor to its names in Megatron and in the engine, SGLang. Its op says how each of them splits the
+tensor for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -112,14 +112,18 @@ class ModelShape:
         def field(name: str, default: int | None = None) -> int:
             value = config.get(name) or default
             if value is None:
-                raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
+                raise WeightMappingError(
+                    f"config.json has no field {name!r}; is it the config of a causal language model?"
+                )
             if not isinstance(value, int) or value < 1:
                 raise WeightMappingError(f"config.json has {name}={value!r}; it must be a positive whole number")
             return value
 
         model_type = config.get("model_type")
         if not isinstance(model_type, str):
-            raise WeightMappingError(f"config.json has model_type {model_type!r}; is it the config of a causal language model?")
+            raise WeightMappingError(
+                f"config.json has model_type {model_type!r}; is it the config of a causal language model?"
+            )
         heads = field("num_attention_heads")
         kv_heads = field("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -169,12 +173,16 @@ def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
     for name, value in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("moe_layer_freq", 1)):
         found = config.get(name)
         if found and found != value:
-            raise WeightMappingError(f"config.json has {name}={found!r}; only {value!r} is supported, so use another model")
+            raise WeightMappingError(
+                f"config.json has {name}={found!r}; only {value!r} is supported, so use another model"
+            )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The input of an op: the tensor `local` of one tensor-parallel rank, made from the Hugging Face tensors `names`."""
+    """The input of an op: the tensor `local` of one tensor-parallel rank, made from the Hugging Face tensors
+    `names`.
+    """
 
     names: tuple[str, ...]
     local: str
@@ -205,7 +213,8 @@ class Op(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's first.
+    """One logical tensor of a family. In names {i} is the layer, {e} the expert; Megatron counts both from a rank's
+    first.
 
     If a dim of the row is 0 in a model's shape, the model does not have the tensor.
     """
@@ -228,7 +237,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only once.
+    """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only
+    once.
 
     `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer.
     """

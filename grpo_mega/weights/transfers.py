@@ -1,8 +1,8 @@
 """Transfers: which rank sends which slices to which rank, so that every target gets the shards of its layout.
 
-Each element of a target is fetched exactly once: from its own rank if it is there, else from a rank of its node, else from any
-rank. Among equal sources the one that has sent least so far is chosen. So the bytes moved equal the lower bound (the elements
-of the targets, except elements that are already there), and every rank computes the same result.
+Each element of a target is fetched exactly once: from its own rank if it is there, else from a rank of its node, else
+from any rank. Among equal sources the one that has sent least so far is chosen. So the bytes moved equal the lower
+bound (the elements of the targets, except elements that are already there), and every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Place = tuple[int, int]  # numbers of a layer and an expert
 
 
 class Transfer(NamedTuple):
-    """A copy of `source[source_offset : + shape]` on one rank to `target[target_offset : + shape]` on another (or the same)
-    rank.
+    """A copy of `source[source_offset : + shape]` on one rank to `target[target_offset : + shape]` on another (or the
+    same) rank.
 
-    A quantised transfer has FP8 values and the scales of their blocks, and only whole blocks. The router's bias stays float32,
-    because the rounded bias would choose other experts.
+    A quantised transfer has FP8 values and the scales of their blocks, and only whole blocks. The router's bias stays
+    float32, because the rounded bias would choose other experts.
     """
 
     source_rank: int
@@ -88,7 +88,9 @@ class Template:
 
 
 class Need(NamedTuple):
-    """A box that a rank needs for `target`, and its nearest sources: the rank itself, else ranks of its node, else all."""
+    """A box that a rank needs for `target`, and its nearest sources: the rank itself, else ranks of its node, else
+    all.
+    """
 
     rank: int
     target: Piece
@@ -98,7 +100,8 @@ class Need(NamedTuple):
 
 
 def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int) -> list[Need]:
-    """Return the needs of `targets[rank]` with the `sources[rank]` that can serve them, in order of Hugging Face tensors.
+    """Return the needs of `targets[rank]` with the `sources[rank]` that can serve them, in order of Hugging Face
+    tensors.
 
     Raise WeightMappingError if a target needs an element that no source has.
     """
@@ -119,7 +122,8 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
 def choose_sources(needs: Iterable[Need], sent: list[int], weight: int, quantised: frozenset[str]) -> list[Transfer]:
     """Choose a source for each need. Update `sent`, elements per rank, as if every transfer ran `weight` times.
 
-    Transfers of the Hugging Face tensors `quantised` are quantised. Raise WeightMappingError if one would cut an FP8 block.
+    Transfers of the Hugging Face tensors `quantised` are quantised. Raise WeightMappingError if one would cut an FP8
+    block.
     """
     transfers = []
     for need in needs:
@@ -127,8 +131,8 @@ def choose_sources(needs: Iterable[Need], sent: list[int], weight: int, quantise
         # The boxes of a tensor cover it. If all of them start at a block's start, they also end at a block's end.
         if is_quantised and any(start % BLOCK for start in need.part.start):
             raise WeightMappingError(
-                f"a rank has {need.part.tensor} from {need.part.start}, inside a block of {BLOCK} that is quantised as a "
-                "whole; use other tensor-parallel sizes, or do not quantise"
+                f"a rank has {need.part.tensor} from {need.part.start}, inside a block of {BLOCK} that is quantised as"
+                " a whole; use other tensor-parallel sizes, or do not quantise"
             )
         rank, piece = need.sources[0] if len(need.sources) == 1 else min(need.sources, key=lambda s: (sent[s[0]], s[0]))
         if rank != need.rank:
@@ -159,11 +163,15 @@ class _Held:
 
 
 def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:
-    return ((rank, piece) for rank, tensors in enumerate(shards) for tensor in tensors.values() for piece in tensor.pieces)
+    return (
+        (rank, piece) for rank, tensors in enumerate(shards) for tensor in tensors.values() for piece in tensor.pieces
+    )
 
 
 def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Need]:
-    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the computation."""
+    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the
+    computation.
+    """
     overlapping: dict[Box, list[_Held]] = {}
     parts: dict[tuple[Box, tuple[int, ...]], list[tuple[Box, _Held]]] = {}
     for rank, target in wanted:

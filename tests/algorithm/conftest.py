@@ -6,7 +6,9 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Use one thread. With so little work, several threads wait for each other and are much slower on a busy machine."""
+    """Use one thread. With so little work, several threads wait for each other and are much slower on a busy
+    machine.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

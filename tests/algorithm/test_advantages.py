@@ -26,7 +26,9 @@ def first_values(samples):
     return [sample.advantages[0].item() for sample in samples]
 
 
-@pytest.mark.parametrize(("rewards", "magnitude"), [([1.0, 0, 0, 1], 0.8660), ([0.0, 0, 1, 1], 0.8660), ([1.0, 0] * 4, 0.9354)])
+@pytest.mark.parametrize(
+    ("rewards", "magnitude"), [([1.0, 0, 0, 1], 0.8660), ([0.0, 0, 1, 1], 0.8660), ([1.0, 0] * 4, 0.9354)]
+)
 def test_equally_many_right_and_wrong_answers_have_the_worked_scores(rewards, magnitude):
     scores = group_zscore(torch.tensor(rewards), AlgorithmConfig())
     expected = [magnitude if reward else -magnitude for reward in rewards]
@@ -73,7 +75,11 @@ def test_every_token_of_a_response_gets_its_samples_score():
 
 
 def test_samples_keep_their_order_and_are_scored_within_their_group():
-    groups = [make_group([1.0, 0], prompt_id=7), make_group([5.0, 5.0], prompt_id=8), make_group([0.0, 9.0], prompt_id=9)]
+    groups = [
+        make_group([1.0, 0], prompt_id=7),
+        make_group([5.0, 5.0], prompt_id=8),
+        make_group([0.0, 9.0], prompt_id=9),
+    ]
     samples = assigned(groups)
     assert [(sample.prompt.id, sample.index) for sample in samples] == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
     assert first_values(samples) == pytest.approx([0.7071, -0.7071, 0, 0, -0.7071, 0.7071], abs=5e-5)
@@ -140,5 +146,7 @@ def test_penalties_count_only_if_kl_is_in_the_reward():
     for kl_in, share in (("loss", 0.0), ("reward", 0.5)):
         group = Group(prompt, [Sample(prompt, i, [3], [-1.0], "stop", reward=1.0 - i) for i in range(2)])
         a = AlgorithmConfig(adv_type="rloo", kl_in=kl_in, kl_beta=0.5)
-        first, second = assign_advantages([group], a, max_response_length=4, kl_penalties=[torch.ones(1), torch.zeros(1)])
+        first, second = assign_advantages(
+            [group], a, max_response_length=4, kl_penalties=[torch.ones(1), torch.zeros(1)]
+        )
         assert first.advantages.tolist() == [1.0 - share] and second.advantages.tolist() == [share - 1.0]

@@ -1,4 +1,6 @@
-"""All advantages compared with the oracle on random ragged groups, and worked examples of process supervision and RLOO."""
+"""All advantages compared with the oracle on random ragged groups, and worked examples of process supervision and
+RLOO.
+"""
 
 import itertools
 import random
@@ -107,6 +109,8 @@ def test_a_reward_penalty_in_reinforce_plus_plus_counts_for_earlier_tokens():
     group = process_group([[]], [[]], [3])
     group.samples[0].reward = 1.0
     penalties = [torch.tensor([0.0, 2.0, 0.5])]
-    (sample,) = assigned([group], AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.1, kl_in="reward"), penalties)
+    (sample,) = assigned(
+        [group], AlgorithmConfig(adv_type="reinforce_plus_plus", kl_beta=0.1, kl_in="reward"), penalties
+    )
     returns = torch.tensor([0.75, 0.75, 0.95])  # 1 - .1 (2 + .5) for the first two tokens, then 1 - .1 .5
     torch.testing.assert_close(sample.advantages, (returns - returns.mean()) / returns.std(), rtol=1e-5, atol=1e-5)

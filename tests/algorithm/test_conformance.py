@@ -1,4 +1,6 @@
-"""Test vectors for other trainers: our code agrees, wrong implementations do not, and --write reproduces the committed file."""
+"""Test vectors for other trainers: our code agrees, wrong implementations do not, and --write reproduces the committed
+file.
+"""
 
 import json
 import subprocess
@@ -70,7 +72,14 @@ def test_the_code_that_trains_agrees_with_every_case(capsys):
 
 def test_the_tool_runs_from_any_folder_and_finds_modules_there(tmp_path):
     (tmp_path / "other_trainer.py").write_text(TRAINER)
-    command = [sys.executable, ROOT / "tools/conformance/check.py", "--implementation", "other_trainer:plain", "--only", "kl: "]
+    command = [
+        sys.executable,
+        ROOT / "tools/conformance/check.py",
+        "--implementation",
+        "other_trainer:plain",
+        "--only",
+        "kl: ",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "9 of 9 agree\n"), done.stderr
 

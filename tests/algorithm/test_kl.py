@@ -18,7 +18,10 @@ def test_penalties_have_the_values_worked_out_by_hand(kind, expected):
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     ref_logprobs = torch.tensor([-1.5, -2.0], dtype=torch.float64)
     torch.testing.assert_close(
-        kl_penalty(logprobs, ref_logprobs, kind), torch.tensor([expected, 0.0], dtype=torch.float64), rtol=1e-14, atol=1e-16
+        kl_penalty(logprobs, ref_logprobs, kind),
+        torch.tensor([expected, 0.0], dtype=torch.float64),
+        rtol=1e-14,
+        atol=1e-16,
     )
 
 
@@ -66,13 +69,16 @@ def test_the_weighted_k3_has_mean_and_gradient_of_the_kl_divergence():
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 
 
-# Log-probs minus reference log-probs, and minus old log-probs. Values go beyond every clamp but never lie on its boundary.
+# Log-probs minus reference log-probs, and minus old log-probs. Values go beyond every clamp but never lie on its
+# boundary.
 GAPS = torch.arange(-30.0, 30.05, 0.1, dtype=torch.float64) + 0.013
 MOVES = torch.tensor([-25.0, -18.0, -7.0, -2.6, -0.8, 0.0, 0.5, 2.2, 9.0, 23.0], dtype=torch.float64) + 0.007
 
 
 def penalties_and_slopes(kind, kl_clamp=10.0):
-    """Return gaps, moves, values, autograd gradients and central differences, each [len(GAPS), len(MOVES)] in float64."""
+    """Return gaps, moves, values, autograd gradients and central differences, each [len(GAPS), len(MOVES)] in
+    float64.
+    """
     gaps, moves = (values.contiguous() for values in torch.broadcast_tensors(GAPS[:, None], MOVES))
     logprobs = torch.full_like(gaps, -1.5, requires_grad=True)
 
@@ -94,13 +100,19 @@ def test_no_penalty_pushes_away_from_the_reference(kind, kl_clamp):
     gaps, _, values, gradients, differences = penalties_and_slopes(kind, kl_clamp)
     if kind != "kl":  # k1 always pulls in one direction
         assert (gradients * gaps >= 0).all()
-    within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")  # beyond 20, only the gradient treats the ratio as constant
-    scale = torch.maximum(differences.abs().clamp(min=1.0), 1e-5 * values.abs())  # resolution of differences of large values
+    within = (gaps.abs() < 20) | (
+        kind != "low_var_kl_weighted"
+    )  # beyond 20, only the gradient treats the ratio as constant
+    scale = torch.maximum(
+        differences.abs().clamp(min=1.0), 1e-5 * values.abs()
+    )  # resolution of differences of large values
     torch.testing.assert_close((gradients / scale)[within], (differences / scale)[within], rtol=0, atol=1e-3)
 
 
 def test_the_weighted_k3_equals_slime_and_clamps_the_product():
-    """slime with --use-unbiased-kl and low_var_kl: min(r (e^-d - 1 + d), 10). The gradient is r d below the clamp, else 0."""
+    """slime with --use-unbiased-kl and low_var_kl: min(r (e^-d - 1 + d), 10). The gradient is r d below the clamp, else
+    0.
+    """
     gaps, moves, values, gradients, _ = penalties_and_slopes("low_var_kl_weighted")
     product = moves.exp() * ((-gaps).exp() - 1 + gaps)
     expected = torch.where(product > 10, torch.zeros_like(gaps), moves.exp() * gaps)
@@ -118,8 +130,8 @@ def test_the_clamp_of_k3_can_be_changed_and_removed():
     assert kl_penalty(logprobs - 100, reference, "low_var_kl", kl_clamp=None).item() < math.exp(20)
 
 
-# Ziegler et al. (arXiv 1909.08593), section 2.2, worked by hand for a target of 0.05, a horizon of 7,000 and a beta of 0.3:
-# The relative error of the KL, clipped to +-0.2, times 350 / 7,000 = 0.05 is the relative change of beta.
+# Ziegler et al. (arXiv 1909.08593), section 2.2, worked by hand for a target of 0.05, a horizon of 7,000 and a beta of
+# 0.3: The relative error of the KL, clipped to +-0.2, times 350 / 7,000 = 0.05 is the relative change of beta.
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
@@ -140,7 +152,9 @@ def test_the_clamp_of_k3_can_be_changed_and_removed():
     ],
 )
 def test_beta_changes_by_the_clipped_relative_error_of_the_kl(kl, expected):
-    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)  # kl_beta is the start value, not the current value
+    a = AlgorithmConfig(
+        kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0
+    )  # kl_beta is the start value, not the current value
     assert adapted_beta(0.3, kl, 350, a) == pytest.approx(expected, rel=1e-12)
 
 

@@ -95,7 +95,9 @@ def test_tokens_that_are_not_needed_are_never_read():
     with torch.no_grad():
         hidden[~needed] = torch.nan
     targets[~needed] = -100
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=7, with_entropy=True, needed_T=needed)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, weight, targets, vocab_size=7, with_entropy=True, needed_T=needed
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs[~needed].eq(0).all() and entropy[~needed].eq(0).all() and hidden.grad[~needed].eq(0).all()
     assert logprobs[needed].lt(0).all() and hidden.grad.isfinite().all() and weight.grad.isfinite().all()
@@ -122,7 +124,9 @@ def test_logits_of_minus_infinity_have_logprob_minus_inf_and_no_gradient():
 def test_logits_of_any_size_do_not_overflow_and_have_precise_gradients():
     weight = torch.tensor([[1e6], [0.0], [-1e6]], requires_grad=True)
     hidden = torch.tensor([[1.0], [1e-9], [-1.0]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([0, 1, 1]), vocab_size=3, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, weight, torch.tensor([0, 1, 1]), vocab_size=3, with_entropy=True
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs[0] == 0 and logprobs[2] == -1e6
     torch.testing.assert_close(entropy[1], torch.tensor(3.0).log(), rtol=1e-5, atol=0)
@@ -157,7 +161,9 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("needed", [0.7, 1.0])
 def test_no_tensor_is_larger_than_the_weight_or_a_tile(dtype, needed):
     """So no [tokens, vocabulary] tensor exists in any dtype. It would have 60 * 100 elements."""
-    case = Case(num_tokens=60, vocab_size=97, width=100, hidden=4, dtype=dtype, tile=(16, 30), needed=needed, temperature=0.5)
+    case = Case(
+        num_tokens=60, vocab_size=97, width=100, hidden=4, dtype=dtype, tile=(16, 30), needed=needed, temperature=0.5
+    )
     with LargestTensor() as largest:
         of_ours(case)
     assert largest.num_elements == 16 * 30

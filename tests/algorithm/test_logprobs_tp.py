@@ -31,7 +31,9 @@ CASES = {
 @ranks(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_any_vocabulary_split_has_values_and_gradients_of_the_oracle(rank: int, folder: Path, tp_size: int, name: str) -> None:
+def test_any_vocabulary_split_has_values_and_gradients_of_the_oracle(
+    rank: int, folder: Path, tp_size: int, name: str
+) -> None:
     case = CASES[name]
     tp_rank, group = rank % tp_size, _group(rank, tp_size)
     assert_equal(case, of_ours(case, tp_rank, tp_size, group), of_oracle(case), tp_rank, tp_size)

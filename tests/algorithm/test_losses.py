@@ -258,7 +258,9 @@ def test_metrics_are_means_over_the_trained_tokens():
 
 @pytest.mark.parametrize("kl_clamp", [0.31, 10.0, 47.0, None])
 def test_the_mean_kl_is_the_loss_part_over_beta_for_any_clamp(kl_clamp):
-    """With token-mean and low_var_kl. kl_target controls beta by the mean, so loss and mean must have the same bound."""
+    """With token-mean and low_var_kl. kl_target controls beta by the mean, so loss and mean must have the same
+    bound.
+    """
     inputs = make_inputs(41, 11)
     gaps = torch.linspace(-4.4, 4.4, 41, dtype=torch.float64)  # k3 reaches 76
     weights = inputs.loss_mask / inputs.loss_mask.sum()

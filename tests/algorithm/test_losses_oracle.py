@@ -18,7 +18,9 @@ PENALTIES = itertools.cycle(cases.PENALTIES)
 
 
 def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
-    """Return responses like the conformance cases, with masked tokens. `by_token`: advantages differ within a response."""
+    """Return responses like the conformance cases, with masked tokens. `by_token`: advantages differ within a
+    response.
+    """
     responses = cases.responses(seed, list(lengths), has_gaps=True)
     rng = random.Random(seed)
     for item in responses if by_token else []:
@@ -27,7 +29,9 @@ def random_responses(seed, lengths=(5, 0, 3, 1, 6, 2), *, by_token=False):
 
 
 def ours(responses, settings, num_parts=1, seed=0):
-    """Return the loss and its gradients for log-probs and entropy, with responses shuffled and split into `num_parts`."""
+    """Return the loss and its gradients for log-probs and entropy, with responses shuffled and split into
+    `num_parts`.
+    """
     whole = adapter.pack(responses, settings)
     whole.entropy.requires_grad_()
     order = list(range(len(responses)))
@@ -49,7 +53,8 @@ def by_oracle(responses, settings):
     """Return the same values from the oracle. A position without a gradient follows each response, as in our layout."""
     items = [
         oracle_losses.Response(
-            **item | {name: [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in item[name]] for name in LEAVES}
+            **item
+            | {name: [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in item[name]] for name in LEAVES}
         )
         for item in responses
     ]

@@ -162,7 +162,9 @@ def test_a_kl_weighted_by_the_importance_ratio_equals_trl(seed):
 @pytest.mark.parametrize("importance", ["token", "sequence", "icepop"])
 @pytest.mark.parametrize("seed", range(3))
 def test_importance_weights_the_policy_term_as_in_trl(loss_type, level, importance, seed):
-    """The test computes the ratios like other TRL code. TRL's loss applies them to the policy term but not to the KL."""
+    """The test computes the ratios like other TRL code. TRL's loss applies them to the policy term but not to the
+    KL.
+    """
     batch = make_batch(seed, torch.float64)
     rollout_logprobs = batch.old_logprobs + 0.3 * torch.sin(torch.arange(6 * MAX_LENGTH).double()).view(6, MAX_LENGTH)
     log_ratio = (batch.old_logprobs - rollout_logprobs) * batch.mask

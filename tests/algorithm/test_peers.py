@@ -26,7 +26,9 @@ def assert_same(found, name, tolerance=1e-8):
 
 @pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
 def test_covariance_losses_equal_verl_with_the_same_log_probs(loss_type):
-    """verl chooses tokens by log-probs of the updated policy, within the micro-batch. The test passes the same log-probs."""
+    """verl chooses tokens by log-probs of the updated policy, within the micro-batch. The test passes the same
+    log-probs.
+    """
     settings = LOSS | {"loss_type": loss_type} | cases.OWN_SETTINGS[loss_type]
     packed, a = adapter.pack(RESPONSES, settings), adapter.algorithm_config(settings)
     now = replace(packed, old_logprobs=packed.logprobs.detach())
@@ -56,7 +58,9 @@ def test_the_adaptive_kl_coefficient_equals_verl():
     ),
 )
 def test_rejected_tokens_equal_verl(reject, above):
-    found = adapter.ours("correction", {"responses": RESPONSES}, {"correction": {"reject": reject, "reject_above": above}})
+    found = adapter.ours(
+        "correction", {"responses": RESPONSES}, {"correction": {"reject": reject, "reject_above": above}}
+    )
     assert {"kept": found["kept"]} == FIGURES[f"verl {reject}"]
     assert {x for row in found["kept"] for x in row} == {0, 1}
 
@@ -66,7 +70,10 @@ def test_rejected_tokens_equal_verl(reject, above):
     [
         ({"importance": "token", "max_importance": 1.3, "batch_normalize": True}, "verl batch_normalize token"),
         ({"importance": "sequence", "max_importance": 1.5, "batch_normalize": True}, "verl batch_normalize sequence"),
-        ({"importance": "icepop", "mask_low": 0.7, "mask_high": 1.4, "batch_normalize": True}, "verl batch_normalize icepop"),
+        (
+            {"importance": "icepop", "mask_low": 0.7, "mask_high": 1.4, "batch_normalize": True},
+            "verl batch_normalize icepop",
+        ),
         ({"importance": "token", "min_importance": 0.8, "max_importance": 1.3}, "slime tis_clip_low"),
     ],
 )
@@ -79,7 +86,10 @@ def test_importance_weights_equal_other_trainers(correction, name):
     ("settings", "name"),
     [
         ({"correction": {"importance": "icepop", "mask_low": 0.0, "mask_high": 1.5}}, "AReaL decoupled mask"),
-        ({"correction": {"importance": "token", "min_importance": 0.8, "max_importance": 1.3}}, "AReaL decoupled clamp"),
+        (
+            {"correction": {"importance": "token", "min_importance": 0.8, "max_importance": 1.3}},
+            "AReaL decoupled clamp",
+        ),
     ],
 )
 def test_decoupled_ppo_equals_areal(settings, name):

@@ -32,7 +32,11 @@ normalize_advantages: True
 early_stop_imp_ratio: 5.0
 use_valid_token_scale: False
 """
-SIZES = ((5, [1.0, 0.0, 0.0, 1.0, 0.5]), (3, [0.0, 0.25, 1.0]), (4, [1.0, 1.0, 1.0, 1.0]))  # the last group has no gradient
+SIZES = (
+    (5, [1.0, 0.0, 0.0, 1.0, 0.5]),
+    (3, [0.0, 0.25, 1.0]),
+    (4, [1.0, 1.0, 1.0, 1.0]),
+)  # the last group has no gradient
 
 
 def rollout() -> list[Group]:
@@ -51,8 +55,12 @@ def rollout() -> list[Group]:
     ]
 
 
-def ours(groups: list[Group], a: AlgorithmConfig, shifts: list[float], ref_shifts: list[float]) -> tuple[float, list[float]]:
-    """Return the loss and its gradient after log-probs changed by `shifts`. Reference log-probs differ by `ref_shifts`."""
+def ours(
+    groups: list[Group], a: AlgorithmConfig, shifts: list[float], ref_shifts: list[float]
+) -> tuple[float, list[float]]:
+    """Return the loss and its gradient after log-probs changed by `shifts`. Reference log-probs differ by
+    `ref_shifts`.
+    """
     samples = assigned(groups, a)
     old = torch.tensor([value for s in samples for value in s.rollout_logprobs], dtype=torch.float64)
     weights = mini_batch_weights([samples], a, max_response_length=20)[0]
@@ -86,7 +94,9 @@ def of_the_texts(
     of: str,
     whitens: bool = False,
 ) -> float:
-    """Return -J, J = mean over responses or tokens of min(r A, clip(r, 0.8, 1.2) A) - beta (e^d - d - 1), d = ref - new."""
+    """Return -J, J = mean over responses or tokens of min(r A, clip(r, 0.8, 1.2) A) - beta (e^d - d - 1), d = ref -
+    new.
+    """
     advantages = []
     for group in groups:
         rewards = [s.reward or 0.0 for s in group.samples]
@@ -174,10 +184,16 @@ def test_the_listing_of_rlinf_equals_the_recipe() -> None:
             },
             {"adv_type": "reinforce_plus_plus_baseline", "kl_beta": 0.001, "kl_in": "reward", "kl_penalty_type": "mse"},
         ),
-        ({"adv_type": "reinpp", "use_reinpp_baseline": False, "reinpp_kl_beta": 0.0}, {"adv_type": "reinforce_plus_plus"}),
+        (
+            {"adv_type": "reinpp", "use_reinpp_baseline": False, "reinpp_kl_beta": 0.0},
+            {"adv_type": "reinforce_plus_plus"},
+        ),
         ({"kl_penalty_type": "k1"}, {"kl_penalty_type": "kl"}),
         ({"kl_penalty_type": "k3"}, {"kl_penalty_type": "low_var_kl"}),
-        ({"recipe": "dapo", "clip_ratio_high": 0.3}, {"recipe": "dapo", "ratio_clip_eps_high": 0.3}),  # explicit, so it wins
+        (
+            {"recipe": "dapo", "clip_ratio_high": 0.3},
+            {"recipe": "dapo", "ratio_clip_eps_high": 0.3},
+        ),  # explicit, so it wins
     ],
 )
 def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:
@@ -189,8 +205,14 @@ def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:
     [
         ({"n_minibatches": 4}, "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
         ({"sampling_params": {"top_p": 1.0}}, "set rollout.temperature, top_p, top_k and max_response_length instead"),
-        ({"clip_log_ratio_min": -5}, "algorithm.clip_log_ratio_min=-5: must be -20, as it always is here; leave it out"),
-        ({"shuffle_rollout": True}, "algorithm.shuffle_rollout=True: must be false, as it always is here; leave it out"),
+        (
+            {"clip_log_ratio_min": -5},
+            "algorithm.clip_log_ratio_min=-5: must be -20, as it always is here; leave it out",
+        ),
+        (
+            {"shuffle_rollout": True},
+            "algorithm.shuffle_rollout=True: must be false, as it always is here; leave it out",
+        ),
         (
             {"clip_ratio_low": 0.1, "ratio_clip_eps_low": 0.2},
             "algorithm.clip_ratio_low: means algorithm.ratio_clip_eps_low=0.1, which is 0.2; leave one of them out",

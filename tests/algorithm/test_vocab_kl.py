@@ -1,4 +1,6 @@
-"""vocab_parallel_kl on one rank, compared with full softmaxes in float64. tests/distributed covers tensor parallelism."""
+"""vocab_parallel_kl on one rank, compared with full softmaxes in float64. tests/distributed covers tensor
+parallelism.
+"""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def test_groups_with_half_of_the_answers_correct_score_plus_minus_0_866():
 
 
 def test_two_and_two_times_six_from_eight_answers_to_the_loss():
-    """Mean 0.5, deviation 0.53, advantages +-0.94. The probability of the first correct answer rises from 0.5 to 0.7. Its ratio
-    of 1.4 is clipped to 1.2, so the objective is 0.2 * advantage / 8, and this answer has no gradient.
+    """Mean 0.5, deviation 0.53, advantages +-0.94. The probability of the first correct answer rises from 0.5 to 0.7.
+    Its ratio of 1.4 is clipped to 1.2, so the objective is 0.2 * advantage / 8, and this answer has no gradient.
     """
     scores = advantages(RIGHT)
     assert scores.tolist() == pytest.approx([0.9354 if right else -0.9354 for right in RIGHT], abs=5e-5)
@@ -63,8 +63,12 @@ def test_two_and_two_times_six_from_eight_answers_to_the_loss():
     assert outputs.loss.item() == pytest.approx(-0.2 * 0.9354 / 8, rel=1e-4)
     assert inputs.logprobs.grad[0] == 0
     assert inputs.logprobs.grad[1:].tolist() == pytest.approx([-a / 8 for a in scores.tolist()[1:]], rel=1e-6)
-    with_kl = loss_of(inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04)  # kl_beta is the paper's; k3 is computed for 0.5 / 0.7
-    assert with_kl.loss.item() - outputs.loss.item() == pytest.approx(0.04 * (5 / 7 - 1 - math.log(5 / 7)) / 8, rel=1e-9)
+    with_kl = loss_of(
+        inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04
+    )  # kl_beta is the paper's; k3 is computed for 0.5 / 0.7
+    assert with_kl.loss.item() - outputs.loss.item() == pytest.approx(
+        0.04 * (5 / 7 - 1 - math.log(5 / 7)) / 8, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def test_ranks_have_equal_work_even_if_attention_is_half_of_it():
     def busiest(tokens_per_pair):
         ranks = balance(lengths, dp_size=7, token_budget=33_000, tokens_per_pair=tokens_per_pair)
         work = [
-            sum(n + 4e-5 * n * (n + 1) / 2 for members in rank for n in map(lengths.__getitem__, members)) for rank in ranks
+            sum(n + 4e-5 * n * (n + 1) / 2 for members in rank for n in map(lengths.__getitem__, members))
+            for rank in ranks
         ]
         assert len({len(rank) for rank in ranks}) == 1
         return max(work) / (sum(work) / 7)

@@ -63,10 +63,19 @@ def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3_moe", False), ("deepseek_v2", False), ("deepseek_v3", False)],
+    [
+        ("llama", False),
+        ("qwen2", True),
+        ("qwen3", False),
+        ("qwen3_moe", False),
+        ("deepseek_v2", False),
+        ("deepseek_v3", False),
+    ],
 )
 def test_the_forward_pass_of_transformers_has_the_same_count(family: str, tied: bool) -> None:
-    """Eager attention in transformers computes n x n pairs, and rotary angles as a product of [head_dim / 2, 1] and [1, n]."""
+    """Eager attention in transformers computes n x n pairs, and rotary angles as a product of [head_dim / 2, 1] and [1,
+    n].
+    """
     n = 24
     hf_config = make_config(family, tied=tied)
     shape = ModelShape.from_hf_config(hf_config.to_dict())

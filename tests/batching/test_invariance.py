@@ -1,4 +1,6 @@
-"""Loss, gradient and metrics do not depend on how a mini-batch is split into micro-batches and distributed over ranks."""
+"""Loss, gradient and metrics do not depend on how a mini-batch is split into micro-batches and distributed over
+ranks.
+"""
 
 import math
 
@@ -46,11 +48,16 @@ class Policy:
 
     def __init__(self, samples, generator):
         def uniform(low, high):
-            return [torch.rand(s.response_len, generator=generator, dtype=torch.float64) * (high - low) + low for s in samples]
+            return [
+                torch.rand(s.response_len, generator=generator, dtype=torch.float64) * (high - low) + low
+                for s in samples
+            ]
 
         self.samples = samples
         self.old = uniform(-4, -0.7)
-        self.logprobs = [(o + d).requires_grad_() for o, d in zip(self.old, uniform(-math.log(2), math.log(2)), strict=True)]
+        self.logprobs = [
+            (o + d).requires_grad_() for o, d in zip(self.old, uniform(-math.log(2), math.log(2)), strict=True)
+        ]
         self.ref = [x.detach() + d for x, d in zip(self.logprobs, uniform(-1, 1), strict=True)]
         self.entropy = [e.requires_grad_() for e in uniform(0, 3)]
 

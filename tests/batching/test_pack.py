@@ -55,7 +55,9 @@ def test_a_micro_batch_of_two_samples_and_padding_equals_a_worked_example():
 
 
 def test_two_context_parallel_ranks_have_the_chunks_worked_out_by_hand():
-    """Five tokens are padded to eight in chunks of two, one token to four in chunks of one. Eight padding tokens follow."""
+    """Five tokens are padded to eight in chunks of two, one token to four in chunks of one. Eight padding tokens
+    follow.
+    """
     first, second = make_sample([1, 2, 3], [4, 5], advantage=1.5), make_sample([6], [], advantage=-2.0)
     outer, inner = (pack_one([first, second], cp_size=2, cp_rank=rank, length_multiple=5)[0] for rank in (0, 1))
     assert outer.tokens.tolist() == [1, 2, 0, 0, 6, 0, 0, 0, 0, 0]
@@ -64,7 +66,10 @@ def test_two_context_parallel_ranks_have_the_chunks_worked_out_by_hand():
     assert inner.targets.tolist() == [4, 5, 0, 0, 0, 0, 0, 0, 0, 0]
     assert outer.position_ids.tolist() == [0, 1, 6, 7, 0, 3, 0, 1, 6, 7]
     assert inner.position_ids.tolist() == [2, 3, 4, 5, 1, 2, 2, 3, 4, 5]
-    assert outer.cu_seqlens.tolist() == inner.cu_seqlens.tolist() == [0, 4, 6, 10] and outer.cu_seqlens.dtype == torch.int32
+    assert (
+        outer.cu_seqlens.tolist() == inner.cu_seqlens.tolist() == [0, 4, 6, 10]
+        and outer.cu_seqlens.dtype == torch.int32
+    )
     assert inner.loss_mask.tolist() == [1, 1] + [0] * 8 and not outer.loss_mask.any()
     assert inner.advantages.tolist() == [1.5, 1.5] + [0] * 8
     assert outer.sample_indices == inner.sample_indices == [0, 1]

@@ -96,7 +96,9 @@ def test_peak_flops_are_looked_up_by_the_name_of_the_card() -> None:
 
 
 def test_a_model_gets_as_many_layers_as_fit_in_memory() -> None:
-    """A layer of Qwen3-8B needs 18 x 193e6 = 3.5 GB, plus 2.8 GB with 16,384 tokens. Its two vocabulary matrices need 22 GB."""
+    """A layer of Qwen3-8B needs 18 x 193e6 = 3.5 GB, plus 2.8 GB with 16,384 tokens. Its two vocabulary matrices need
+    22 GB.
+    """
     shape = shape_of("qwen3-8b")
     assert layers_that_fit(shape, 16384, None) == shape.num_layers == 36
     assert layers_that_fit(shape, 16384, 140 << 30) == 16
@@ -133,7 +135,9 @@ def test_memory_is_not_measured_without_a_gpu() -> None:
         pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )
-def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         bench_gpu.main(arguments.split())
     [line] = capsys.readouterr().err.splitlines()

@@ -49,7 +49,10 @@ def test_a_variant_is_timed_between_two_waits_for_the_device() -> None:
 def test_the_exit_code_says_if_a_limit_is_met(
     ratio: float | None, problems: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert harness.report([("", "s"), ("ours", "10.5")], {"ratio": ratio}, limits={"ratio": 1.2}, problems=problems) == code
+    assert (
+        harness.report([("", "s"), ("ours", "10.5")], {"ratio": ratio}, limits={"ratio": 1.2}, problems=problems)
+        == code
+    )
     output = capsys.readouterr()
     lines = output.out.splitlines()
     assert lines[:2] == ["         s", "ours  10.5"] and json.loads(lines[-1]) == {"ratio": ratio}
@@ -57,7 +60,9 @@ def test_the_exit_code_says_if_a_limit_is_met(
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (harness.RunFailed, 1)])
-def test_an_error_is_one_line_with_its_exit_code(error: type[Exception], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_with_its_exit_code(
+    error: type[Exception], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     @harness.benchmark
     def main(arguments: list[str] | None) -> int:
         raise error("tp=3: must divide 4; use 2")
@@ -69,7 +74,10 @@ def test_an_error_is_one_line_with_its_exit_code(error: type[Exception], code: i
 def test_an_option_below_its_least_value_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     parser = harness.Parser("A benchmark.")
     parser.add_argument("--bucket-mib", type=int)
-    assert parser.parse([], bucket_mib=1).bucket_mib is None and parser.parse(["--bucket-mib=1"], bucket_mib=1).bucket_mib == 1
+    assert (
+        parser.parse([], bucket_mib=1).bucket_mib is None
+        and parser.parse(["--bucket-mib=1"], bucket_mib=1).bucket_mib == 1
+    )
     with pytest.raises(SystemExit) as end:
         parser.parse(["--bucket-mib", "0"], bucket_mib=1)
     assert end.value.code == 2
@@ -96,7 +104,9 @@ def test_a_failed_training_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_a_training_run_returns_its_metrics(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'metrics.jsonl').write_text('{{\"step\": 1}}\\n')\n")
+    program.write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'metrics.jsonl').write_text('{{\"step\": 1}}\\n')\n"
+    )
     assert harness.train(Path("c.yaml"), tmp_path, {}, program=[program]) == [{"step": 1}]
 
 

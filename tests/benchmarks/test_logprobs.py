@@ -1,4 +1,6 @@
-"""The benchmark of log-probs at tiny sizes: all paths compute equal values, and the last line has the documented keys."""
+"""The benchmark of log-probs at tiny sizes: all paths compute equal values, and the last line has the documented
+keys.
+"""
 
 import json
 

@@ -30,7 +30,9 @@ def test_the_benchmark_moves_14_bytes_per_parameter_like_a_trainer() -> None:
     shape = shape_of("tiny")
     both = bench_offload.parameter_sizes(shape, 2 << 20)
     matrices = 304 * 64 + 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
-    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (64 + 2 * 32)  # norms, then biases of queries, keys and values
+    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (
+        64 + 2 * 32
+    )  # norms, then biases of queries, keys and values
     assert 0 < len(bench_offload.parameter_sizes(shape, 14 * 70_000)) < len(both)
     weights, state = bench_offload.make(both, torch.device("cpu"))
     assert len({t.untyped_storage().data_ptr() for t in weights}) == 1
@@ -58,7 +60,9 @@ def test_a_bit_that_changed_in_transfer_is_detected(
         ("--model gpt", "invalid choice: 'gpt'"),
     ],
 )
-def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = bench_offload.main(["--model", "qwen2.5-0.5b", *arguments.split()])
     except SystemExit as end:

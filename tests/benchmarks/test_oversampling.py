@@ -1,4 +1,6 @@
-"""The benchmark of oversampling at tiny sizes: the last line has the documented keys, and invalid arguments are refused."""
+"""The benchmark of oversampling at tiny sizes: the last line has the documented keys, and invalid arguments are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_the_last_line_has_gain_waste_and_bias_of_every_factor(capsys: pytest.Ca
         ("--mean-length 1", "--mean-length=1 must be from 2 to 256"),
     ],
 )
-def test_invalid_arguments_are_refused_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused_in_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         bench_oversampling.main(arguments.split())
     error = capsys.readouterr().err

@@ -58,14 +58,20 @@ def test_every_built_in_reward_but_oracle_and_server_is_trained_on() -> None:
     assert set(reward_gap.REWARDS) == set(BUILT_IN) - {"arithmetic_oracle", "reward_model"}
     for reward in reward_gap.REWARDS:
         names = [function["name"] for function in reward_gap.functions_of(reward, False)]
-        assert names == [reward, *(["accuracy"] if reward not in ("accuracy", "len", "cosine") else []), "arithmetic_oracle"]
+        assert names == [
+            reward,
+            *(["accuracy"] if reward not in ("accuracy", "len", "cosine") else []),
+            "arithmetic_oracle",
+        ]
     (accuracy, oracle) = reward_gap.functions_of("accuracy", True)
     assert accuracy["options"] == {"unevaluated": True} and oracle["weight"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "process_supervision.yaml"])
 def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
-    functions = {function.name: function.weight for function in load(reward_gap.ROOT / "examples" / name).rewards.functions}
+    functions = {
+        function.name: function.weight for function in load(reward_gap.ROOT / "examples" / name).rewards.functions
+    }
     assert functions["arithmetic_oracle"] == 0.0
 
 

@@ -1,4 +1,6 @@
-"""The benchmark of shared prompts at a tiny size: it runs the trainer's updates, and both kinds have the same gradient."""
+"""The benchmark of shared prompts at a tiny size: it runs the trainer's updates, and both kinds have the same
+gradient.
+"""
 
 from __future__ import annotations
 

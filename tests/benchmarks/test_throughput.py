@@ -1,5 +1,5 @@
-"""The throughput benchmark on a tiny model: a run with sampled responses on two data-parallel ranks, and a run with synthetic
-responses on two pipeline stages.
+"""The throughput benchmark on a tiny model: a run with sampled responses on two data-parallel ranks, and a run with
+synthetic responses on two pipeline stages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(folder: Path, name: str, *arguments: str) -> tuple[dict[str, Any], list[str]]:
     """Return the tool's JSON and the lines before it."""
     command = [sys.executable, str(ROOT / "tools" / "benchmarks" / "throughput"), str(folder / "config.json")]
-    command += ["--set", f"run_dir={folder / name}", "--steps", str(STEPS), "--out", str(folder / f"{name}.json"), *arguments]
+    command += [
+        "--set",
+        f"run_dir={folder / name}",
+        "--steps",
+        str(STEPS),
+        "--out",
+        str(folder / f"{name}.json"),
+        *arguments,
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -67,7 +75,9 @@ def test_phases_cover_the_step_on_every_rank_in_any_layout(name: str, request: p
     assert found["phases_cover"] == pytest.approx(1, abs=0.02) and found["worst_cover"] == pytest.approx(1, abs=0.02)
     shares = [row["share"] for row in found["phases"].values() if row["share"] is not None]
     assert sum(shares) == pytest.approx(1, abs=0.02)
-    assert sum(row["seconds"] or 0 for row in found["phases"].values()) == pytest.approx(found["step"]["seconds"], rel=0.02)
+    assert sum(row["seconds"] or 0 for row in found["phases"].values()) == pytest.approx(
+        found["step"]["seconds"], rel=0.02
+    )
 
 
 @pytest.mark.distributed
@@ -86,7 +96,9 @@ def test_rates_are_work_divided_by_time(name: str, request: pytest.FixtureReques
 
 @pytest.mark.distributed
 def test_the_flops_of_an_update_equal_a_count_by_hand(real: tuple[dict[str, Any], list[str]]) -> None:
-    """2 layers, hidden 64, 4 heads, 2 key-value heads of 16, ffn 192, vocabulary 304; an update counts as 3 forward passes."""
+    """2 layers, hidden 64, 4 heads, 2 key-value heads of 16, ffn 192, vocabulary 304; an update counts as 3 forward
+    passes.
+    """
     found, _ = real
     update, reference = found["phases"]["update"], found["phases"]["reference"]
     tokens, responses = found["prompt_tokens"] + found["response_tokens"], found["response_tokens"]
@@ -129,7 +141,9 @@ def test_synthetic_responses_are_trained_on_like_real_responses(synthetic: tuple
 
 
 @pytest.mark.distributed
-def test_a_run_compares_equal_to_itself_and_its_folder_is_removed(real: tuple[dict[str, Any], list[str]], folder: Path) -> None:
+def test_a_run_compares_equal_to_itself_and_its_folder_is_removed(
+    real: tuple[dict[str, Any], list[str]], folder: Path
+) -> None:
     found, _ = real
     path = folder / "real.json"
     before = throughput_result.read_result(path)
@@ -150,7 +164,9 @@ def test_runs_of_other_configs_are_not_compared_and_layouts_are_named(
     before, path = real[0], folder / "real.json"
     other = copy.deepcopy(before)
     other["settings"]["batch"]["prompts_per_step"] = 8
-    with pytest.raises(ConfigError, match=r"batch\.prompts_per_step is 4 there and 8 here; compare runs that differ in layout"):
+    with pytest.raises(
+        ConfigError, match=r"batch\.prompts_per_step is 4 there and 8 here; compare runs that differ in layout"
+    ):
         throughput_result.check_comparable(other["settings"], before, path)
     other = copy.deepcopy(before)
     other["layout"]["tp"] = 2
@@ -161,7 +177,13 @@ def test_runs_of_other_configs_are_not_compared_and_layouts_are_named(
 def test_a_file_of_another_config_is_refused_before_anything_starts(
     real: tuple[dict[str, Any], list[str]], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(folder / "config.json"), "--set", f"run_dir={folder / 'never'}", "--against", str(folder / "real.json")]
+    arguments = [
+        str(folder / "config.json"),
+        "--set",
+        f"run_dir={folder / 'never'}",
+        "--against",
+        str(folder / "real.json"),
+    ]
     assert bench_throughput.main([*arguments, "--synthetic", "fixed:8"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "synthetic is None there and 'fixed:8' here; compare runs that differ in layout only" in line
@@ -189,19 +211,30 @@ def test_the_work_of_a_step_equals_a_count_by_hand() -> None:
         (quartiles([0.1]), {"median": None}, None),
     ],
 )
-def test_a_verdict_is_judged_against_the_noise(now: dict[str, Any], before: dict[str, Any], verdict: str | None) -> None:
-    found = throughput_result.compare({"phases": {"update": now}, "step": now}, {"phases": {"update": before}, "step": before})
+def test_a_verdict_is_judged_against_the_noise(
+    now: dict[str, Any], before: dict[str, Any], verdict: str | None
+) -> None:
+    found = throughput_result.compare(
+        {"phases": {"update": now}, "step": now}, {"phases": {"update": before}, "step": before}
+    )
     assert found["update"]["verdict"] == found["step"]["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
     ("text", "mean", "longest"),
-    [("fixed:12", 12, 12), ("uniform:10,30", 20, 30), ("lognormal:mean=40,sigma=0.5,max=1000", 40, 1000), ("", 246, 1000)],
+    [
+        ("fixed:12", 12, 12),
+        ("uniform:10,30", 20, 30),
+        ("lognormal:mean=40,sigma=0.5,max=1000", 40, 1000),
+        ("", 246, 1000),
+    ],
 )
 def test_lengths_have_the_requested_distribution(text: str, mean: float, longest: int) -> None:
     lengths = throughput_synthetic.lengths_of(text, 1000)
     drawn = [lengths.sample(np.random.default_rng((0, i))) for i in range(4000)]
-    assert np.mean(drawn) == pytest.approx(mean, rel=0.04) and 1 <= min(drawn) <= max(drawn) <= longest == lengths.longest
+    assert (
+        np.mean(drawn) == pytest.approx(mean, rel=0.04) and 1 <= min(drawn) <= max(drawn) <= longest == lengths.longest
+    )
 
 
 def test_lengths_may_come_from_a_file(tmp_path: Path) -> None:

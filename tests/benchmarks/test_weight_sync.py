@@ -47,7 +47,9 @@ def test_the_bounds_equal_counted_elements(case: Case) -> None:
     held, wanted = shards_by_rank(trainer), shards_by_rank(servers)
     held += [{}] * (len(wanted) - len(held))
     expected = sum(counted_lower_bound(have, want, tensors) for have, want in zip(held, wanted, strict=True))
-    moved = plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved  # some elements are always float32
+    moved = (
+        plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved
+    )  # some elements are always float32
     assert (lower_bound(trainer, servers), moved) == (expected, 4 * expected)
 
     total = sum(t.numel() for t in tensors.values())
@@ -64,7 +66,9 @@ def test_the_last_line_has_the_bytes_that_a_large_model_moves(
     found: dict[str, Any] = json.loads(lines[-1])
     assert (code, errors) == (0, [])
     assert found["bytes_moved"] == found["lower_bound"]
-    assert 7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model  # eight engines, a part of the weights is local
+    assert (
+        7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model
+    )  # eight engines, a part of the weights is local
     assert 59 * bytes_of_model < found["full_gather_bytes"] < 64 * bytes_of_model
     assert 0 < found["between_nodes_bytes"] < found["bytes_moved"]
     assert found["plan_seconds"] > 0
@@ -136,7 +140,9 @@ def test_a_measured_run_ends_with_bytes_and_seconds(tmp_path: Path, capfd: pytes
     assert err == ""
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     assert "both filled the engines' tensors alike, bit for bit, and as a direct fill does" in out.splitlines()
-    assert found["bytes_moved"] == found["lower_bound"] == found["between_nodes_bytes"] <= found["full_gather_bytes"] / 2
+    assert (
+        found["bytes_moved"] == found["lower_bound"] == found["between_nodes_bytes"] <= found["full_gather_bytes"] / 2
+    )
     assert found["ratio"] == pytest.approx(found["bytes_moved"] / found["full_gather_bytes"], rel=1e-3)
     assert all(found[name] > 0 for name in ("seconds", "full_gather_seconds", "plan_seconds"))
 

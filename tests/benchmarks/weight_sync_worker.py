@@ -17,11 +17,16 @@ from tests.helpers.ranks import run_cases
 from tools.benchmarks.weight_sync.dry import Spec, dry_run
 from tools.benchmarks.weight_sync.rank import Bench, Engine, measure, meet
 
-LLAMA = ModelShape("llama", num_layers=8, hidden=12, ffn=24, num_heads=8, num_kv_heads=2, head_dim=4, vocab=128, tied=False)
-QWEN = ModelShape("qwen2", num_layers=5, hidden=12, ffn=24, num_heads=4, num_kv_heads=1, head_dim=4, vocab=101, tied=True)
+LLAMA = ModelShape(
+    "llama", num_layers=8, hidden=12, ffn=24, num_heads=8, num_kv_heads=2, head_dim=4, vocab=128, tied=False
+)
+QWEN = ModelShape(
+    "qwen2", num_layers=5, hidden=12, ffn=24, num_heads=4, num_kv_heads=1, head_dim=4, vocab=101, tied=True
+)
 MIXTURE = replace(QWEN, model_type="qwen3_moe", num_experts=4, moe_ffn=8)
 
-# Without tying and padding, the full gather moves exactly the minimum. Otherwise it also sends some weights to their owners.
+# Without tying and padding, the full gather moves exactly the minimum. Otherwise it also sends some weights to their
+# owners.
 EXACT = {
     "tp2 pp2 to tp2": (LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2)),
     "tp4 to tp1": (LLAMA, MegatronLayout(tp=4), EngineLayout(1, 4)),
@@ -86,7 +91,9 @@ def makes_contents_in_which_no_two_places_are_alike(rank: int, folder: Path) -> 
 
 
 if __name__ == "__main__":
-    cases: dict[str, Callable[[int, Path], None]] = {name: partial(fills_alike, name, 3000) for name in (*EXACT, *ROUGH)}
+    cases: dict[str, Callable[[int, Path], None]] = {
+        name: partial(fills_alike, name, 3000) for name in (*EXACT, *ROUGH)
+    }
     cases["tp2 pp2 to tp2 in one bucket"] = partial(fills_alike, "tp2 pp2 to tp2", 1 << 20)
     cases |= {"difference": tells_a_difference, "contents": makes_contents_in_which_no_two_places_are_alike}
     run_cases(cases)

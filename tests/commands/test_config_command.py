@@ -50,7 +50,9 @@ def test_a_key_is_printed_with_its_type_default_and_description(capsys: pytest.C
         ),
     ],
 )
-def test_a_section_is_printed_with_all_of_its_keys(wanted: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_is_printed_with_all_of_its_keys(
+    wanted: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", wanted]) == 0
     assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines() if line[:1].strip()] == names
 
@@ -67,9 +69,17 @@ def test_the_reference_in_markdown_has_a_row_per_key(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("wanted", "remedy"),
-    [("rollout.topk", "did you mean rollout.top_k?"), ("", "use one of run_dir, steps, seed"), ("42", "use one of run_dir")],
+    [
+        ("rollout.topk", "did you mean rollout.top_k?"),
+        ("", "use one of run_dir, steps, seed"),
+        ("42", "use one of run_dir"),
+    ],
 )
-def test_an_unknown_key_is_a_one_line_error_with_a_remedy(wanted: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_key_is_a_one_line_error_with_a_remedy(
+    wanted: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", wanted]) == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"grpo-mega: error: {wanted!r} is not a key of the config; {remedy}") and line.count("\n") == 1
+    assert (
+        line.startswith(f"grpo-mega: error: {wanted!r} is not a key of the config; {remedy}") and line.count("\n") == 1
+    )

@@ -68,10 +68,15 @@ def test_only_held_out_prompts_are_loaded_if_they_are_a_separate_set(config_file
     found = make_request(EvalOptions(config_file))
     assert [source.path for source in found.config.data.train] == ["h.jsonl"]
     assert (found.set_names, found.config.eval.num_prompts, found.config.data.pass_rates) == (("",), 5, None)
-    several = write(tmp_path / "d.yaml", train="a", heldout_sets={"x": "x.jsonl", "y": {"path": "y", "prompt_column": "q"}})
+    several = write(
+        tmp_path / "d.yaml", train="a", heldout_sets={"x": "x.jsonl", "y": {"path": "y", "prompt_column": "q"}}
+    )
     found = make_request(EvalOptions(several))
     assert found.set_names == ("x", "y")
-    assert [(source.path, source.prompt_column) for source in found.config.data.train] == [("x.jsonl", None), ("y", "q")]
+    assert [(source.path, source.prompt_column) for source in found.config.data.train] == [
+        ("x.jsonl", None),
+        ("y", "q"),
+    ]
 
 
 def test_prompts_split_off_from_the_training_data_are_split_off_again(tmp_path: Path) -> None:
@@ -90,7 +95,9 @@ def test_the_whole_training_set_is_evaluated_despite_pass_rates(config_file: Pat
 
 def test_settings_come_from_the_config_unless_given(config_file: Path) -> None:
     assert make_request(EvalOptions(config_file)).config.eval.all_ks == (16,)
-    found = make_request(EvalOptions(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)).config.eval
+    found = make_request(
+        EvalOptions(config_file, samples=8, temperature=0.6, top_p=0.9, greedy=False, prompts=2)
+    ).config.eval
     assert (found.samples, found.all_ks, found.temperature, found.top_p) == (8, (1, 2, 4, 8), 0.6, 0.9)
     assert (found.greedy, found.num_prompts) == (False, 2)
     assert make_request(EvalOptions(config_file, samples=8, ks=[3])).config.eval.all_ks == (3,)
@@ -103,7 +110,9 @@ def test_the_options_are_read_from_the_command_line() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, EvalOptions)
     assert read_options(EvalOptions, parser.parse_args(["run"])) == EvalOptions(Path("run"))
-    given = "run --set layout.tp=1 --set seed=3 --step 2 --model hf --data d --train-set --prompts 5 --samples 8 --k 1 8"
+    given = (
+        "run --set layout.tp=1 --set seed=3 --step 2 --model hf --data d --train-set --prompts 5 --samples 8 --k 1 8"
+    )
     arguments = f"{given} --temperature 0.5 --top-p 0.9 --no-greedy --out rows.jsonl".split()
     assert read_options(EvalOptions, parser.parse_args(arguments)) == EvalOptions(
         target=Path("run"),
@@ -127,7 +136,8 @@ def test_the_options_of_plan_are_read_from_the_command_line() -> None:
     add_options(parser, PlanOptions)
     assert read_options(PlanOptions, parser.parse_args(["c.yaml"])) == PlanOptions(Path("c.yaml"))
     given = (
-        "c.yaml --set seed=3 --gpu h200 --world-size 64 --gpus-per-node 4 --model-config m.json --model name --json --suggest"
+        "c.yaml --set seed=3 --gpu h200 --world-size 64 --gpus-per-node 4 --model-config m.json --model name --json"
+        " --suggest"
     )
     arguments = f"{given} --mean-prompt 9 --mean-response 8.5 --rehearse --ranks 0 3 --explain".split()
     assert read_options(PlanOptions, parser.parse_args(arguments)) == PlanOptions(
@@ -166,7 +176,10 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"samples": -1}, "eval.samples=-1: input should be greater than or equal to 0"),
         ({"out": Path("none/rows.jsonl")}, "--out none/rows.jsonl: there is no folder none; make it first"),
         ({"out": Path(__file__)}, "test_eval_request.py exists; name a file that does not"),
-        ({"overrides": ["data.heldout=null"]}, "has no held-out prompts; name a data set by --data, or give --train-set"),
+        (
+            {"overrides": ["data.heldout=null"]},
+            "has no held-out prompts; name a data set by --data, or give --train-set",
+        ),
     ],
 )
 def test_an_invalid_request_is_a_one_line_error(run_dir: Path, options: dict[str, Any], problem: str) -> None:
@@ -178,7 +191,9 @@ def test_an_invalid_request_is_a_one_line_error(run_dir: Path, options: dict[str
 def test_a_target_that_is_neither_run_nor_config_is_a_one_line_error(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, or a config file"):
         make_request(EvalOptions(tmp_path))
-    with pytest.raises(ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is a file; name the run's folder"):
+    with pytest.raises(
+        ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is a file; name the run's folder"
+    ):
         make_request(EvalOptions(config_file, step=2))
     with pytest.raises(ConfigError, match="No such file or directory; name an existing YAML file"):
         make_request(EvalOptions(tmp_path / "none.yaml"))
@@ -204,9 +219,15 @@ def test_the_command_ends_with_code_2_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"heldout": "h", "heldout_sets": {"x": "x"}}, "data.heldout=h and data.heldout_sets=x are set; give one of them"),
+        (
+            {"heldout": "h", "heldout_sets": {"x": "x"}},
+            "data.heldout=h and data.heldout_sets=x are set; give one of them",
+        ),
         ({"heldout_sets": {"a b": "x"}}, "data.heldout_sets has the name 'a b'; use letters, digits"),
-        ({"heldout_sets": {"x": {"path": "x", "wait": 1}}}, "unknown key 'data.heldout_sets.x.wait'; did you mean 'path'?"),
+        (
+            {"heldout_sets": {"x": {"path": "x", "wait": 1}}},
+            "unknown key 'data.heldout_sets.x.wait'; did you mean 'path'?",
+        ),
     ],
 )
 def test_bad_names_of_held_out_sets_are_a_one_line_error(data: dict[str, Any], problem: str) -> None:

@@ -19,11 +19,21 @@ from grpo_mega.commands.trl_flags import FLAGS, NOTED, REFUSED, parse_flags
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 
-SEED = "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
+SEED = (
+    "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
+)
 ROWS = [{"question": f"{n}+1=?", "answer": str(n + 1)} for n in range(100)]
 # Our flags, open-r1's flags, and flags of older releases of TRL and transformers.
 NOT_TRLS = {
-    *("tensor_parallel", "pipeline_parallel", "data_parallel", "sequence_parallel", "resume", "set", "dataset_answer_column"),
+    *(
+        "tensor_parallel",
+        "pipeline_parallel",
+        "data_parallel",
+        "sequence_parallel",
+        "resume",
+        "set",
+        "dataset_answer_column",
+    ),
     *("dataset_prompt_column", "system_prompt", "reward_funcs", "config"),
     *("max_prompt_length", "warmup_ratio", "use_peft", "dataset_streaming", "logging_first_step", "deepspeed", "fsdp"),
 }
@@ -58,7 +68,9 @@ def test_the_seeds_command_is_a_complete_config() -> None:
 
 
 def test_dashes_and_equals_signs_are_accepted() -> None:
-    dashes = SEED.replace("model_name_or_path base", "model-name-or-path=base").replace("_", "-").replace("math-", "math_")
+    dashes = (
+        SEED.replace("model_name_or_path base", "model-name-or-path=base").replace("_", "-").replace("math-", "math_")
+    )
     config, _, _ = trl.read_config(f"{dashes} --learning-rate=2e-6".replace("grpo-", "grpo_").split(), {})
     assert config == read("--learning_rate 2e-6")
 
@@ -72,7 +84,11 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout.max_response_length": 7,
     },
     "--max_completion_length 32768": {"batch.tokens_per_micro_batch": 32768 + 1024},
-    "--temperature 0.6 --top_p 0.95 --top_k 20": {"rollout.temperature": 0.6, "rollout.top_p": 0.95, "rollout.top_k": 20},
+    "--temperature 0.6 --top_p 0.95 --top_k 20": {
+        "rollout.temperature": 0.6,
+        "rollout.top_p": 0.95,
+        "rollout.top_k": 20,
+    },
     "--epsilon 0.1 --epsilon_high 0.3": {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
     "--epsilon 0.1": {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1},
     "--loss_type grpo": {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.loss_type": "actor"},
@@ -142,7 +158,10 @@ CASES: dict[str, dict[str, Any]] = {
     "--scale_rewards batch": {"algorithm.std_over": "batch", "algorithm.normalize_by_std": True},
     "--multi_objective_aggregation normalize_then_sum": {"algorithm.adv_type": "gdpo"},
     "--off_policy_mask_threshold 0.5": {"algorithm.correction.off_policy_threshold": 0.5},
-    "--set optimizer.lr=3e-6 --set algorithm.recipe=dapo": {"optimizer.lr": 3e-6, "algorithm.dynamic_sampling_tries": 4},
+    "--set optimizer.lr=3e-6 --set algorithm.recipe=dapo": {
+        "optimizer.lr": 3e-6,
+        "algorithm.dynamic_sampling_tries": 4,
+    },
     "--use_vllm false --repetition_penalty 1.0": {},
     "--system_prompt Think. --dataset_answer_column answer --shuffle_dataset false": {
         "data.system_prompt": "Think.",
@@ -204,7 +223,10 @@ def test_every_flag_is_from_trl_or_listed_as_an_exception() -> None:
 
 def test_flags_without_effect_are_accepted_with_a_note() -> None:
     _, notes = parse_flags(f"{SEED} --logging_steps 1 --attn_implementation flash_attention_2".split())
-    assert [note.split(":")[0] for note in notes] == ["--logging_steps has no effect", "--attn_implementation has no effect"]
+    assert [note.split(":")[0] for note in notes] == [
+        "--logging_steps has no effect",
+        "--attn_implementation has no effect",
+    ]
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +262,10 @@ BAD = {
     "--warmup_steps 3 --warmup_ratio 0.1": ("--warmup_steps and --warmup_ratio", "one of them"),
     "--report_to tensorboard": ("--report_to tensorboard", "wandb or none"),
     "--eval_strategy steps": ("--eval_strategy steps needs --eval_steps",),
-    "--ref_model_sync_steps 64": ("--ref_model_sync_steps 64 needs --sync_ref_model true", "leave ref_model_sync_steps out"),
+    "--ref_model_sync_steps 64": (
+        "--ref_model_sync_steps 64 needs --sync_ref_model true",
+        "leave ref_model_sync_steps out",
+    ),
     "--sync_ref_model --beta 0": ("algorithm.ref_model_sync_steps=512 needs algorithm.kl_beta > 0",),
     "--dtype float16": ("model.dtype='float16'", "bfloat16"),
     "--bf16 --dtype float32": ("--bf16 true contradicts --dtype float32", "one of them"),
@@ -267,7 +292,9 @@ def assert_one_line_says(words: tuple[str, ...], errors: str) -> None:
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_flags_are_a_one_line_error_and_leave_nothing(flags: str, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_bad_flags_are_a_one_line_error_and_leave_nothing(
+    flags: str, capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
     before = sorted(folder.rglob("*"))
     assert cli.main(["grpo", *SEED.split(), *(part.replace("~", " ") for part in flags.split())]) == 2
     assert_one_line_says(BAD[flags], capfd.readouterr().err)
@@ -281,12 +308,20 @@ def test_bad_flags_are_a_one_line_error_and_leave_nothing(flags: str, capfd: pyt
         ("base --dataset_name d", ("'base' stands before any flag", "--dataset_name")),
         (SEED.replace("base", "/none/base"), ("--model_name_or_path /none/base is no folder", "owner/name")),
         (SEED.replace("math_dataset", "none.jsonl"), ("none.jsonl does not exist",)),
-        (f"{SEED} --eval_steps 5".replace("math_dataset", "math_dataset/train.jsonl"), ("--eval_steps 5", "data.heldout")),
-        (f"{SEED} --dataset_test_split t".replace("math_dataset", "math_dataset/train.jsonl"), ("a file has no splits",)),
+        (
+            f"{SEED} --eval_steps 5".replace("math_dataset", "math_dataset/train.jsonl"),
+            ("--eval_steps 5", "data.heldout"),
+        ),
+        (
+            f"{SEED} --dataset_test_split t".replace("math_dataset", "math_dataset/train.jsonl"),
+            ("a file has no splits",),
+        ),
         (SEED.replace("format", "fromat"), ("reward function 'fromat' is unknown", "did you mean format")),
     ],
 )
-def test_bad_names_are_a_one_line_error_too(flags: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_names_are_a_one_line_error_too(
+    flags: str, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["grpo", *flags.split()]) == 2
     assert_one_line_says(words, capfd.readouterr().err)
 
@@ -299,7 +334,9 @@ def test_a_model_that_the_hub_does_not_have_is_a_one_line_error(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
     assert cli.main(["grpo", *SEED.replace("base", "deepseek-ai/deepseek-base").split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "deepseek-ai/deepseek-base is neither a local folder nor available from" in line and "name its folder" in line
+    assert (
+        "deepseek-ai/deepseek-base is neither a local folder nor available from" in line and "name its folder" in line
+    )
 
 
 def test_a_model_in_the_hubs_cache_is_found_without_the_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ STRIPS_THOUGHTS = ALL.replace(
 )
 TOJSON = ALL.replace("m.content", "m.content | tojson if m.role == 'tool' else m.content")
 SYSTEM_LAST = (  # like Mistral's template: the system message is in the last user turn
-    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]"
-    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{% if loop.last and messages[0].role == 'system' %}{{"
+    " messages[0].content }}\n\n{% endif %}{{ m.content }}{% endfor %}"
 )
 
 
@@ -43,7 +43,9 @@ def refused(template: str, *turns: tuple[str, str]) -> int:
     """Return the number of the message that the error names."""
     with pytest.raises(ConfigError) as caught:
         render(template, *turns)
-    match = re.match(r"set\.jsonl:5: the chat template leaves out text of message (\d+) \(role '(\w+)'\): ", str(caught.value))
+    match = re.match(
+        r"set\.jsonl:5: the chat template leaves out text of message (\d+) \(role '(\w+)'\): ", str(caught.value)
+    )
     assert match is not None and "\n" not in str(caught.value), caught.value
     assert turns[int(match[1])][0] == match[2]
     return int(match[1])
@@ -83,13 +85,23 @@ def test_system_messages_may_go_anywhere_and_spaces_at_ends_may_go() -> None:
     assert render(SYSTEM_LAST, ("system", "be brief"), ("user", "u"), ("assistant", "a"), ("user", "v")).endswith(
         "be brief\n\nv"
     )
-    assert render(TRIMS, ("system", " \n "), ("user", "\n 1+1 \u2028"), ("assistant", ""), ("user", "x ")).count("<|end|>") == 4
+    assert (
+        render(TRIMS, ("system", " \n "), ("user", "\n 1+1 \u2028"), ("assistant", ""), ("user", "x ")).count("<|end|>")
+        == 4
+    )
     assert refused(ALL.replace("m.content", "m.content | replace('  ', ' ')"), ("user", "a  b")) == 0
 
 
 @pytest.mark.parametrize(
     "answer",
-    ["<think>\nlong\n</think>\n\n4", "long, begun by the template\n</think>4", "<think>a</think>4", "<think>cut off", "4", ""],
+    [
+        "<think>\nlong\n</think>\n\n4",
+        "long, begun by the template\n</think>4",
+        "<think>a</think>4",
+        "<think>cut off",
+        "4",
+        "",
+    ],
 )
 def test_the_thoughts_of_earlier_turns_of_the_assistant_may_be_missing(answer: str) -> None:
     text = render(STRIPS_THOUGHTS, ("user", "2+2"), ("assistant", answer), ("user", "why?"))
@@ -99,7 +111,9 @@ def test_the_thoughts_of_earlier_turns_of_the_assistant_may_be_missing(answer: s
 def test_text_of_the_assistant_around_its_thoughts_may_not_be_missing() -> None:
     drops = STRIPS_THOUGHTS.replace("[-1]", "[0]")
     assert refused(drops, ("user", "2+2"), ("assistant", "<think>long</think>four"), ("user", "why?")) == 1
-    assert refused(STRIPS_THOUGHTS, ("user", "2+2"), ("assistant", "Well <think>long</think>four"), ("user", "why?")) == 1
+    assert (
+        refused(STRIPS_THOUGHTS, ("user", "2+2"), ("assistant", "Well <think>long</think>four"), ("user", "why?")) == 1
+    )
     assert refused(roles("user"), ("user", "2+2"), ("assistant", "<think>a</think>"), ("user", "why?")) == 1
 
 

@@ -100,7 +100,9 @@ def test_the_answer_column_is_the_given_one_else_answer_else_solution(
 
 def test_without_answer_or_solution_the_columns_are_listed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "gold": "1"}])
-    with pytest.raises(ConfigError, match=r"neither 'answer' nor 'solution' among the columns prompt, gold; set data.ans"):
+    with pytest.raises(
+        ConfigError, match=r"neither 'answer' nor 'solution' among the columns prompt, gold; set data.ans"
+    ):
         load(path, answer_column=None)
 
 
@@ -119,8 +121,8 @@ ALWAYS_THINKS = (
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
 CLOSES_THOUGHT_IN_HISTORY = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content }}{% endfor"
+    " %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
 NO_GENERATION_PROMPT = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %} {{ m.content }}</s>"
@@ -135,7 +137,9 @@ NO_GENERATION_PROMPT += "{% endif %}{% endfor %}"
         pytest.param(OPENS_THOUGHT, "<think>\n", id="opens-a-thought"),
         pytest.param(QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}", "", id="qwen3"),
         pytest.param(
-            QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}", "<think>\n", id="qwen3-thinking"
+            QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
+            "<think>\n",
+            id="qwen3-thinking",
         ),
         pytest.param(
             QWEN_LIKE + "{% if add_generation_prompt %}<|assistant|>\n<think>\n\n</think>\n\n{% endif %}",
@@ -147,7 +151,9 @@ NO_GENERATION_PROMPT += "{% endif %}{% endfor %}"
         pytest.param(NO_GENERATION_PROMPT, "", id="no-generation-prompt"),
     ],
 )
-def test_the_prefill_is_the_generation_prompt_after_the_assistant_header(tmp_path: Path, template: str, prefill: str) -> None:
+def test_the_prefill_is_the_generation_prompt_after_the_assistant_header(
+    tmp_path: Path, template: str, prefill: str
+) -> None:
     [prompt], *_ = load(write_rows(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "1"}]), template)
     assert prompt.prefill == prefill
     assert prompt.text.endswith(prefill)
@@ -174,7 +180,10 @@ GOOD = {"prompt": "a", "answer": "1"}
         ('{"prompt": "a", "answer": " "}', "answer=' ' is not an answer"),
         ('{"prompt": "a", "answer": true}', "answer=True is not an answer"),
         ('{"prompt": 3, "answer": "1"}', "prompt=3 is neither a text nor a list of messages"),
-        ('{"prompt": [{"role": "user"}], "answer": "1"}', "prompt[0].content=None is neither a text nor a list of text parts"),
+        (
+            '{"prompt": [{"role": "user"}], "answer": "1"}',
+            "prompt[0].content=None is neither a text nor a list of text parts",
+        ),
         ('{"prompt": ["hi"], "answer": "1"}', "prompt[0]='hi' is not a message with role and content"),
         ('{"prompt": [], "answer": "1"}', "prompt=[] is neither a text nor a list of messages"),
         ('{"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}', "prompt ends with an assistant message"),

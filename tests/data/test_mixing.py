@@ -120,7 +120,9 @@ def test_ids_are_unique_and_do_not_change_when_another_set_grows(tmp_path: Path)
     assert [p.id for p in before.train] == [0, 1, IDS_PER_SET, IDS_PER_SET + 1]
     assert before.sizes == (2, 2)
     write(tmp_path / "a.jsonl", ["p", "q", "t"])
-    assert {p.text: p.id for p in before.train}.items() <= {p.text: p.id for p in load(train=[one, other]).train}.items()
+    assert {p.text: p.id for p in before.train}.items() <= {
+        p.text: p.id for p in load(train=[one, other]).train
+    }.items()
 
 
 def test_each_set_has_its_own_columns_with_the_defaults_of_data(tmp_path: Path) -> None:
@@ -130,7 +132,9 @@ def test_each_set_has_its_own_columns_with_the_defaults_of_data(tmp_path: Path) 
     data = load(train=[one, other], heldout=other)
     assert [p.answer for p in data.train] == ["1", "5"]
     assert [p.text for p in data.heldout_sets[""]] == ["<user>r<assistant>"]
-    assert data.notes[-1].endswith("1 prompts of at most 3 tokens; 1 prompts of data.train have the text of a held-out prompt")
+    assert data.notes[-1].endswith(
+        "1 prompts of at most 3 tokens; 1 prompts of data.train have the text of a held-out prompt"
+    )
 
 
 def prompts(texts: list[str], first_id: int = 0) -> list[Prompt]:
@@ -177,13 +181,17 @@ def test_all_rows_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=3 is more than the 2 prompts"):
         check_data(DataConfig.model_validate({"train": path}), 3, RolloutConfig())
     with pytest.raises(ConfigError, match=r"b\.jsonl:1: prompt='' is neither a text nor a list"):
-        check_data(DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig())
+        check_data(
+            DataConfig.model_validate({"train": path, "heldout": write(tmp_path / "b.jsonl", [""])}), 2, RolloutConfig()
+        )
     with pytest.raises(ConfigError, match=r"data\.heldout=.*a\.jsonl is also in data\.train"):
         check_data(DataConfig.model_validate({"train": path, "heldout": f"{tmp_path}/./a.jsonl"}), 2, RolloutConfig())
 
 
 def test_digests_depend_on_the_rows_and_not_on_their_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JSONL file, Parquet and a hub data set have equal digests. Changed answers, extras, order or sizes change them."""
+    """A JSONL file, Parquet and a hub data set have equal digests. Changed answers, extras, order or sizes change
+    them.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows: list[dict[str, Any]] = [{"prompt": q, "answer": str(i), "level": {"of": i}} for i, q in enumerate("pqr")]
@@ -199,7 +207,8 @@ def test_digests_depend_on_the_rows_and_not_on_their_location(tmp_path: Path, mo
         parquet.write_table(pa.Table.from_pylist(rows), f"{folder}/train.parquet")
     same = {digest(rows), digest(rows, "set"), digest(rows, "hub:owner/name")}
     changed = [
-        [{**row, name: value} if row is rows[1] else row for row in rows] for name, value in (("answer", "7"), ("level", 3))
+        [{**row, name: value} if row is rows[1] else row for row in rows]
+        for name, value in (("answer", "7"), ("level", 3))
     ]
     changed += [[rows[0], rows[2], rows[1]], rows[:2], [*rows, {"prompt": "line\u2028", "answer": "3"}]]
     assert len(same) == 1 and len({*same, *map(digest, changed)}) == 6

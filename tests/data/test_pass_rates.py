@@ -1,4 +1,6 @@
-"""Training prompts are kept or dropped by their pass rate. Dropped prompts are counted. The file must match the prompts."""
+"""Training prompts are kept or dropped by their pass rate. Dropped prompts are counted. The file must match the
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SOLVED = [0, 1, 4, 8, None, 7, 8]  # correct samples of 8, per prompt; None if t
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write two data sets, a.jsonl with five prompts and b.jsonl with three, and rates.jsonl without the last prompt."""
+    """Write two data sets, a.jsonl with five prompts and b.jsonl with three, and rates.jsonl without the last
+    prompt.
+    """
     texts = [f"q{i}" for i in range(8)]
     for name, part in (("a", texts[:5]), ("b", texts[5:])):
         write(tmp_path / f"{name}.jsonl", [{"prompt": text, "answer": "1"} for text in part])
@@ -29,7 +33,13 @@ def folder(tmp_path: Path) -> Path:
     write(
         tmp_path / "rates.jsonl",
         [
-            {"id": number, "hash": text_hash(f"<user>{text}<assistant>"), "samples": 8, "solved": solved, "prompt": LINE_ENDS}
+            {
+                "id": number,
+                "hash": text_hash(f"<user>{text}<assistant>"),
+                "samples": 8,
+                "solved": solved,
+                "prompt": LINE_ENDS,
+            }
             for number, text, solved in zip(ids, texts, SOLVED, strict=False)
         ],
     )
@@ -108,7 +118,9 @@ def test_limits_that_drop_a_whole_set_are_refused(folder: Path) -> None:
         ('{"id": 0, "hash": "a", "samples": 0, "solved": 0}\n', r"rates\.jsonl:1 has no id, hash, samples and solved"),
     ],
 )
-def test_a_file_without_rates_is_an_error_before_anything_is_loaded(folder: Path, content: str | None, problem: str) -> None:
+def test_a_file_without_rates_is_an_error_before_anything_is_loaded(
+    folder: Path, content: str | None, problem: str
+) -> None:
     path = folder / "rates.jsonl"
     path.unlink()
     if content is not None:
@@ -122,7 +134,10 @@ def test_a_file_without_rates_is_an_error_before_anything_is_loaded(folder: Path
     [
         ({}, r"data\.pass_rates=.* needs a limit; set data\.min_pass_rate"),
         ({"pass_rates": None, "max_pass_rate": 0.9}, r"data\.max_pass_rate=0\.9 needs data\.pass_rates"),
-        ({"min_pass_rate": 0.9, "max_pass_rate": 0.1}, r"data\.min_pass_rate=0\.9 is above data\.max_pass_rate=0\.1; lower it"),
+        (
+            {"min_pass_rate": 0.9, "max_pass_rate": 0.1},
+            r"data\.min_pass_rate=0\.9 is above data\.max_pass_rate=0\.1; lower it",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(folder: Path, settings: dict[str, Any], problem: str) -> None:

@@ -66,7 +66,15 @@ def test_a_number_of_any_type_is_an_answer_that_a_response_can_match(value: Any,
     assert accuracy("", rf"\boxed{{{right}}}", gold, {}).value == 1.0
 
 
-NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("-inf"), Decimal("NaN"), Decimal("-Infinity")]
+NOT_FINITE = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    np.float32("nan"),
+    np.float64("-inf"),
+    Decimal("NaN"),
+    Decimal("-Infinity"),
+]
 NOT_FINITE += [Decimal("sNaN"), "nan", " NaN\n", "inf", "-inf", "Infinity", "-Infinity", "+INF"]
 
 
@@ -98,7 +106,9 @@ def test_numbers_that_are_not_finite_are_refused_when_a_file_is_read(tmp_path: P
         parquet.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(ConfigError, match=re.escape(f"{path}:2: " if suffix == "jsonl" else f"{path}, row 1: ")):
         read(path)
-    decimals = pa.table({"prompt": ["a"], "answer": pa.array([Decimal("12345678901234567890.5")], pa.decimal128(30, 1))})
+    decimals = pa.table(
+        {"prompt": ["a"], "answer": pa.array([Decimal("12345678901234567890.5")], pa.decimal128(30, 1))}
+    )
     parquet.write_table(decimals, tmp_path / "decimals.parquet")
     assert read(tmp_path / "decimals.parquet")[0].answer == "12345678901234567890.5"
 
@@ -113,7 +123,9 @@ def test_verls_files_load_unchanged(tmp_path: Path, form: str) -> None:
         parquet.write_table(pa.Table.from_pylist(VERL), path / "train.parquet", row_group_size=2)
     found = read(path if form == "folder" else next(path.iterdir()), **NESTED)
     assert [one.answer for one in found] == ["6", "34", "340282366920938463463374607431768211454"]
-    assert [one.messages for one in found] == [[{"role": "user", "content": one["prompt"][0]["content"]}] for one in VERL]
+    assert [one.messages for one in found] == [
+        [{"role": "user", "content": one["prompt"][0]["content"]}] for one in VERL
+    ]
     for one, given in zip(found, VERL, strict=True):
         assert one.extras == {name: given[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
         assert one.raw_columns["reward_model.ground_truth"] == one.answer and one.raw_columns["prompts"] == one.messages

@@ -1,4 +1,6 @@
-"""read_rows: equal rows from JSONL, JSON, Parquet, folders and hub names. Errors name the unreadable source and the remedy."""
+"""read_rows: equal rows from JSONL, JSON, Parquet, folders and hub names. Errors name the unreadable source and the
+remedy.
+"""
 
 import json
 import re

@@ -41,7 +41,9 @@ def open_checkpoints(rank: int, folder: Path, keep: int = 2) -> Checkpoints:
         atexit.register(shutil.rmtree, saving.MEMORY, ignore_errors=True)
     dist.barrier()
     store = dist.PrefixStore(folder.name, dist.distributed_c10d._get_default_store())
-    config: Any = SimpleNamespace(run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False))
+    config: Any = SimpleNamespace(
+        run_dir=folder, checkpoint=CheckpointConfig(keep=keep), log=SimpleNamespace(progress=False)
+    )
     return Checkpoints(config, rank, store, WARNINGS.append)
 
 
@@ -67,7 +69,9 @@ def raised(act: Callable[..., object], *arguments: Any) -> str:
 
 
 def becomes_visible_without_the_main_threads(rank: int, folder: Path) -> None:
-    """A save is visible when the last rank's thread finishes, without any call by a rank, but not before the step is logged."""
+    """A save is visible when the last rank's thread finishes, without any call by a rank, but not before the step is
+    logged.
+    """
     found = open_checkpoints(rank, folder / "visible")
     found.save(SlowPolicy(rank, pause_s=0.5 if rank == 2 else 0.0), manifest(4))
     for _ in range(2):
@@ -105,7 +109,9 @@ def goes_back(rank: int, folder: Path) -> None:
 
 
 def stages_in_private(rank: int, folder: Path) -> None:
-    """Stage in a folder that only this user can read, with a new name each time, and remove it before training continues."""
+    """Stage in a folder that only this user can read, with a new name each time, and remove it before training
+    continues.
+    """
     found, policy = open_checkpoints(rank, folder / "private"), SlowPolicy(rank, pause_s=0.2)
     places: set[Path] = set()
     for step in (1, 2):
@@ -202,10 +208,17 @@ def leaves_nothing_after_an_error(rank: int, folder: Path) -> None:
 
 
 def notices_another_start_model(rank: int, folder: Path) -> None:
-    """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece size."""
+    """Hash the whole content of every file. Ranks share the pieces, and no file size is a multiple of the piece
+    size.
+    """
     model_files.PIECE, model_files._CHUNK = 1000, 300
     path = folder / "model"
-    contents = {"config.json": b"{}", "tokenizer.json": b"", "generation_config.json": b"x" * 1000, "README.md": b"read"}
+    contents = {
+        "config.json": b"{}",
+        "tokenizer.json": b"",
+        "generation_config.json": b"x" * 1000,
+        "README.md": b"read",
+    }
     contents |= {f"model-{i}.safetensors": bytes([65 + i]) * (2701 + i) for i in range(3)}
     contents["model.safetensors.index.json"] = json.dumps(
         {"weight_map": {str(i): f"model-{i}.safetensors" for i in range(3)}}
@@ -260,7 +273,8 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
     change("model-1.safetensors", bytes(flipped))
     assert opened("random").changes(without_weights) == []
     assert opened("random", large=path).changes(taught) == [
-        "teachers.large/model-1.safetensors has changed since the run's checkpoint; the run continues with the current content"
+        "teachers.large/model-1.safetensors has changed since the run's checkpoint; the run continues with the current"
+        " content"
     ]
 
 
@@ -279,7 +293,10 @@ def warns_where_nothing_could_train(rank: int, folder: Path) -> None:
     del WARNINGS[:]
     save(1, "a")
     save(2, "a")  # all rewards were equal until now
-    assert len(WARNINGS) == 1 and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
+    assert (
+        len(WARNINGS) == 1
+        and "the weights did not change in 1 optimizer steps since step 1: past warm-up" in WARNINGS[0]
+    )
     policy.num_effective_steps = 1
     save(3, "b")
     save(4, "b")

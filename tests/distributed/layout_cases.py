@@ -53,7 +53,10 @@ MIXTURES = {
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
     "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
     "glm4_moe-normed": ("glm4_moe", {"num_hidden_layers": 5, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
-    "deepseek_v3-plain": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3-plain": (
+        "deepseek_v3",
+        {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    ),
     # Each token of these models goes to given experts.
     "qwen3_moe-routed": ("qwen3_moe", {"num_hidden_layers": 8, "norm_topk_prob": True}),
     "deepseek_v3-routed": ("deepseek_v3", {"num_hidden_layers": 5}),
@@ -68,7 +71,10 @@ METHODS = {
     ),
     "gspo": ("algorithm.recipe=gspo", "algorithm.correction={importance: sequence, veto_below: 0.1}"),
     "gspo_token": ("algorithm.recipe=gspo_token", "algorithm.adv_type=grpo_process"),
-    "cispo": ("algorithm.recipe=cispo", "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}"),
+    "cispo": (
+        "algorithm.recipe=cispo",
+        "algorithm.correction={importance: token, mask: token, mask_low: 0.3, mask_high: 3.0}",
+    ),
     "sapo": ("algorithm.recipe=sapo", "algorithm.correction={mask: geometric, mask_low: 0.7, mask_high: 1.4}"),
     "gmpo": ("algorithm.recipe=gmpo", "algorithm.correction={mask: sequence, mask_low: 0.05, mask_high: 20.0}"),
     "rloo": (
@@ -80,11 +86,17 @@ METHODS = {
     "reinforce_plus_plus_baseline": ("algorithm.recipe=reinforce_plus_plus_baseline", "algorithm.overlong_buffer=0.3"),
     "process_supervision": ("algorithm.recipe=process_supervision", "algorithm.overlong_filter=true"),
     "clip_cov": (
-        "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high: 0.5}",
+        (
+            "algorithm={recipe: clip_cov, adv_type: grpo_turn, group_size: 4, cov_share: 1.0, cov_low: 0.02, cov_high:"
+            " 0.5}"
+        ),
         "algorithm.correction={importance: token, batch_normalize: true, reject: seq_max_k3, reject_above: 2.0}",
     ),
     "kl_cov": (
-        "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1, positive_above: 0.5}",
+        (
+            "algorithm={recipe: kl_cov, adv_type: opo, group_size: 4, cov_share: 0.2, positive_nll: 0.1,"
+            " positive_above: 0.5}"
+        ),
         "algorithm.correction={importance: sequence, batch_normalize: true, off_policy_threshold: 0.01}",
     ),
     "opd": ("algorithm.recipe=opd", "teachers={main: {path: FOLDER/uneven}}"),
@@ -133,7 +145,9 @@ class LogitsCase:
     sequences: list[list[int]]
     expected: list[torch.Tensor]  # per sequence: [length, vocab] fp32
     probes: list[torch.Tensor] = field(default_factory=list)  # per sequence; loss = hidden * probe; empty: no backward
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # fp64 gradients of that loss, keyed by checkpoint names
+    gradients: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # fp64 gradients of that loss, keyed by checkpoint names
     routes: list[Routes] = field(default_factory=list)  # per sequence; empty: the model's routers choose
     loads: list[list[int]] = field(default_factory=list)  # tokens per expert, by layer
     balance: dict[str, float] = field(default_factory=dict)  # metrics of the router losses
@@ -181,7 +195,9 @@ def routed(model: Any) -> Iterator[Routed]:
             found.num_experts = gate.weight.shape[0]
             into = lambda _, args, i=i, gate=gate: found.logits[i].append(args[0].flatten(0, -2) @ gate.weight.t())  # noqa: E731
             handles.append(layer.mlp.register_forward_pre_hook(into))
-            handles.append(layer.mlp.experts.register_forward_pre_hook(lambda _, args, i=i: found.chosen[i].append(args[1])))
+            handles.append(
+                layer.mlp.experts.register_forward_pre_hook(lambda _, args, i=i: found.chosen[i].append(args[1]))
+            )
     yield found
     for handle in handles:
         handle.remove()
@@ -211,7 +227,8 @@ def router_losses(
 def probe(
     model: Any, sequences: list[list[int]], folder: Path, config: RouterConfig, micro_batches: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return random probes and the gradients of sum(hidden * probe); transformers saves the gradients under checkpoint names.
+    """Return random probes and the gradients of sum(hidden * probe); transformers saves the gradients under checkpoint
+    names.
 
     The loss includes the router losses. aux_loss is valid only for a layout with these micro-batches.
     """
@@ -230,7 +247,9 @@ def probe(
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder)
     gradients = load_file(folder / "model.safetensors")
-    assert all(gradient.any() for name, gradient in gradients.items() if "lm_head" not in name and ".experts." not in name)
+    assert all(
+        gradient.any() for name, gradient in gradients.items() if "lm_head" not in name and ".experts." not in name
+    )
     metrics = {"moe/aux_loss": float(balancing.detach().mean()) if config.aux_loss_coeff else 0.0}
     metrics |= {"moe/z_loss": float(z_losses.detach().mean()) if config.z_loss_coeff else 0.0}
     balance = {name: value for name, value in metrics.items() if value}
@@ -246,7 +265,8 @@ def make_config(model: Path, layout: str, *overrides: str) -> configs.Config:
         "rollout": {"max_response_length": 24, "temperature": 0.8},
         "algorithm": {"group_size": 4, "kl_beta": 0.02, "calculate_entropy": True, "entropy_bonus": 0.01},
         "batch": {"prompts_per_step": 6, "epochs": 3, "tokens_per_micro_batch": 128},
-        # eps is above the rounding of gradients. Otherwise Adam would turn a gradient of pure rounding into a full step.
+        # eps is above the rounding of gradients. Otherwise Adam would turn a gradient of pure rounding into a full
+        # step.
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6},
     }
     for part in layout.split(","):
@@ -262,7 +282,9 @@ def make_sequences() -> list[list[int]]:
 
 
 def random_groups(seed: int) -> list[Group]:
-    """Return six groups of four samples of different lengths. In one group all rewards are equal; one sample has no reward."""
+    """Return six groups of four samples of different lengths. In one group all rewards are equal; one sample has no
+    reward.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ints(n: int) -> list[int]:
@@ -274,7 +296,9 @@ def random_groups(seed: int) -> list[Group]:
         samples = []
         for i in range(4):
             length = int(torch.randint(1, 24, (1,), generator=generator))
-            logprobs = (-5.3 + 0.3 * torch.randn(length, generator=generator)).tolist()  # near the log-probs of a random model
+            logprobs = (
+                -5.3 + 0.3 * torch.randn(length, generator=generator)
+            ).tolist()  # near the log-probs of a random model
             reward = 1.0 if g == 2 else float(torch.rand(1, generator=generator))
             sample = Sample(prompt, i, ints(length), logprobs, "stop" if length < 20 else "length", 0)
             if not g == i == 1:

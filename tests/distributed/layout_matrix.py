@@ -71,7 +71,13 @@ UPDATES = {
     ),
     "deepseek_v3-plain": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
     "qwen3_moe-routed": ROUTED_LAYOUTS,
-    "uneven": ("tp=1", "pp=4", "pp=4,layers_per_chunk=[1;2;2;1]", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
+    "uneven": (
+        "tp=1",
+        "pp=4",
+        "pp=4,layers_per_chunk=[1;2;2;1]",
+        "tp=2,pp=2,sequence_parallel=true",
+        "pp=2,vpp=2,dp=2",
+    ),
 }
 
 # Updates without a comparison to another layout.
@@ -81,7 +87,12 @@ ALONE = {
 }
 METHODS_LAYOUTS = ("tp=1", "tp=2,dp=2 batch.tokens_per_micro_batch=40 reversed", "cp=4 batch.tokens_per_micro_batch=19")
 ALL_UPDATES = UPDATES | {f"short+{method}": METHODS_LAYOUTS for method in METHODS}
-for _method in ("reinforce_plus_plus", "clip_cov", "opd", "opd_kl"):  # they need log-probs of the last stage before the update
+for _method in (
+    "reinforce_plus_plus",
+    "clip_cov",
+    "opd",
+    "opd_kl",
+):  # they need log-probs of the last stage before the update
     ALL_UPDATES[f"short+{_method}"] += ("tp=2,pp=2",)
 LOGITS = {
     name: MIXTURES_LAYOUTS if name in MIXTURES else LOGITS_LAYOUTS
@@ -152,7 +163,9 @@ FULL_UPDATES = {
 
 
 def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
-    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every third is marked `full` and the others `sweep`."""
+    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every third is marked `full` and the others
+    `sweep`.
+    """
     parameters, num_full = [], 0
     for name in names:
         mark = None
@@ -165,7 +178,9 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: layout not in (*KEPT_LOGITS, *KEPT_ROUTED, *(("cp=4", "pp=4,vpp=2") if model == "qwen2" else ())),
+    lambda model, layout: (
+        layout not in (*KEPT_LOGITS, *KEPT_ROUTED, *(("cp=4", "pp=4,vpp=2") if model == "qwen2" else ()))
+    ),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),

@@ -1,8 +1,8 @@
 """One rank of the layout tests: all cases of one world size run one after another in the same processes.
 
-`python layouts_worker.py RANK WORLD_SIZE FOLDER` reads cases.pt. A logits case compares the policy's logits with transformers'
-logits, computed by the parent, and writes the largest difference. An update case is a case of commands.check. It also
-writes the gradient norms by layer and compares their total with Megatron's norm.
+`python layouts_worker.py RANK WORLD_SIZE FOLDER` reads cases.pt. A logits case compares the policy's logits with
+transformers' logits, computed by the parent, and writes the largest difference. An update case is a case of
+commands.check. It also writes the gradient norms by layer and compares their total with Megatron's norm.
 """
 
 import gc
@@ -62,7 +62,9 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     runtimes.stop()
     alive = sum(isinstance(found, GPTModel) for found in gc.get_objects())
-    assert alive <= 2, f"{alive} chunks outlive their policies, with all groups"  # Megatron keeps the last policy's chunks
+    assert alive <= 2, (
+        f"{alive} chunks outlive their policies, with all groups"
+    )  # Megatron keeps the last policy's chunks
 
 
 def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, folder: Path) -> None:
@@ -81,8 +83,8 @@ def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, fold
 
 
 def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, float]:
-    """Return the largest difference of any logit ("logits") and of each tensor's gradient (by name), over all ranks, relative
-    to the largest expected value."""
+    """Return the largest difference of any logit ("logits") and of each tensor's gradient (by name), over all ranks,
+    relative to the largest expected value."""
     model = model_files.read_model_files(case.config)
     policy = model_files.build_policy(case.config, model, runtime)
     samples = as_samples(case.sequences)
@@ -127,19 +129,25 @@ def _places(case: LogitsCase, batch: PackedBatch) -> list[tuple[int, torch.Tenso
 
 
 def _gradient_differences(case: LogitsCase, runtime: Runtime, policy: Policy) -> dict[str, float]:
-    """Return differences keyed by Megatron's names. The distributed optimizer reduces a slice of each gradient to each rank."""
+    """Return differences keyed by Megatron's names. The distributed optimizer reduces a slice of each gradient to each
+    rank.
+    """
     shards, names = policy.shards.rank_shards(runtime.rank), {p: name for name, p in policy.parameters.items()}
     worst: dict[str, float] = {}
     for part in optimizers.parts(policy._optimizer):
         for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
             expected = torch.zeros(p.shape, dtype=torch.float64)
             load_shards(
-                {"": shards[names[p]]}, {"": expected}, lambda box: case.gradients[box.tensor][region(box.start, box.shape)]
+                {"": shards[names[p]]},
+                {"": expected},
+                lambda box: case.gradients[box.tensor][region(box.start, box.shape)],
             )
             scale = max(float(case.gradients[piece.box.tensor].abs().max()) for piece in shards[names[p]].pieces)
             mine = part._get_model_param_range_map(p)["param"]
             difference = p.main_grad.view(-1)[mine.start : mine.end] - expected.view(-1)[mine.start : mine.end]
-            worst[f"{names[p]} of {runtime.rank}"] = float(difference.abs().max()) / (scale or 1.0) if len(difference) else 0.0
+            worst[f"{names[p]} of {runtime.rank}"] = (
+                float(difference.abs().max()) / (scale or 1.0) if len(difference) else 0.0
+            )
     return worst
 
 
@@ -155,7 +163,9 @@ def _differences(
     for index, rows, positions in _places(case, batch):
         expected = case.expected[index]
         assert full_TV[rows].shape == expected[positions].shape
-        worst.append(float(((full_TV[rows] - expected[positions]).abs() / expected.abs().max()).amax() if len(rows) else 0.0))
+        worst.append(
+            float(((full_TV[rows] - expected[positions]).abs() / expected.abs().max()).amax() if len(rows) else 0.0)
+        )
     return worst
 
 

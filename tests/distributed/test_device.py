@@ -35,7 +35,12 @@ def test_a_peak_is_reported_once_although_the_memory_is_freed() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGNS = ("dev/nvidia0", "dev/nvidiactl", "proc/driver/nvidia/version", "proc/driver/nvidia/gpus/0000:1b:00.0/information")
+SIGNS = (
+    "dev/nvidia0",
+    "dev/nvidiactl",
+    "proc/driver/nvidia/version",
+    "proc/driver/nvidia/gpus/0000:1b:00.0/information",
+)
 
 
 @pytest.fixture
@@ -65,7 +70,9 @@ def test_a_rank_does_not_train_on_the_cpu_if_a_gpu_is_unusable(tools: Path, monk
         pytest.skip("torch sees a GPU here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PATH", str(tools))
-    with pytest.raises(ConfigError, match=r"device=auto: this machine has .*nvidia.*, but torch sees no GPU; .* device: cpu"):
+    with pytest.raises(
+        ConfigError, match=r"device=auto: this machine has .*nvidia.*, but torch sees no GPU; .* device: cpu"
+    ):
         devices.select("auto", 0)
     assert devices.select("cpu", 0).type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -83,7 +90,9 @@ def test_an_unusable_gpu_is_refused_before_any_rank_starts(command: str, tools: 
     variables = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
     run = [sys.executable, "-m", "grpo_mega.cli", *words]
     done = subprocess.run(run, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("grpo-mega: error: device=auto: this machine has "), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("grpo-mega: error: device=auto: this machine has "), (
+        done.stderr
+    )
     assert done.stderr.count("device=auto") == 1 and not (tmp_path / "run").exists()
     done = subprocess.run(run, cwd=ROOT, env=variables | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and "device" not in done.stderr, done.stderr

@@ -26,7 +26,9 @@ def test_values_of_the_user_are_kept() -> None:
     given = {"NCCL_DEBUG": "INFO", "NETWORK_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
     added = library_environment(given)
     assert not added.keys() & given.keys()
-    assert added == {name: value for name, value in LIBRARIES.items() if name != "NCCL_DEBUG"} | {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert added == {name: value for name, value in LIBRARIES.items() if name != "NCCL_DEBUG"} | {
+        "NCCL_SOCKET_IFNAME": "ib0"
+    }
 
 
 def test_deterministic_kernels_are_added_on_request() -> None:
@@ -53,7 +55,9 @@ def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Pa
         "print(os.environ['NCCL_NVLS_ENABLE'], os.environ['NCCL_DEBUG'])"
     )
     environment = os.environ | {"NCCL_DEBUG": "INFO", "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert printed.split() == ["0", "INFO"]
 
 
@@ -82,7 +86,9 @@ def test_the_compiler_is_searched_where_sglang_searches_it(name: str, tmp_path: 
     compiler.chmod(0o755)
     assert cuda_compiler({name: str(tmp_path), "PATH": "/usr/bin"}) == compiler
     assert cuda_compiler({"PATH": f"/usr/bin:{tmp_path}/bin"}) == compiler
-    assert cuda_compiler({"CUDA_HOME": str(tmp_path / "other"), "PATH": f"{tmp_path}/bin"}) is None, "CUDA_HOME comes first"
+    assert cuda_compiler({"CUDA_HOME": str(tmp_path / "other"), "PATH": f"{tmp_path}/bin"}) is None, (
+        "CUDA_HOME comes first"
+    )
 
 
 def test_imports_of_a_rank_are_exempt_from_garbage_collection() -> None:

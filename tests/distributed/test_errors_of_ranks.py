@@ -25,7 +25,9 @@ NUM_PROMPTS = 2 * MIN_PROMPTS  # each of two ranks gets half of them
 
 
 def train(folder: Path, **sections: Any) -> tuple[int, list[str], float]:
-    """Run training on two ranks. Return the exit code, the lines of standard error without warnings, and the seconds."""
+    """Run training on two ranks. Return the exit code, the lines of standard error without warnings, and the
+    seconds.
+    """
     raw = {
         "run_dir": "run",
         "steps": 1,
@@ -65,5 +67,8 @@ def test_a_reward_that_raises_on_the_samples_of_one_rank_ends_all(tmp_path: Path
     (tmp_path / "own_rewards.py").write_text(RAISES)
     code, lines, seconds = train(tmp_path, layout={"dp": 2}, rewards={"functions": [{"name": "own_rewards.f"}]})
     assert (code, len(lines)) == (2, 1), lines
-    assert f"reward function 'own_rewards.f' raised an exception for every one of the last {MIN_SAMPLES} samples" in lines[0]
+    assert (
+        f"reward function 'own_rewards.f' raised an exception for every one of the last {MIN_SAMPLES} samples"
+        in lines[0]
+    )
     assert seconds < 150  # it does not wait for a deadline of the other rank

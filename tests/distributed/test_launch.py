@@ -84,7 +84,9 @@ def test_no_threads_of_ranks_and_examples_spin_while_they_wait() -> None:
         (kept, [str(examples / "answer_again.py"), "--help"]),
         (rank_environments(kept, world_size=1)[0], ["-c", "import torch"]),
     ]
-    started = [subprocess.Popen([sys.executable, *c], env=e, stdout=PIPE, stderr=STDOUT, text=True) for e, c in commands]
+    started = [
+        subprocess.Popen([sys.executable, *c], env=e, stdout=PIPE, stderr=STDOUT, text=True) for e, c in commands
+    ]
     for process in started:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0 and "GOMP_SPINCOUNT = '0'" in output, output
@@ -97,7 +99,9 @@ def test_rank_0_keeps_the_terminal_and_the_others_write_logs(tmp_path: Path, cap
     assert sorted((tmp_path / "logs/rank_1.log").read_text().splitlines()) == ["err 1", "out 1"]
 
 
-def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rank_stops_the_others_and_is_named_with_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rank_1.log").write_text("of an older run\n")
     program = (
         "import os, sys, time\n"
@@ -200,7 +204,9 @@ def test_launch_runs_the_function_of_a_module_on_every_rank(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_error_of_the_function_that_the_user_can_fix_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_function_that_the_user_can_fix_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert launch(load, tmp_path / "none.yaml", 2, tmp_path) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("grpo-mega: error: ") and "No such file" in line

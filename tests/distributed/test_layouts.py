@@ -1,7 +1,7 @@
 """Every layout gives the same numbers: logits against transformers, and whole updates against a single rank.
 
-All cases of one world size share a launch of ranks with real Megatron-core over gloo. Only cases of the selected tests run.
-Cases in FULL_UPDATES repeat an axis that other cases cover, and need --all.
+All cases of one world size share a launch of ranks with real Megatron-core over gloo. Only cases of the selected tests
+run. Cases in FULL_UPDATES repeat an axis that other cases cover, and need --all.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         groups = random_groups(seed=7)
         if "-routed" in name:
             samples = [sample for group in groups for sample in group.samples]
-            for sample, routes in zip(samples, routes_of(_make_model(name), (s.total_len for s in samples)), strict=True):
+            for sample, routes in zip(
+                samples, routes_of(_make_model(name), (s.total_len for s in samples)), strict=True
+            ):
                 sample.routes = routes
         torch.save(groups, folder / f"groups-{name}.pt")
         texts = (*texts, *ALONE.get(name, ()))
@@ -120,7 +122,9 @@ def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
-    """Logits do not show a lost gradient. These gradients are fp64; transformers in fp32 differs from them by up to 6e-6."""
+    """Logits do not show a lost gradient. These gradients are fp64; transformers in fp32 differs from them by up to
+    6e-6.
+    """
     gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
     assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
 
@@ -247,7 +251,9 @@ def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> 
     config = make_config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
     spec = PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=config.layout.tp)
     batches = pack_mini_batches([as_samples(sequences)], [[1.0] * len(sequences)], spec)[0]
-    return probe(model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches])
+    return probe(
+        model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches]
+    )
 
 
 def _make(name: str, folder: Path) -> torch.nn.Module:
@@ -271,6 +277,10 @@ def _update_case(name: str, text: str, folder: Path) -> Case:
     model, _, method = name.partition("+")
     layout, *rest = text.split(" ")
     overrides = [r for r in rest if r != "reversed"]
-    overrides = [*ROUTERS.get(model, ()), *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())), *overrides]
+    overrides = [
+        *ROUTERS.get(model, ()),
+        *(m.replace("FOLDER", str(folder)) for m in METHODS.get(method, ())),
+        *overrides,
+    ]
     config = make_config(folder / model, layout, *overrides)
     return Case(f"{name}:{text}", config, reverse_groups="reversed" in rest)

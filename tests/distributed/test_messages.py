@@ -74,10 +74,13 @@ def test_each_launch_has_a_key_that_its_ranks_share_and_keep() -> None:
     assert first[0][KEY_VARIABLE] == first[1][KEY_VARIABLE] != second[0][KEY_VARIABLE]
     assert len(first[0][KEY_VARIABLE]) == 64
     program = (
-        "import os; from grpo_mega.distributed.messages import run_key; k = run_key(); print(k.decode(), dict(os.environ))"
+        "import os; from grpo_mega.distributed.messages import run_key; k = run_key(); print(k.decode(),"
+        " dict(os.environ))"
     )
     environment = os.environ | {KEY_VARIABLE: "0123456789abcdef!"}
-    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert said.split(" ")[0] == "0123456789abcdef!" and KEY_VARIABLE not in said
     short = subprocess.run(
         [sys.executable, "-c", program], env=environment | {KEY_VARIABLE: "short"}, capture_output=True, text=True
@@ -88,23 +91,20 @@ def test_each_launch_has_a_key_that_its_ranks_share_and_keep() -> None:
 def test_ranks_of_torchrun_share_a_key_through_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process has one key, so use several processes."""
     program = (
-        "import sys; from pathlib import Path; from datetime import timedelta; from torch.distributed import FileStore\n"
-        "from grpo_mega.distributed.messages import run_key, shared_key\n"
-        "rank, folder = int(sys.argv[1]), Path(sys.argv[2])\n"
-        "store = FileStore(str(folder / 'store'), 2)\n"
-        "with shared_key(store, rank, 2, folder / 'run'):\n"
-        "    path = folder / 'run' / 'run_key'\n"
-        "    print(oct(path.stat().st_mode) if rank == 0 else '')\n"
-        "    store.add('entered', 1); store.wait(['go']) if rank else None\n"
-        "    while rank == 0 and store.add('entered', 0) < 2: pass\n"
-        "    store.set('go', '1')\n"
-        "print(run_key().decode())\n"
+        "import sys; from pathlib import Path; from datetime import timedelta; from torch.distributed import"
+        " FileStore\nfrom grpo_mega.distributed.messages import run_key, shared_key\nrank, folder = int(sys.argv[1]),"
+        " Path(sys.argv[2])\nstore = FileStore(str(folder / 'store'), 2)\nwith shared_key(store, rank, 2, folder /"
+        " 'run'):\n    path = folder / 'run' / 'run_key'\n    print(oct(path.stat().st_mode) if rank == 0 else '')\n   "
+        " store.add('entered', 1); store.wait(['go']) if rank else None\n    while rank == 0 and store.add('entered',"
+        " 0) < 2: pass\n    store.set('go', '1')\nprint(run_key().decode())\n"
     )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run_key").write_text("of a start that was killed")
     command = [sys.executable, "-c", program]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
-    (first, second) = (rank.communicate(timeout=300)[0].split("\n") for rank in ranks)
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    first, second = (rank.communicate(timeout=300)[0].split("\n") for rank in ranks)
     assert first[0] == "0o100600" and first[1] == second[1] and len(first[1]) == 64
     assert not (tmp_path / "run" / "run_key").exists()
     monkeypatch.setattr("grpo_mega.distributed.messages.SECONDS_FOR_THE_FILE", 0.3)
@@ -187,7 +187,9 @@ def test_many_ranks_exchange_values_through_a_bound_store() -> None:
     with ThreadPoolExecutor(num_ranks) as pool:
         for turn in range(3):
             values = [[rank, turn, TEXTS[0], FLOATS[4]] for rank in range(num_ranks)]
-            calls = [pool.submit(party.all_gather, "p", value, 60.0) for party, value in zip(parties, values, strict=True)]
+            calls = [
+                pool.submit(party.all_gather, "p", value, 60.0) for party, value in zip(parties, values, strict=True)
+            ]
             assert [call.result() for call in calls] == [values] * num_ranks
 
 
@@ -220,7 +222,9 @@ def test_an_address_that_other_nodes_cannot_reach_is_reported(
     """Debian maps a machine's name to 127.0.1.1. A service's address belongs to no interface."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
     assert address_to_bind(NODES | {"MASTER_ADDR": "node-7"}) == ""
-    assert "MASTER_ADDR=node-7 is 127.0.1.1 on this machine, so the job's store listens on all" in capsys.readouterr().err
+    assert (
+        "MASTER_ADDR=node-7 is 127.0.1.1 on this machine, so the job's store listens on all" in capsys.readouterr().err
+    )
     with bound_socket("203.0.113.9", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
     assert "203.0.113.9 is not an address of this machine" in capsys.readouterr().err

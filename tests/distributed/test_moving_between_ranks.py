@@ -51,7 +51,17 @@ TRAINER = megatron_side(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2))
 LONGEST_ROW = 12  # elements of a row of o_proj
 MIXTURE = family_of("mixtral")
 MIXTURE_SHAPE = ModelShape(
-    "mixtral", 2, hidden=6, ffn=8, num_heads=4, num_kv_heads=2, head_dim=2, vocab=70, tied=True, num_experts=4, moe_ffn=8
+    "mixtral",
+    2,
+    hidden=6,
+    ffn=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab=70,
+    tied=True,
+    num_experts=4,
+    moe_ffn=8,
 )
 
 
@@ -91,7 +101,9 @@ def check_execute(rank: int, targets: Sequence[RankShards], bucket_bytes: int) -
         received = execute(made, sources, found, dtype=torch.int64, bucket_bytes=bucket_bytes)
     assert_equal([found], [filled(targets, TENSORS)[rank]])
     remote = [t for t in made.transfers() if t.source_rank != t.target_rank]
-    assert received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
+    assert (
+        received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
+    )
     assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.size for t in remote if t.source_rank == rank)
     limit = max(bucket_bytes, 8 * LONGEST_ROW)
     assert all(size <= limit for pair in sizes for size in pair), (sizes, limit)
@@ -138,7 +150,11 @@ class Ring:
 
     def take(self, bucket: Bucket) -> None:
         assert not bucket.entries or bucket.values.data_ptr() == self._buffers[bucket.index % 2].data_ptr()
-        assert bucket.values.numel() == self.sizes[bucket.index] == sum(num_bytes_of(e, bucket.dtype) for e in bucket.entries)
+        assert (
+            bucket.values.numel()
+            == self.sizes[bucket.index]
+            == sum(num_bytes_of(e, bucket.dtype) for e in bucket.entries)
+        )
         self._waiting[bucket.index] = (bucket, bucket.values.clone())
 
     def finish(self) -> None:
@@ -198,7 +214,9 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
 def test_servers_are_filled_through_two_buffers_with_valid_checksums(rank: int, folder: Path) -> None:
     """Fill tensor-parallel servers on one, some or all of the ranks, dense and mixture models, in several dtypes."""
     trainers = (MegatronLayout(tp=2, pp=2), MegatronLayout(tp=1, pp=2, dp=2), MegatronLayout(dp=4, ep=2))
-    for number, (layout, engines) in enumerate(product(trainers, (EngineLayout(2, 2), EngineLayout(4, 1), EngineLayout(1, 1)))):
+    for number, (layout, engines) in enumerate(
+        product(trainers, (EngineLayout(2, 2), EngineLayout(4, 1), EngineLayout(1, 1)))
+    ):
         family, shape = (FAMILY, SHAPE) if layout.ep == 1 else (MIXTURE, MIXTURE_SHAPE)
         dtype = (torch.bfloat16, torch.float8_e4m3fn, torch.float32)[number % 3]
         case = Moving(family, shape, layout, engine_shards(family, shape, engines, WORLD_SIZE), dtype)
@@ -243,7 +261,9 @@ def test_execute_works_in_a_group_of_some_of_the_ranks(rank: int, folder: Path) 
     sources, targets = (megatron_side(FAMILY, SHAPE, MegatronLayout(**{axis: 2})) for axis in ("tp", "pp"))
     place = dist.get_rank(group)
     found = blank(targets)[place]
-    execute(plan(sources, targets), filled(sources, TENSORS)[place], found, dtype=torch.int64, group=group, bucket_bytes=64)
+    execute(
+        plan(sources, targets), filled(sources, TENSORS)[place], found, dtype=torch.int64, group=group, bucket_bytes=64
+    )
     assert_equal([found], [filled(targets, TENSORS)[place]])
 
 
@@ -291,7 +311,9 @@ def meet(phase: str, mine: list[str]) -> list[list[str]]:
 @ranks(WORLD_SIZE)
 def test_publish_sends_each_version_and_names_wrong_tensors_on_all_ranks(rank: int, folder: Path) -> None:
     engines = hf_shards(FAMILY, SHAPE, WORLD_SIZE)
-    made = plan_transfers(megatron_shards(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2)), engines, ranks_per_node=WORLD_SIZE)
+    made = plan_transfers(
+        megatron_shards(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2)), engines, ranks_per_node=WORLD_SIZE
+    )
     sync = WeightSync(made, torch.int64, 3000, meet)
     policy, engine = Policy(filled(TRAINER, TENSORS)[rank]), Engine(engines, rank)
     for version, factor in ((0, 1), (1, -3)):
@@ -306,7 +328,9 @@ def test_publish_sends_each_version_and_names_wrong_tensors_on_all_ranks(rank: i
     assert engine.version == (1 if rank == 2 else 2)
     other = Engine(engines, rank)
     if rank == 1:
-        other.plain["model.layers.0.self_attn.k_proj.bias_scale"] = other.plain.pop("model.layers.0.self_attn.k_proj.bias")
+        other.plain["model.layers.0.self_attn.k_proj.bias_scale"] = other.plain.pop(
+            "model.layers.0.self_attn.k_proj.bias"
+        )
     with raises(SyncError, "at rank 1: model.layers.0.self_attn.k_proj.bias;"):
         sync.sync_weights(policy.tensors(), other, version=3)
     assert other.version == -1
@@ -325,7 +349,9 @@ def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
 
 @ranks(WORLD_SIZE)
 @pytest.mark.parametrize(("name", "max_shard_bytes"), [("sharded", 30_000), ("single", 5 << 30)])
-def test_an_untrained_model_is_exported_as_it_was_loaded(rank: int, folder: Path, name: str, max_shard_bytes: int) -> None:
+def test_an_untrained_model_is_exported_as_it_was_loaded(
+    rank: int, folder: Path, name: str, max_shard_bytes: int
+) -> None:
     source, target = folder / f"source of {name}", folder / name
     if rank == 0:
         save_checkpoint(make_model("qwen2", tied=True), source)
@@ -380,7 +406,9 @@ def test_gather_gives_every_rank_all_groups_in_order_with_missing_scores(rank: i
         expected = make_groups(num_prompts)
         prompts = [g.prompt for g in expected]
         groups = {index: expected[index] for index in range(rank, num_prompts, WORLD_SIZE)}
-        found = list(exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first").values())
+        found = list(
+            exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first").values()
+        )
         for sample in (s for g in expected for s in g.samples):  # every rank stores samples in this form
             sample.response_ids = array("i", sample.response_ids)
             sample.rollout_logprobs = array("f", sample.rollout_logprobs)

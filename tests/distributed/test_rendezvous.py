@@ -17,12 +17,16 @@ from grpo_mega.errors import EngineError
 TEXT = "\u2028 a line\nof \ud800 its own"
 
 
-def as_ranks(ranks: range, act: Callable[[EngineRanks, int], Any], *, leader: int, size: int, deadline_s: float = 60.0) -> Any:
+def as_ranks(
+    ranks: range, act: Callable[[EngineRanks, int], Any], *, leader: int, size: int, deadline_s: float = 60.0
+) -> Any:
     """Return the result of `act` on each rank, and the number of keys left in the job's store."""
     job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
     num_keys = job.num_keys()
 
-    deadlines = {rank: deadline_s + 3 * (rank == leader) for rank in ranks}  # the leader's store must outlive the other ranks
+    deadlines = {
+        rank: deadline_s + 3 * (rank == leader) for rank in ranks
+    }  # the leader's store must outlive the other ranks
     peers = {rank: EngineRanks(Rendezvous(job, rank, 9), rank - leader, size, deadlines[rank]) for rank in ranks}
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(act, peers.values(), peers)), job.num_keys() - num_keys
@@ -39,7 +43,9 @@ def test_all_have_the_texts_of_all_in_order_and_the_leaders() -> None:
 
 
 def test_one_alone_needs_no_store() -> None:
-    found, _ = as_ranks(range(2, 3), lambda peers, rank: [*peers.gather("g", "x"), peers.broadcast("b", "y")], leader=2, size=1)
+    found, _ = as_ranks(
+        range(2, 3), lambda peers, rank: [*peers.gather("g", "x"), peers.broadcast("b", "y")], leader=2, size=1
+    )
     assert found == [["x", "y"]]
 
 
@@ -61,7 +67,9 @@ def test_a_leader_that_has_gone_is_named() -> None:
     assert said.startswith("rank 4, the leader of an engine, is gone: gathering (")
 
 
-@pytest.mark.parametrize(("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "the store of rank 4;")])
+@pytest.mark.parametrize(
+    ("ranks", "missing"), [(range(4, 6), "rank 6 in meeting"), (range(5, 6), "the store of rank 4;")]
+)
 def test_a_rank_that_does_not_come_is_named(ranks: range, missing: str) -> None:
     """The error names the rank by its number in the job."""
 

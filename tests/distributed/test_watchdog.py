@@ -130,7 +130,9 @@ with HangWatch(config, store, 0, 1, timers, last_checkpoint), timers("update"):
 def stuck(run_dir: Path, stderr: Path) -> int:
     with stderr.open("w") as file:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, "-c", STUCK, str(run_dir)], stderr=file, env=environment, timeout=120).returncode
+        return subprocess.run(
+            [sys.executable, "-c", STUCK, str(run_dir)], stderr=file, env=environment, timeout=120
+        ).returncode
 
 
 def test_a_stuck_run_ends_though_its_folder_and_terminal_are_full(full_disk: Path, tmp_path: Path) -> None:
@@ -154,7 +156,9 @@ def test_a_stuck_run_ends_though_its_folder_is_gone_or_never_answers(tmp_path: P
     assert "stacks cannot be written to" in said.read_text() and "no answer in 5 s" in said.read_text()
 
 
-@pytest.mark.parametrize(("numbers", "text"), [([4], "rank 4"), ([0, 1, 2, 3, 5], "ranks 0-3, 5"), ([1, 3, 4], "ranks 1, 3-4")])
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([4], "rank 4"), ([0, 1, 2, 3, 5], "ranks 0-3, 5"), ([1, 3, 4], "ranks 1, 3-4")]
+)
 def test_ranks_are_named_by_runs(numbers: list[int], text: str) -> None:
     assert _ranks(numbers) == text
 

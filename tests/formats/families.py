@@ -94,7 +94,9 @@ def _mixture(case: Case) -> Any:
     """Return a model with four experts and norm weights different from 1."""
     config_class, model_class = _MIXTURES[case.model]
     own = (
-        {"num_local_experts": 4} if case.model == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
+        {"num_local_experts": 4}
+        if case.model == "mixtral"
+        else {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16}
     )
     sizes = {
         "num_hidden_layers": 4,
@@ -150,7 +152,12 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def write_manifest(
-    checkpoint: Path, step: int, *, optimizer_step: int = 0, layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1", format: int = FORMAT
+    checkpoint: Path,
+    step: int,
+    *,
+    optimizer_step: int = 0,
+    layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1",
+    format: int = FORMAT,
 ) -> None:
     """Write the manifest that turns a folder into a checkpoint of a run."""
     manifest = Manifest(step, optimizer_step, "00c0ffee", layout, model={}, seed=0, checksums={}, draws=step, inputs={})

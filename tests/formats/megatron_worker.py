@@ -1,8 +1,9 @@
-"""One rank of the layout tests: `python megatron_worker.py RANK WORLD_SIZE FOLDER` runs the cases of cases.json in turn.
+"""One rank of the layout tests: `python megatron_worker.py RANK WORLD_SIZE FOLDER` runs the cases of cases.json in
+turn.
 
-Each case fills a model of the case's layout with NaN, loads a converted checkpoint into it with Megatron's loader, and saves it
-with Megatron's saver. Then it builds the policy from the converted checkpoint as in training, saves policy and optimizer,
-restores them, and compares the policy with the policy built from the Hugging Face folder.
+Each case fills a model of the case's layout with NaN, loads a converted checkpoint into it with Megatron's loader, and
+saves it with Megatron's saver. Then it builds the policy from the converted checkpoint as in training, saves policy and
+optimizer, restores them, and compares the policy with the policy built from the Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def load_and_save(case: dict[str, Any], device: Device, rank: int, folder: Path)
     policy.restore(trained)
     loaded = policy.tensors()
     expected_config = _config(case, "hf")
-    expected = model_files.build_policy(expected_config, model_files.read_model_files(expected_config), runtime).tensors()
+    expected = model_files.build_policy(
+        expected_config, model_files.read_model_files(expected_config), runtime
+    ).tensors()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), (case["layout"], name)

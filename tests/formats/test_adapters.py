@@ -1,4 +1,6 @@
-"""Adapters are reported as adapters and never copied. Named chat templates are kept. Prefixes of larger models are named."""
+"""Adapters are reported as adapters and never copied. Named chat templates are kept. Prefixes of larger models are
+named.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ from tests.formats.families import CASES, save, tensors_of
 from tests.helpers.exports import export_alone
 
 BASE = "org/other\u2028base"
-FULL = r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
+FULL = (
+    r"holds adapter_config\.json next to full weights, so libraries load base_model_name_or_path='org/other\\u2028base'"
+)
 ALONE = r"is an adapter of org/other.{1,6}base, not a model; merge it into its base first, and name the merged folder"
-TEMPLATES = {"additional_chat_templates/tool_use.jinja": "{# T\u2028 #}", "chat_template.jinja": "{{ messages[0].content }}"}
+TEMPLATES = {
+    "additional_chat_templates/tool_use.jinja": "{# T\u2028 #}",
+    "chat_template.jinja": "{{ messages[0].content }}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,12 @@ def test_a_folder_with_an_adapter_config_is_refused(
     says = re.compile(ALONE if weights == "none" else FULL, re.DOTALL)
     with pytest.raises(ConfigError, match=says):
         check_model_files(ModelConfig(path=folder))
-    config = {"run_dir": str(tmp_path / "run"), "steps": 1, "model": {"path": str(folder)}, "data": {"train": "t.jsonl"}}
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "steps": 1,
+        "model": {"path": str(folder)},
+        "data": {"train": "t.jsonl"},
+    }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     for command in ("train", "plan"):
         assert cli.main([command, str(tmp_path / "config.yaml")]) == 2
@@ -75,7 +87,9 @@ def test_an_adapter_config_that_cannot_be_read_is_refused_too(text: str, tmp_pat
 
 
 def test_neither_a_conversion_nor_an_export_copies_an_adapter(sound: Path, tmp_path: Path) -> None:
-    """An adapter was added next to a Megatron checkpoint or next to a start model that was valid when the run started."""
+    """An adapter was added next to a Megatron checkpoint or next to a start model that was valid when the run
+    started.
+    """
     convert(sound, tmp_path / "mcore", show_progress=False)
     add_adapter(tmp_path / "mcore")
     assert convert_mcore_to_hf.main([str(tmp_path / "mcore"), str(tmp_path / "back")]) == 2

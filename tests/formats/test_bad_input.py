@@ -114,7 +114,9 @@ def cut_bin_to_nothing(folder: Path) -> None:
 def bin_index_leads_out(folder: Path) -> None:
     not_a_checkpoint(folder)
     torch.save({"model.norm.weight": torch.ones(32)}, folder.parent.parent / "other.bin")
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "../../other.bin"}}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "../../other.bin"}})
+    )
 
 
 def code_in_bin(folder: Path) -> None:
@@ -154,25 +156,35 @@ def no_space(folder: Path) -> None:
 REFUSED: dict[Callable[[Path], None], str] = {
     missing_shard: rf"{SHARD} is named by .* but does not exist; fetch the missing shard",
     truncated_shard: rf"{SHARD} cannot be read \(it is cut short: \d+ bytes of \d+\); fetch the file again",
-    index_names_missing_tensor: rf"{INDEX} names 'model.layers.9.input_layernorm.weight' in {SHARD}, but that file does not",
+    index_names_missing_tensor: (
+        rf"{INDEX} names 'model.layers.9.input_layernorm.weight' in {SHARD}, but that file does not"
+    ),
     index_lacks_a_tensor: "has no tensor 'model.norm.weight'; fetch the checkpoint again",
     wrong_shape: r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json",
     unknown_dtype: "model.norm.weight has dtype I8, none of F64, F32, F16, BF16; give one that is not quantized",
     fp8_without_scales: "has dtype F8_E4M3, .* there is no model.norm.weight_scale_inv; give one that is not quantized",
     unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', unknown to its model type; check model_type",
-    unknown_type: "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, llama, mistral, mixtral, "
-    "qwen2, qwen3, qwen3_moe",
+    unknown_type: (
+        "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, llama, mistral, mixtral, "
+        "qwen2, qwen3, qwen3_moe"
+    ),
     config_without_field: "config.json has no field 'num_attention_heads'",
     no_config: "config.json does not exist; give the folder of a Hugging Face checkpoint",
     broken_config: "config.json is not JSON .*; restore the file",
-    not_a_checkpoint: "is not a checkpoint: it has neither model.safetensors, .* nor .metadata with metadata.json; give one",
+    not_a_checkpoint: (
+        "is not a checkpoint: it has neither model.safetensors, .* nor .metadata with metadata.json; give one"
+    ),
     broken_bin: r"pytorch_model.bin cannot be read by torch's weights-only loader \(.*\); use safetensors",
     cut_bin: r"pytorch_model.bin is cut short: it ends without a zip archive's directory; fetch the file again",
     cut_bin_to_nothing: r"pytorch_model.bin is cut short: it ends without",
-    bin_index_leads_out: r"pytorch_model.bin.index.json names '../../other.bin', outside of its folder; fetch index and shards",
+    bin_index_leads_out: (
+        r"pytorch_model.bin.index.json names '../../other.bin', outside of its folder; fetch index and shards"
+    ),
     overlapping_tensors: rf"{SHARD} cannot be read \(its header has .*norm.weight overlap .*norm.weight\); fetch",
     code_in_bin: r"pytorch_model.bin cannot be read by torch's weights-only loader \(.*\); use safetensors",
-    tied_but_different: "lm_head.weight is not model.embed_tokens.weight, though config.json has tie_word_embeddings=true; ",
+    tied_but_different: (
+        "lm_head.weight is not model.embed_tokens.weight, though config.json has tie_word_embeddings=true; "
+    ),
     no_space: r"has \d+\.\d GB free, but 8796\.\d GB are needed; free some",
 }
 
@@ -289,7 +301,9 @@ REFUSED_BACK: dict[Callable[[Path], None], str] = {
     flipped_bit: r"__0_0.distcp: model.embed_tokens.weight is damaged: the 13056 bytes at offset \d+ do not match",
     flipped_bit_of_its_description: r"__0_0.distcp is damaged at byte 0 \(describes its tensor in bytes that do not",
     broken_metadata: r".metadata cannot be read \(.*\); save the checkpoint again",
-    other_layers: r"layer_norm_weight has shape \[8, 32\], but config.json means \[7, 32\]; give the config.json that belongs",
+    other_layers: (
+        r"layer_norm_weight has shape \[8, 32\], but config.json means \[7, 32\]; give the config.json that belongs"
+    ),
     other_family: "holds no 'decoder.layers.self_attention.q_layernorm.weight'; give the config.json that belongs",
     lost_config: "has no config.json, and no run's config.yaml names a folder with one; name the folder with --config",
 }

@@ -40,7 +40,9 @@ def test_an_extra_layer_of_the_usual_kind_is_refused(tmp_path: Path) -> None:
     tensors = tensors_of(folder)
     one = "model.layers.{}.self_attn.o_proj.weight"
     save_file(
-        tensors | {one.format(5): tensors[one.format(4)].clone()}, folder / "model.safetensors", metadata={"format": "pt"}
+        tensors | {one.format(5): tensors[one.format(4)].clone()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     with pytest.raises(WeightMappingError, match=r"model\.layers\.5\.self_attn.*unknown to its model type"):
         check_weights(folder, shape_of(read_config(folder)))

@@ -1,4 +1,6 @@
-"""Checkpoint folders: slices are read without the rest, shards are written completely or not at all, errors name the remedy."""
+"""Checkpoint folders: slices are read without the rest, shards are written completely or not at all, errors name the
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,10 @@ def test_reading_a_slice_of_a_large_tensor_takes_the_memory_of_the_slice(tmp_pat
         file.truncate(8 + len(header) + size)
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open_hf_reader(tmp_path) as reader:
-        for box in (Box("t", (7, 0), (8, columns // 8)), Box("t", (0, 999), (rows, 1011))):  # 8 MiB of a row; a few columns
+        for box in (
+            Box("t", (7, 0), (8, columns // 8)),
+            Box("t", (0, 999), (rows, 1011)),
+        ):  # 8 MiB of a row; a few columns
             assert not reader.read(box).clone().any()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
     assert grown < 256 << 10, f"{grown >> 10} MiB"
@@ -135,13 +140,19 @@ def remove_weights(folder: Path) -> None:
 
 
 BROKEN = {
-    remove_shard: r"model-00002-of-00006.safetensors is named by .*index.json but does not exist; fetch the missing shard",
+    remove_shard: (
+        r"model-00002-of-00006.safetensors is named by .*index.json but does not exist; fetch the missing shard"
+    ),
     truncate_shard: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
     leave_a_pointer: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
     empty_shard: r"model-00002-of-00006.safetensors cannot be read \(.*\); fetch the file again",
     remove_tensor: r"has no tensor 'model.layers.0.input_layernorm.weight'; fetch the checkpoint again",
-    add_tensor: r"holds 'model.layers.0.self_attn.q_norm.weight', unknown to its model type; check model_type in config.json",
-    change_vocabulary: r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json",
+    add_tensor: (
+        r"holds 'model.layers.0.self_attn.q_norm.weight', unknown to its model type; check model_type in config.json"
+    ),
+    change_vocabulary: (
+        r"embed_tokens.weight has shape \[102, 32\], but config.json means \[999, 32\]; give the config.json"
+    ),
     cut_index: r"index.json is not an index of shards \(.*\); fetch the file again",
     empty_index: r"index.json is not an index of shards \(.*\); fetch the file again",
     remove_weights: r"has neither model.safetensors nor model.safetensors.index.json; give a checkpoint",
@@ -149,7 +160,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__)
-def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     folder = save_checkpoint(make_model("qwen2"), tmp_path / "model", max_shard_size="30KB")
     assert (folder / "model-00002-of-00006.safetensors").exists()
     damage(folder)
@@ -190,7 +203,9 @@ def test_an_output_layer_that_differs_from_a_tied_embedding_is_refused(
         check_tied(folder, "lm_head.weight", "model.embed_tokens.weight", read_headers(weight_files(folder)))
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "does not exist; give"), ("{", "is not JSON .*; restore the file")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "does not exist; give"), ("{", "is not JSON .*; restore the file")]
+)
 def test_a_config_that_cannot_be_read_is_named(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,6 @@
-"""A converter never waits for a pipe or device and never trusts a hostile file: one line, exit code 2, nothing written."""
+"""A converter never waits for a pipe or device and never trusts a hostile file: one line, exit code 2, nothing
+written.
+"""
 
 from __future__ import annotations
 
@@ -79,11 +81,15 @@ def test_no_file_makes_a_converter_wait_or_end_with_a_traceback(sound: Path, tmp
 
 
 @pytest.mark.parametrize("kind", [*KINDS, deep, digits], ids=lambda kind: kind.__name__)
-def test_a_hostile_manifest_or_pointer_of_a_run_is_one_line(kind: Callable[[Path], None], sound: Path, tmp_path: Path) -> None:
+def test_a_hostile_manifest_or_pointer_of_a_run_is_one_line(
+    kind: Callable[[Path], None], sound: Path, tmp_path: Path
+) -> None:
     shutil.copytree(sound / "run", tmp_path / "run")
     checkpoints = tmp_path / "run/checkpoints"
     kind(checkpoints / "step-000007/checkpoint.json")
-    with pytest.raises(ResumeError, match=r"^\S+/checkpoint\.json cannot be read \([^\n]{1,200}\); resume from another"):
+    with pytest.raises(
+        ResumeError, match=r"^\S+/checkpoint\.json cannot be read \([^\n]{1,200}\); resume from another"
+    ):
         read_manifest(checkpoints / "step-000007")
     kind(checkpoints / "latest")
     with pytest.raises(ResumeError, match=r"^\S+/latest [^\n]{1,4500}$"):

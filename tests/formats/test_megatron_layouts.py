@@ -34,7 +34,9 @@ NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
-    """Return the folder that Megatron saved, keyed by layout number. "<model>-hf" and "<model>-megatron" are next to it."""
+    """Return the folder that Megatron saved, keyed by layout number. "<model>-hf" and "<model>-megatron" are next to
+    it.
+    """
     folder = tmp_path_factory.mktemp("layouts")
     for name in {model for model, _ in LAYOUTS}:
         save(CASES[name], folder / f"{name}-hf")
@@ -57,7 +59,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> CaseValues:
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=NAMES)
-def test_checkpoints_saved_by_megatron_convert_back_to_the_same_bits(saved: CaseValues, tmp_path: Path, number: int) -> None:
+def test_checkpoints_saved_by_megatron_convert_back_to_the_same_bits(
+    saved: CaseValues, tmp_path: Path, number: int
+) -> None:
     megatron: Path = saved[str(number)]
     source = megatron.with_name(f"{LAYOUTS[number][0]}-hf")
     convert_mcore_to_hf(megatron, tmp_path / "back", config_folder=source, show_progress=False)

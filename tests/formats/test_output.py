@@ -1,4 +1,6 @@
-"""Interrupted conversions leave nothing that looks finished, and they resume. Memory does not depend on tensor sizes."""
+"""Interrupted conversions leave nothing that looks finished, and they resume. Memory does not depend on tensor
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_an_interrupted_conversion_leaves_no_output_and_resumes(kind: signal.Sig
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for _ in range(5):  # on a busy machine the tool may end before the signal
         shutil.rmtree(out, ignore_errors=True)
-        running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_take_interrupts)
+        running = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=_take_interrupts
+        )
         while running.poll() is None and not (journal.exists() and journal.read_text().count("\n") > 1):
             time.sleep(0.005)
         running.send_signal(kind)
@@ -103,7 +107,9 @@ def test_remains_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
     assert not partial.exists()
 
 
-def test_bytes_that_changed_on_disk_are_detected_when_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_changed_on_disk_are_detected_when_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After a power cut, the journal may list a tensor as written although the file holds other bytes."""
     source = save(CASES["qwen2"], tmp_path / "hf")
     convert(source, tmp_path / "whole", show_progress=False)
@@ -159,7 +165,9 @@ def test_memory_stays_within_a_tensor_per_worker_plus_64_mib(tmp_path: Path) -> 
     """Actual use is a few blocks. The model has 700 MiB, its largest tensor 48 MiB."""
     _, largest = make_large(tmp_path / "hf")
     command = [sys.executable, "-c", MEASURED, *(str(tmp_path / name) for name in ("hf", "out", "back"))]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
     there, back = map(int, done.stdout.split())
     assert largest >= 32 << 20
     assert max(there, back) < 64 << 20, (there, back)

@@ -82,7 +82,9 @@ def test_nan_stops_training_with_the_tensors_name(tmp_path: Path) -> None:
         reader.read(Box("model.layers.2.self_attn.k_proj.bias", (0,), (16,)))
 
 
-def test_a_run_is_checked_against_a_converted_model_before_it_starts(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_is_checked_against_a_converted_model_before_it_starts(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
     shape = check_model_files(ModelConfig(path=folders[1]))
     assert (shape.num_layers, shape.num_experts) == (4, 4)
     broken = tmp_path / "megatron"

@@ -14,7 +14,9 @@ from tests.formats.families import CASES, edit_config, save, tensors_of
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
 
-def test_a_conversion_agrees_with_its_source_in_every_bit_and_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_agrees_with_its_source_in_every_bit_and_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Megatron-core computes the converted model, transformers the source model."""
     for name in ("llama3", "qwen3_moe"):
         save(CASES[name], tmp_path / name)
@@ -25,7 +27,9 @@ def test_a_conversion_agrees_with_its_source_in_every_bit_and_layer(tmp_path: Pa
         assert "all 4 layers and the logits agree on 2 prompts" in out and out.endswith("\nthe same\n")
 
 
-def test_the_first_layer_that_differs_is_named_with_its_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_layer_that_differs_is_named_with_its_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = save(CASES["qwen2"], tmp_path / "a")
     other = save(CASES["qwen2"], tmp_path / "b")
     tensors = tensors_of(other)
@@ -38,7 +42,9 @@ def test_the_first_layer_that_differs_is_named_with_its_tensors(tmp_path: Path, 
     assert "logits: layer 2 is the first that differs, by " in out and out.endswith("NOT the same\n")
 
 
-def test_fields_names_shapes_and_dtypes_that_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_names_shapes_and_dtypes_that_differ_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = save(CASES["llama2"], tmp_path / "a")
     other = save(CASES["llama2"], tmp_path / "b")
     tensors = tensors_of(other)

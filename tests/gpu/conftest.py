@@ -1,8 +1,9 @@
-"""Tests of code that only a GPU runs. README.md lists the test of each branch of the package. Without a GPU they are skipped.
+"""Tests of code that only a GPU runs. README.md lists the test of each branch of the package. Without a GPU they are
+skipped.
 
-With GRPO_MEGA_REHEARSAL=1 the tests marked `rehearsed` run on a CPU at tiny sizes (tests/test_gpu_branches.py does this). It
-shows that the tests themselves work, not that a GPU does. On emulated Transformer Engine kernels (tests/te_on_cpu) the tests
-marked `emulated` run at their usual sizes.
+With GRPO_MEGA_REHEARSAL=1 the tests marked `rehearsed` run on a CPU at tiny sizes (tests/test_gpu_branches.py does
+this). It shows that the tests themselves work, not that a GPU does. On emulated Transformer Engine kernels
+(tests/te_on_cpu) the tests marked `emulated` run at their usual sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "rehearsed: of tests/gpu, one that also runs on a CPU when GRPO_MEGA_REHEARSAL=1")
-    config.addinivalue_line("markers", "emulated: of tests/gpu, one that also runs on Transformer Engine's emulated kernels")
+    config.addinivalue_line(
+        "markers", "rehearsed: of tests/gpu, one that also runs on a CPU when GRPO_MEGA_REHEARSAL=1"
+    )
+    config.addinivalue_line(
+        "markers", "emulated: of tests/gpu, one that also runs on Transformer Engine's emulated kernels"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

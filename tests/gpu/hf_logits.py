@@ -1,7 +1,9 @@
-"""`hf_logits.py OUT DEVICE SIZES FAMILY...`: write random models and transformers' logits for them, in a separate process.
+"""`hf_logits.py OUT DEVICE SIZES FAMILY...`: write random models and transformers' logits for them, in a separate
+process.
 
-Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt with "tokens" (a few sequences), "bfloat16" and "float32" (the
-logits [tokens, vocab] of each sequence, computed in that dtype from the same bf16 weights). SIZES: config fields, as JSON.
+Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt with "tokens" (a few sequences), "bfloat16" and "float32"
+(the logits [tokens, vocab] of each sequence, computed in that dtype from the same bf16 weights). SIZES: config fields,
+as JSON.
 """
 
 from __future__ import annotations

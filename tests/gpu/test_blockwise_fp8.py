@@ -57,7 +57,9 @@ def test_transformer_engine_gives_the_same_bits(shape: tuple[int, int], dtype: t
     assert torch.equal(theirs._rowwise_data.view(torch.uint8), values.view(torch.uint8))
     rows, cols = scales.shape
     assert torch.equal(theirs._rowwise_scale_inv[:rows, :cols], scales)
-    torch.testing.assert_close(theirs.dequantize(dtype=torch.float32), blockwise_fp8.dequantise(values, scales, torch.float32))
+    torch.testing.assert_close(
+        theirs.dequantize(dtype=torch.float32), blockwise_fp8.dequantise(values, scales, torch.float32)
+    )
 
 
 def test_no_more_than_a_few_copies_of_a_step_are_alive_at_once() -> None:

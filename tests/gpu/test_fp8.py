@@ -1,4 +1,6 @@
-"""FP8 on a supported card: it trains as bf16 does, each recipe is in use, and layers that must be in bf16 are in bf16."""
+"""FP8 on a supported card: it trains as bf16 does, each recipe is in use, and layers that must be in bf16 are in
+bf16.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,25 @@ from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import Level, in_bf16, is_quantised, set_level
 from grpo_mega.preflight.precision import RECIPES
 from tests.helpers import learning
-from tests.helpers.gpu_policies import IS_EMULATED, IS_REHEARSAL, logits_of, make_policy, make_samples, packed, precision_of
+from tests.helpers.gpu_policies import (
+    IS_EMULATED,
+    IS_REHEARSAL,
+    logits_of,
+    make_policy,
+    make_samples,
+    packed,
+    precision_of,
+)
 from tests.helpers.gpu_policies import supported_precisions as why_not
 from tests.helpers.learning import KEPT
 from tests.helpers.models import VOCAB_SIZE
 
 STEPS = 30 if IS_EMULATED else 50  # after step 25 the loss falls slowly, so runs can be compared
 DEMONSTRATIONS = 8 if IS_REHEARSAL or IS_EMULATED else 16  # per step
-# Bounds on the difference from bf16: of the mean loss of the last ten steps (relative) and of one step (nats). A small model
-# that learns fast amplifies rounding. On emulated kernels with seeds 0, 1 and 2, tensorwise, delayed and blockwise ended -5.8%
-# to +9.3% from bf16 (4.6% root mean square), and no step differed by more than 0.56 nats (te_on_cpu/curves.py, 2026-11-22).
-# The bounds are about four times that root mean square and two times that step.
+# Bounds on the difference from bf16: of the mean loss of the last ten steps (relative) and of one step (nats). A small
+# model that learns fast amplifies rounding. On emulated kernels with seeds 0, 1 and 2, tensorwise, delayed and
+# blockwise ended -5.8% to +9.3% from bf16 (4.6% root mean square), and no step differed by more than 0.56 nats
+# (te_on_cpu/curves.py, 2026-11-22). The bounds are about four times that root mean square and two times that step.
 BOUND, STEP_BOUND = 0.2, 1.0
 
 
@@ -36,7 +46,9 @@ def need(recipe: str, device: Device) -> None:
 
 
 @cache
-def losses(device: Device, recipe: str | None, *, keeps_fp8: bool = False, moments_dtype: str = "float32") -> list[float]:
+def losses(
+    device: Device, recipe: str | None, *, keeps_fp8: bool = False, moments_dtype: str = "float32"
+) -> list[float]:
     return learning.losses(
         device, recipe, steps=STEPS, per_step=DEMONSTRATIONS, keeps_fp8=keeps_fp8, moments_dtype=moments_dtype
     )
@@ -80,7 +92,9 @@ def test_an_optimizer_with_moments_in_bf16_learns_like_the_default_one(device: D
 
 @pytest.mark.emulated
 def test_weights_in_fp8_are_read_as_their_values_and_survive_offload(device: Device) -> None:
-    """e4m3 has 3 mantissa bits: the relative error is at most 1/16, and below the normal range it is at most one step."""
+    """e4m3 has 3 mantissa bits: the relative error is at most 1/16, and below the normal range it is at most one
+    step.
+    """
     need("tensorwise", device)
     plain = {name: t.float().cpu() for name, t in make_policy(device).tensors().items()}
     policy = make_policy(device, precision=precision_of("tensorwise") | KEPT)
@@ -101,7 +115,9 @@ def test_weights_in_fp8_are_read_as_their_values_and_survive_offload(device: Dev
 
 @pytest.mark.emulated
 def test_delayed_scales_of_weights_kept_in_fp8_ignore_old_memory(device: Device) -> None:
-    """The scales ignore uninitialized memory, although Transformer Engine takes its maximum when it allocates the weights."""
+    """The scales ignore uninitialized memory, although Transformer Engine takes its maximum when it allocates the
+    weights.
+    """
     need("delayed", device)
     plain = {name: t.float().abs().max().item() for name, t in make_policy(device).tensors().items()}
     norms = []
@@ -119,7 +135,10 @@ def test_delayed_scales_of_weights_kept_in_fp8_ignore_old_memory(device: Device)
 @pytest.mark.emulated
 def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Device) -> None:
     need("delayed", device)
-    for given, expected in (({}, (1024, "max")), ({"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "most_recent"}, None)):
+    for given, expected in (
+        ({}, (1024, "max")),
+        ({"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "most_recent"}, None),
+    ):
         policy = make_policy(device, precision=precision_of("delayed") | given)
         policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
         metas = [m.fp8_meta for m in policy.models[0].modules() if getattr(m, "fp8_meta", {}).get("scaling_fwd")]
@@ -132,7 +151,9 @@ def test_delayed_scaling_remembers_as_many_maxima_as_the_config_says(device: Dev
 @pytest.mark.emulated
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_layers_in_bf16_are_bit_for_bit_those_of_a_run_without_fp8(recipe: str, device: Device) -> None:
-    """In the reference's pass (`in_bf16`) and at Level.ALL the logits equal a bf16 run; at Level.ENDS they equal neither."""
+    """In the reference's pass (`in_bf16`) and at Level.ALL the logits equal a bf16 run; at Level.ENDS they equal
+    neither.
+    """
     need(recipe, device)
     samples = make_samples(6, VOCAB_SIZE)
     expected = logits_of(make_policy(device), samples)

@@ -1,4 +1,6 @@
-"""Resolve the requirements of tools/install_gpu.sh on a machine with a CUDA torch, because Transformer Engine needs one."""
+"""Resolve the requirements of tools/install_gpu.sh on a machine with a CUDA torch, because Transformer Engine needs
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The policy's logits of packed sequences on a GPU against transformers' logits, with both sets of layers.
 
-In bf16 every operation rounds to 8 bits, and implementations add in different orders: two correct ones differ as much as each
-differs from fp32. So the measure is transformers' bf16 error against its fp32 logits. Our error against the same fp32 logits
-may be 1.5 times as large. It is usually smaller, because our last product is in fp32.
+In bf16 every operation rounds to 8 bits, and implementations add in different orders: two correct ones differ as much
+as each differs from fp32. So the measure is transformers' bf16 error against its fp32 logits. Our error against the
+same fp32 logits may be 1.5 times as large. It is usually smaller, because our last product is in fp32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ pytestmark = [pytest.mark.rehearsed, pytest.mark.emulated]
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a checkpoint and logits per family, written by a process without the patches of a CPU run."""
+    """Return a folder with a checkpoint and logits per family, written by a process without the patches of a CPU
+    run.
+    """
     out = tmp_path_factory.mktemp("hf")
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +85,9 @@ def test_layers_without_transformer_engine_give_transformers_logits(
 
 
 def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: Device) -> None:
-    """Rounding of a hidden state may select another expert, so few tokens cause most of the error of both implementations."""
+    """Rounding of a hidden state may select another expert, so few tokens cause most of the error of both
+    implementations.
+    """
     check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE)
 
 

@@ -46,7 +46,9 @@ def test_weights_and_optimizer_come_back_from_pinned_memory_bit_for_bit(device: 
 
 @pytest.mark.emulated
 def test_overlapping_copies_arrive_before_the_optimizer_needs_them(device: Device) -> None:
-    """`update` starts while the optimizer state is still in transfer. Losses and weights equal a run without offload."""
+    """`update` starts while the optimizer state is still in transfer. Losses and weights equal a run without
+    offload.
+    """
     runs = []
     for is_moving in (False, True):
         policy = make_policy(device, optimizer={"lr": 1e-3}, algorithm={"kl_beta": 0.01})

@@ -12,8 +12,8 @@ from tests.helpers.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.rehearsed
 
-# Both runs use the same kernels on the same numbers. On a GPU the blocks of a kernel may add in another order, and bf16 has
-# 8 bits. On a CPU the results are equal.
+# Both runs use the same kernels on the same numbers. On a GPU the blocks of a kernel may add in another order, and bf16
+# has 8 bits. On a CPU the results are equal.
 ALLOWED = 2**-8
 
 
@@ -24,7 +24,9 @@ def kept(device: Device) -> dict[str, Tensor]:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_activations_give_the_same_gradients(recompute: str, kept: dict[str, Tensor], device: Device) -> None:
+def test_recomputed_activations_give_the_same_gradients(
+    recompute: str, kept: dict[str, Tensor], device: Device
+) -> None:
     found = gradients_of(make_policy(device, recompute=recompute), make_samples(6, VOCAB_SIZE), token_budget=128)
     assert found.keys() == kept.keys()
     for name, expected in kept.items():

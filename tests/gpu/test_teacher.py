@@ -28,7 +28,9 @@ def test_a_teacher_from_the_host_returns_the_references_log_probs(device: Device
     for _ in range(2):
         assert all(storage.nbytes() == 0 for storage, _ in teacher._host.taken), "the teacher is not on the host"
         found = teacher.logprobs(batches)
-        assert all(batch is other for (batch, _), other in zip(found, itertools.chain.from_iterable(batches), strict=True))
+        assert all(
+            batch is other for (batch, _), other in zip(found, itertools.chain.from_iterable(batches), strict=True)
+        )
         for batch, logprobs_T in found:
             assert batch.ref_logprobs is not None
             assert torch.equal(logprobs_T[batch.loss_mask > 0], batch.ref_logprobs[batch.loss_mask > 0])

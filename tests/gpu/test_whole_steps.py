@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("sleep", ["always", "auto"])
 def test_trainer_and_server_share_a_gpu_through_whole_steps(sleep: str, tmp_path: Path) -> None:
-    """Trainer and server agree on log-probs up to bf16 rounding. With sleep=always both offload for each other at each step;
-    with auto only until both are seen to fit."""
+    """Trainer and server agree on log-probs up to bf16 rounding. With sleep=always both offload for each other at each
+    step; with auto only until both are seen to fit."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed")
     settings = settings_of(Options(quick=True, tiny=False, say=print), tmp_path)

@@ -15,7 +15,9 @@ from typing import Any
 
 import aiohttp
 
-BINARY = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+BINARY = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
 MISSING = "no Chromium here: install the Debian package `chromium` (tests/run.sh --with-system-packages does)"
 SECONDS = 60.0
 
@@ -50,7 +52,9 @@ class Page:
 
     def look(self, width: int, height: int, *, is_dark: bool = False) -> None:
         """Set the window size and the preferred color scheme."""
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
@@ -89,7 +93,12 @@ def open_browser(profile: Path) -> Iterator[Page]:
     """Open a browser with an empty page. `profile` must be an unused folder."""
     assert BINARY is not None, MISSING
     arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    arguments += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--disable-background-networking", "about:blank"]
+    arguments += [
+        "--remote-debugging-port=0",
+        f"--user-data-dir={profile}",
+        "--disable-background-networking",
+        "about:blank",
+    ]
     process = subprocess.Popen([BINARY, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     loop = asyncio.new_event_loop()
     try:

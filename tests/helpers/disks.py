@@ -14,7 +14,9 @@ import pytest
 def mounted(folder: Path, size: str) -> Iterator[Path]:
     """Mount a file system of this size at `folder`. Skip the test if mounting is not allowed."""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"no file system can be mounted here ({done.stderr.strip()})")
     try:

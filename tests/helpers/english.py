@@ -1,4 +1,5 @@
-"""`python tests/helpers/english.py [PATH ...]`: how often the prose of each file uses words that plain English rarely needs.
+"""`python tests/helpers/english.py [PATH ...]`: how often the prose of each file uses words that plain English rarely
+needs.
 
 Prose is docstrings, comments, Markdown outside of code, and string literals of at least four words.
 """
@@ -65,7 +66,9 @@ def comments(path: Path) -> list[tuple[int, str, bool]]:
     if "#" not in text:
         return []
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT]
-    return [(t.start[0], t.string.lstrip("# "), bool(t.line[: t.start[1]].strip())) for t in tokens if t.string[:2] != "#!"]
+    return [
+        (t.start[0], t.string.lstrip("# "), bool(t.line[: t.start[1]].strip())) for t in tokens if t.string[:2] != "#!"
+    ]
 
 
 def trailing_comments(path: Path) -> list[str]:

@@ -33,7 +33,9 @@ def export_shards(
     export_policy(policy, model, out, max_shard_bytes)
 
 
-def export_alone(tensors: Mapping[str, Tensor], source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def export_alone(
+    tensors: Mapping[str, Tensor], source: Path, out: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Export tensors with their Hugging Face names in this process, in the dtype of the first."""
     shape = ModelShape.from_hf_config(read_config(source))
     shards = hf_rank_shards(family_of(shape.model_type), shape)

@@ -1,9 +1,9 @@
 """`python forked.py WORLD_SIZE FILE.py|MODULE [ARGUMENT ...]`: run several ranks that share imports.
 
-In a test, imports of torch, Megatron-core and transformers take most of a rank's time. Imports at the top of the file or
-module run once. Then a fork per rank runs the file as `__main__`, or the module's tests of `@ranks`, with torchrun's
-variables. "{rank}" in the arguments is replaced. The exit code is 0, or 1 if a rank has failed. The other ranks then get
-ten seconds. No rank outlives this process.
+In a test, imports of torch, Megatron-core and transformers take most of a rank's time. Imports at the top of the file
+or module run once. Then a fork per rank runs the file as `__main__`, or the module's tests of `@ranks`, with torchrun's
+variables. "{rank}" in the arguments is replaced. The exit code is 0, or 1 if a rank has failed. The other ranks then
+get ten seconds. No rank outlives this process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def start(rank: int, environment: dict[str, str], target: str, arguments: list[s
 
 
 def wait(pids: list[int]) -> int:
-    """Wait for all processes. Return 0 if all succeeded. After a failure, give the others a deadline, kill them, return 1."""
+    """Wait for all processes. Return 0 if all succeeded. After a failure, give the others a deadline, kill them, return
+    1.
+    """
     running, until = set(pids), float("inf")
     while running and time.monotonic() < until:
         for pid in list(running):

@@ -52,7 +52,9 @@ def make_policy(
     model: Mapping[str, Any] = MappingProxyType({}),
     **sections: Any,
 ) -> Policy:
-    """Return a policy with weights from `read`, or with the same random weights each time. It replaces earlier policies."""
+    """Return a policy with weights from `read`, or with the same random weights each time. It replaces earlier
+    policies.
+    """
     hf_config = hf_config or make_config("qwen2", **SIZES)
     sections = {"batch": {"tokens_per_micro_batch": TOKEN_BUDGET}} | sections
     config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute, **model}, **sections)
@@ -93,7 +95,9 @@ def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_
 
 
 def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
-    """Return logits [tokens, vocab] per sample in fp32 on the host, from packed micro-batches. The matmul is in fp32."""
+    """Return logits [tokens, vocab] per sample in fp32 on the host, from packed micro-batches. The matmul is in
+    fp32.
+    """
     found: dict[int, Tensor] = {}
 
     def keep(hidden_TH: Tensor, batch: PackedBatch) -> None:

@@ -32,7 +32,9 @@ def arithmetic() -> ModuleType:
 
 
 def demonstrations(steps: int, per_step: int, seed: int = 0) -> tuple[int, list[list[Sample]]]:
-    """Return the vocabulary size, and demonstrations per step as responses with advantage 1. Only the seed decides them."""
+    """Return the vocabulary size, and demonstrations per step as responses with advantage 1. Only the seed decides
+    them.
+    """
     task, rng = arithmetic(), random.Random(seed)
     tokenizer = task.make_tokenizer()
     problems, _ = task.make_problems(rng)

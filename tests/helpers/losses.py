@@ -17,7 +17,9 @@ GRPO = AlgorithmConfig()
 
 
 def loss_of(inputs: Any, **options: Any) -> Any:
-    return policy_loss(inputs, AlgorithmConfig(**{SHORT.get(k, k): v for k, v in options.items()}, calculate_entropy=True))
+    return policy_loss(
+        inputs, AlgorithmConfig(**{SHORT.get(k, k): v for k, v in options.items()}, calculate_entropy=True)
+    )
 
 
 def assigned(groups: Any, algorithm: AlgorithmConfig = GRPO, kl_penalties: Any = None) -> Any:

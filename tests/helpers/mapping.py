@@ -1,7 +1,7 @@
 """The shards of all ranks, filled with unique numbers, and execution of a plan in one process.
 
-A "side" is the list of all ranks' shards, in a Megatron layout or in engines. Weights are different nonzero int64 numbers, so
-wrong, missing or duplicated elements are always detected.
+A "side" is the list of all ranks' shards, in a Megatron layout or in engines. Weights are different nonzero int64
+numbers, so wrong, missing or duplicated elements are always detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from grpo_mega.weights.transfers import Transfer
 Tensors = dict[str, Tensor]
 
 
-def megatron_side(family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False) -> list[RankShards]:
+def megatron_side(
+    family: Family, shape: ModelShape, layout: MegatronLayout, *, fused_norms: bool = False
+) -> list[RankShards]:
     shards = megatron_shards(family, shape, layout, fused_norms=fused_norms)
     return [shards.rank_shards(rank) for rank in range(layout.world_size)]
 
@@ -39,7 +41,9 @@ def slice_of(tensors: Tensors, box: Box) -> Tensor:
     return tensors[box.tensor][region(box.start, box.shape)]
 
 
-def plan(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None) -> TransferPlan:
+def plan(
+    sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int | None = None
+) -> TransferPlan:
     """Plan transfers for shards listed per tensor. `ranks_per_node` None: all ranks are on one node."""
     ranks_per_node = ranks_per_node or max(len(sources), len(targets))
     return plan_transfers(ShardLayout.of_ranks(sources), ShardLayout.of_ranks(targets), ranks_per_node=ranks_per_node)

@@ -1,4 +1,5 @@
-"""Tiny Hugging Face models for tests: random weights with norms away from 1 and biases away from 0, saved as real checkpoints.
+"""Tiny Hugging Face models for tests: random weights with norms away from 1 and biases away from 0, saved as real
+checkpoints.
 
 The default sizes allow layouts up to tp=2 and pp=4, and tp=4 with num_key_value_heads=4. `changes` are config fields.
 The tokenizer has one token per character and a chat template without a prefill.
@@ -49,7 +50,8 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
-# Five layers, the first without experts. 12 experts in 3 groups; a token uses 2 groups. Two shared experts in a single MLP.
+# Five layers, the first without experts. 12 experts in 3 groups; a token uses 2 groups. Two shared experts in a single
+# MLP.
 LATENT = {
     "num_hidden_layers": 5,
     "hidden_size": 36,
@@ -96,7 +98,8 @@ CHAT_TEMPLATE = (
 
 
 def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
-    """Return a config with 4 layers, hidden 32, 4 heads, 2 key-value heads of width 8 (qwen3: 16), ffn 48, vocabulary 102.
+    """Return a config with 4 layers, hidden 32, 4 heads, 2 key-value heads of width 8 (qwen3: 16), ffn 48, vocabulary
+    102.
 
     Mixtures have 4 experts. Each token uses 2 of them.
     """
@@ -124,7 +127,9 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
     return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
 
 
-def make_model(family: str, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def make_model(
+    family: str, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """Return a model in evaluation mode. The seed decides the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

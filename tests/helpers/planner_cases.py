@@ -87,7 +87,13 @@ CONTEXT = [
 CASES = [*DENSE, *UNEVEN, *MIXTURES, *CONTEXT]
 
 # Wide enough that most tensors saved by autograd are activations of layers.
-_WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 8}
+_WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 ACTIVATIONS = [
     StateCase("llama", layout, dtype, changes=_WIDE, recompute=recompute)
     for layout, dtype, recompute in (

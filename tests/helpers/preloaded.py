@@ -1,9 +1,11 @@
-"""A Python for tests that has imported torch, Megatron-core and transformers already: a new process starts in 0.1 s, not in 6.
+"""A Python for tests that has imported torch, Megatron-core and transformers already: a new process starts in 0.1 s,
+not in 6.
 
 `python()` starts a server, which imports them once, and returns an executable. Called as `EXECUTABLE -m MODULE ...` or
-`EXECUTABLE FILE.py ...`, it asks the server for a fork with its arguments, environment, folder, stdin, stdout and stderr. It
-passes on signals, and exits with the code of the fork. The fork is killed if the executable is. In the fork sys.executable is
-the executable again, so that `grpo-mega train` starts its ranks in the same way. Any other call runs the real Python.
+`EXECUTABLE FILE.py ...`, it asks the server for a fork with its arguments, environment, folder, stdin, stdout and
+stderr. It passes on signals, and exits with the code of the fork. The fork is killed if the executable is. In the fork
+sys.executable is the executable again, so that `grpo-mega train` starts its ranks in the same way. Any other call runs
+the real Python.
 
 The fork is a child of the server. A test that looks at the tree of processes uses the real Python, REAL.
 """
@@ -109,7 +111,9 @@ def python() -> str:
         name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in SET_LATER
     }
     names = {"python": REAL, "address": address, "variables": variables}
-    executable.write_text(CLIENT.format(**names, read_at_import=READ_AT_IMPORT, preloadable=PRELOADABLE, set_later=SET_LATER))
+    executable.write_text(
+        CLIENT.format(**names, read_at_import=READ_AT_IMPORT, preloadable=PRELOADABLE, set_later=SET_LATER)
+    )
     executable.chmod(0o700)
     command = [REAL, __file__, address, str(executable)]
     ask = partial(die_with_parent, os.getpid())

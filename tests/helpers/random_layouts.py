@@ -85,7 +85,9 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
 
 @st.composite
 def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
-    """Draw a model. Query heads and ffn are divisible by tp. KV heads may be fewer, layers and vocabulary need not divide."""
+    """Draw a model. Query heads and ffn are divisible by tp. KV heads may be fewer, layers and vocabulary need not
+    divide.
+    """
     chosen = [draw(layouts()) for _ in range(num_layouts)]
     engine_tp = draw(st.sampled_from([1, 2, 4]))
     engine_ep = draw(st.sampled_from([n for n in (1, 2, 4) if n <= engine_tp]))
@@ -123,7 +125,9 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
         moe_ffn=tp * draw(st.integers(1, 2)) if is_mixture else 0,
         **latent,
     )
-    divided = tuple(replace(layout, layers_per_chunk=draw(st.none() | divisions(num_layers, layout))) for layout in chosen)
+    divided = tuple(
+        replace(layout, layers_per_chunk=draw(st.none() | divisions(num_layers, layout))) for layout in chosen
+    )
     return Case(shape, divided, fused_norms=draw(st.booleans()), engine=engine, num_idle=draw(st.integers(0, 2)))
 
 

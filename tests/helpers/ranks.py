@@ -1,8 +1,8 @@
 """Tests that run on several gloo ranks.
 
-`@ranks(n)` makes a test of a function that runs on each of n ranks. A launch is mostly imports, so all chosen tests of a
-module with the same number of ranks share one launch. Tests that import Megatron or compare several launches use a worker
-script instead: it calls `run_cases`, and the test calls `launch` and reads the errors of each case.
+`@ranks(n)` makes a test of a function that runs on each of n ranks. A launch is mostly imports, so all chosen tests of
+a module with the same number of ranks share one launch. Tests that import Megatron or compare several launches use a
+worker script instead: it calls `run_cases`, and the test calls `launch` and reads the errors of each case.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ def ranks(world_size: int, command: Callable[[], Sequence[str]] = tuple) -> Call
 
 
 def _results_of(request: pytest.FixtureRequest, world_size: int, command: Callable[[], Sequence[str]]) -> Results:
-    """Return the errors of the module's chosen tests on `world_size` ranks. The first of these tests launches all of them."""
+    """Return the errors of the module's chosen tests on `world_size` ranks. The first of these tests launches all of
+    them.
+    """
     module: Any = request.node.module
     if world_size not in vars(module).setdefault("_results", {}):
         items: list[Any] = [item for item in request.session.items if getattr(item, "module", None) is module]
         chosen = [item for item in items if getattr(item.function, "world_size", None) == world_size]
-        cases = {item.name: (item.function.__name__, getattr(item, "callspec", _NO_PARAMETERS).params) for item in chosen}
+        cases = {
+            item.name: (item.function.__name__, getattr(item, "callspec", _NO_PARAMETERS).params) for item in chosen
+        }
         folder: Path = request.getfixturevalue("tmp_path_factory").mktemp(f"ranks{world_size}")
         (folder / CASES).write_bytes(pickle.dumps((module.__name__, cases)))
         module._results[world_size] = launch(module.__name__, world_size, folder, command=command())
@@ -77,8 +81,8 @@ def _results_of(request: pytest.FixtureRequest, world_size: int, command: Callab
 
 
 class CaseValues(dict[Any, Any]):
-    """The results of the cases of one kind, keyed by the words of their names. Reading a failed case raises AssertionError with
-    its tracebacks. In `problems` its key is "KIND NAME", or "NAME" if the kind is "".
+    """The results of the cases of one kind, keyed by the words of their names. Reading a failed case raises
+    AssertionError with its tracebacks. In `problems` its key is "KIND NAME", or "NAME" if the kind is "".
     """
 
     def __init__(self, kind: str, problems: Results) -> None:
@@ -90,13 +94,15 @@ class CaseValues(dict[Any, Any]):
         raise AssertionError("\n".join([f"case {name!r} left nothing", *self._problems.get(name, ["it was not run"])]))
 
 
-def launch(worker: Path | str, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()) -> Results:
+def launch(
+    worker: Path | str, world_size: int, folder: Path, timeout_s: float = 3600, command: Sequence[str] = ()
+) -> Results:
     """Run a script with arguments RANK WORLD_SIZE FOLDER, or the tests of a module that `folder` lists.
 
     Return the tracebacks per case, in the order of `run_cases`.
 
-    A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after it.
-    Raises AssertionError if ranks fail outside of a case.
+    A case that fails ends its launch, because the ranks may be out of step. Another launch then runs the cases after
+    it. Raises AssertionError if ranks fail outside of a case.
     """
     results: Results = {}
     while True:
@@ -118,7 +124,9 @@ def launch(worker: Path | str, world_size: int, folder: Path, timeout_s: float =
 
 
 def _read_records(folder: Path, world_size: int, errors: str) -> tuple[list[str], Results]:
-    """Return the names of all cases, and the tracebacks of finished cases. If a rank died in a case, its error is `errors`."""
+    """Return the names of all cases, and the tracebacks of finished cases. If a rank died in a case, its error is
+    `errors`.
+    """
     all_cases: list[str] = []
     found: Results = {}
     for rank in range(world_size):
@@ -142,7 +150,9 @@ def run_forked(
     threads: int | None = None,
     command: Sequence[str] = (),
 ) -> None:
-    """Run a module or file as ranks that share imports (by forked.py or by `command`). Fail with the errors of the ranks."""
+    """Run a module or file as ranks that share imports (by forked.py or by `command`). Fail with the errors of the
+    ranks.
+    """
     folders = (ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     if threads:
@@ -158,7 +168,9 @@ def run_forked(
 
 
 def run_cases(cases: Mapping[str, Callable[[int, Path], None]]) -> None:
-    """Join the ranks in a worker. Run each case as `case(rank, folder)`, up to the first case that fails on any rank."""
+    """Join the ranks in a worker. Run each case as `case(rank, folder)`, up to the first case that fails on any
+    rank.
+    """
     import torch
     import torch.distributed as dist
 

@@ -29,25 +29,56 @@ def make_run(folder: Path, *, num_steps: int = 12, num_planned: int = 12, respon
     for step in range(1, num_steps + 1):
         seconds = {"seconds/sample": 2.0, "seconds/update": 1.0, "seconds/other": 0.5, "seconds/step": 3.5}
         rewards = {"reward/mean": step / 12, "reward/accuracy": step / 12, "verdict/accuracy/correct": step / 12}
-        rest = {"kl/mean": 0.01 * step, "entropy/mean": 1.0, "response_length/mean": 30.0, "clip/fraction": 0.0, "lr": 1e-6}
+        rest = {
+            "kl/mean": 0.01 * step,
+            "entropy/mean": 1.0,
+            "response_length/mean": 30.0,
+            "clip/fraction": 0.0,
+            "lr": 1e-6,
+        }
         lines.append(
-            {"step": step, **rewards, **rest, **seconds, "mismatch/abs_mean": 1e-6, "num_tokens": 900.0, "new/metric": 1.0}
+            {
+                "step": step,
+                **rewards,
+                **rest,
+                **seconds,
+                "mismatch/abs_mean": 1e-6,
+                "num_tokens": 900.0,
+                "new/metric": 1.0,
+            }
         )
     write_lines(folder / "metrics.jsonl", lines)
     rows = [row for step in range(1, num_steps + 1) for row in make_group(step, response)]
     write_lines(folder / "samples.jsonl", rows)
-    answers = [{"id": i, "prompt": f"p{i}", "response": response, "scores": {"accuracy": float(i % 2)}} for i in range(4)]
+    answers = [
+        {"id": i, "prompt": f"p{i}", "response": response, "scores": {"accuracy": float(i % 2)}} for i in range(4)
+    ]
     write_lines(folder / "heldout-000000.jsonl", answers)
     write_lines(folder / "heldout-000012.jsonl", [row | {"scores": {"accuracy": 1.0}} for row in answers])
-    write_lines(folder / "messages.jsonl", [{"step": 3, "time": "t", "level": "warning", "text": "a gradient norm jumped"}])
+    write_lines(
+        folder / "messages.jsonl", [{"step": 3, "time": "t", "level": "warning", "text": "a gradient norm jumped"}]
+    )
     return folder
 
 
 def make_group(step: int, response: str, size: int = 3) -> list[dict[str, Any]]:
     ends = list(range(1, len(response) + 1))
     return [
-        {"step": step, "prompt_id": step, "group": 0, "index": i, "policy_version": step - 1, "prompt": f"what is {step}?"}
-        | {"response": response, "answer": "4", "finish_reason": "stop", "reward": float(i), "rewards": {"accuracy": float(i)}}
+        {
+            "step": step,
+            "prompt_id": step,
+            "group": 0,
+            "index": i,
+            "policy_version": step - 1,
+            "prompt": f"what is {step}?",
+        }
+        | {
+            "response": response,
+            "answer": "4",
+            "finish_reason": "stop",
+            "reward": float(i),
+            "rewards": {"accuracy": float(i)},
+        }
         | {"verdicts": {"accuracy": "correct" if i else "wrong"}, "advantage": i - 1.0, "token_ends": ends}
         | {"rollout_logprobs": [-0.5 * i] * len(ends), "mismatch": [1e-4] * len(ends)}
         for i in range(size)

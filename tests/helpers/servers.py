@@ -58,7 +58,12 @@ def write_model(folder: Path) -> Path:
 
 def make_settings(model: Path, folder: Path, *, shows_progress: bool = False, **rollout: Any) -> EngineSettings:
     """Return engine settings. `rollout` sets keys of the config section."""
-    defaults = {"max_concurrent": 64, "cache_tokens": 16384, "start_deadline_s": START_DEADLINE_S, "stall_deadline_s": 30.0}
+    defaults = {
+        "max_concurrent": 64,
+        "cache_tokens": 16384,
+        "start_deadline_s": START_DEADLINE_S,
+        "stall_deadline_s": 30.0,
+    }
     return EngineSettings(
         rollout=RolloutConfig(**{"engine": "sglang", **defaults, **rollout}),
         model_path=model,
@@ -118,7 +123,9 @@ def note_names(model: Any, named_tensors: Any) -> None:
 
 def generate(server: Server, num_tokens: int = 8, num_samples: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
     params = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True, "n": num_samples}
-    answer = post(server, "/generate", {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}, timeout_s)
+    answer = post(
+        server, "/generate", {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}, timeout_s
+    )
     return answer if isinstance(answer, list) else [answer]
 
 

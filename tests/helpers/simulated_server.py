@@ -1,7 +1,7 @@
 """A server without a model. In each step it decodes one token of every sequence. The length of each sample is given.
 
-The trainer's engine uses it like a session of a real server, so the trainer's own code decides the order in which samples
-start and how many are in flight.
+The trainer's engine uses it like a session of a real server, so the trainer's own code decides the order in which
+samples start and how many are in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Lengths = Mapping[tuple[int, int], int]  # length of each sample, by (group key,
 
 
 class SimulatedSession:
-    """A session whose clock counts steps. A step takes the same time for any number of sequences; prefills take no time."""
+    """A session whose clock counts steps. A step takes the same time for any number of sequences; prefills take no
+    time.
+    """
 
     def __init__(self, lengths: Lengths, version: int = 0) -> None:
         self.now, self.version = 0, version
@@ -47,7 +49,9 @@ class SimulatedSession:
         self._requests.append((key, list(samples)))
         for sample in samples:
             self.begun_at[key, sample.index] = self.now
-            heapq.heappush(self._ends, (self.now + self._lengths[key, sample.index] - sample.response_len, key, sample.index))
+            heapq.heappush(
+                self._ends, (self.now + self._lengths[key, sample.index] - sample.response_len, key, sample.index)
+            )
         self.most_at_once = max(self.most_at_once, len(self._ends))
 
     def get(self, timeout: float) -> Event:
@@ -83,7 +87,9 @@ class SimulatedSession:
         while self._ends and self._ends[0][0] <= last:
             self._ready.append(self._next())
         aborted = [
-            Event(key, aborted=tuple(self._grown(key, s, None) for s in samples)) for key, samples in self._requests if samples
+            Event(key, aborted=tuple(self._grown(key, s, None) for s in samples))
+            for key, samples in self._requests
+            if samples
         ]
         self._ready = [*aborted[:1], *self._ready, *aborted[1:]]
         self._requests, self._ends = [], []
@@ -97,8 +103,12 @@ class SimulatedSession:
         return future
 
 
-def simulate(session: SimulatedSession, request: RolloutRequest, slots: int, *, num_engines: int = 1) -> dict[int, Group]:
-    """Return the groups that the trainer's engine generates with this server. It has one of `num_engines` shares of them."""
+def simulate(
+    session: SimulatedSession, request: RolloutRequest, slots: int, *, num_engines: int = 1
+) -> dict[int, Group]:
+    """Return the groups that the trainer's engine generates with this server. It has one of `num_engines` shares of
+    them.
+    """
     server: Any = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
     settings = EngineSettings(
         rollout=RolloutConfig(engine="sglang", max_concurrent=slots, stall_deadline_s=60.0, phase_deadline_s=60.0),

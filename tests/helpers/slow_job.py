@@ -19,7 +19,9 @@ class SlowJob(CheckJob):
 
 
 def slow_accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
-    """Append the call to the file extras["calls"]. Hang if the response contains "SLOW". Kill the worker on "DEADLY"."""
+    """Append the call to the file extras["calls"]. Hang if the response contains "SLOW". Kill the worker on
+    "DEADLY".
+    """
     if "calls" in extras:
         with Path(extras["calls"]).open("a") as file:
             file.write("call\n")

@@ -11,7 +11,9 @@ from grpo_mega.formats.detect import Manifest
 
 
 class SlowPolicy:
-    """The part of a policy that Checkpoints needs. Each rank's file is a pipe with `num_parts` parts of `part_bytes`."""
+    """The part of a policy that Checkpoints needs. Each rank's file is a pipe with `num_parts` parts of
+    `part_bytes`.
+    """
 
     def __init__(self, rank: int, num_parts: int = 3, part_bytes: int = 1000, pause_s: float = 0.0) -> None:
         self.num_effective_steps, self.state_bytes = 0, 1000
@@ -42,4 +44,6 @@ class SlowPolicy:
 
 
 def manifest(step: int) -> Manifest:
-    return Manifest(step, step, fingerprint=str(step), layout="dp=3", model={}, seed=0, checksums={}, draws=step, inputs={})
+    return Manifest(
+        step, step, fingerprint=str(step), layout="dp=3", model={}, seed=0, checksums={}, draws=step, inputs={}
+    )

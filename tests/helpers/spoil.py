@@ -104,7 +104,9 @@ def overlap(found: list[tuple[str, Any]]) -> None:
 
 
 def index_names(name: Any) -> Spoil:
-    """Replace a shard's name in the index. "DIR" in it is the run's folder, where else.safetensors is a copy of the shard."""
+    """Replace a shard's name in the index. "DIR" in it is the run's folder, where else.safetensors is a copy of the
+    shard.
+    """
 
     def spoil(folder: Path) -> None:
         shutil.copy(folder / "model" / SHARD, folder / "else.safetensors")

@@ -40,7 +40,10 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
     ("teacher missing", ("teachers.a.path=/none", "name the folder"), (OPD, "teachers={a: {path: /none}}")),
     (
         "teacher of another tokenizer",
-        ("teachers.a.path=other: must have the tokenizer of model.path=model, but 'Ċ' is 7 there and 101 here", "name a"),
+        (
+            "teachers.a.path=other: must have the tokenizer of model.path=model, but 'Ċ' is 7 there and 101 here",
+            "name a",
+        ),
         OTHER,
         all_of(teacher(), retokenize("other/tokenizer.json", Ċ=7)),
     ),
@@ -56,7 +59,12 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         (*OTHER, "model.init=random"),
         all_of(teacher(), model(vocab_size=110)),
     ),
-    ("teacher without tokenizer", ("teachers.a.path=other holds no tokenizer", "copy"), OTHER, all_of(teacher(), NO_TOKENS)),
+    (
+        "teacher without tokenizer",
+        ("teachers.a.path=other holds no tokenizer", "copy"),
+        OTHER,
+        all_of(teacher(), NO_TOKENS),
+    ),
     ("teacher layout", ("teachers.a.path=other: layout.pp=4", "has 3 layers"), (*OTHER, "layout.pp=4"), teacher()),
     (
         "teachers without a column",
@@ -73,7 +81,11 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         ("algorithm.adv_type=none: must not be with", "normalize_advantages"),
         (*OTHER, "algorithm.normalize_advantages=true"),
     ),
-    ("teacher with covariance", ("loss_type=clip_cov: must not", "use actor"), (*OTHER, "algorithm.loss_type=clip_cov")),
+    (
+        "teacher with covariance",
+        ("loss_type=clip_cov: must not", "use actor"),
+        (*OTHER, "algorithm.loss_type=clip_cov"),
+    ),
     (
         "teacher on a server at another temperature",
         ("rollout.temperature=0.8: must be 1 with a teacher's url=http://127.0.0.1:9", "leave url out"),
@@ -109,5 +121,9 @@ TEACHER_CASES: list[tuple[Any, ...]] = [
         (OPD, "teachers={a: {path: model}, b: {path: model}}", "data.teacher_column=info.teacher"),
         rows(*({"prompt": "1+1=?", "answer": "2", "info": info} for info in ({"teacher": "b"}, {"name": "b"}))),
     ),
-    ("no advantages", ("algorithm.adv_type=none", "distill_beta; set it"), ("algorithm={adv_type: none, group_size: 2}",)),
+    (
+        "no advantages",
+        ("algorithm.adv_type=none", "distill_beta; set it"),
+        ("algorithm={adv_type: none, group_size: 2}",),
+    ),
 ]

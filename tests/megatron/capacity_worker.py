@@ -25,11 +25,12 @@ real_dropping = Routers._within_capacity
 
 
 def update(text: str, multiple: int) -> list[dict[str, float]]:
-    """Return the metrics of two mini-batches. Each is one micro-batch per data-parallel rank, of an odd number of tokens.
+    """Return the metrics of two mini-batches. Each is one micro-batch per data-parallel rank, of an odd number of
+    tokens.
 
-    Nothing may swap two tokens at the edge of an expert's capacity on another CPU. Each sample has another first token, because
-    equal prompts have router scores that differ only by rounding. A large optimizer.eps keeps Adam from turning the rounding of
-    a tiny gradient into a full step.
+    Nothing may swap two tokens at the edge of an expert's capacity on another CPU. Each sample has another first token,
+    because equal prompts have router scores that differ only by rounding. A large optimizer.eps keeps Adam from turning
+    the rounding of a tiny gradient into a full step.
     """
     layout, *overrides = text.split(" ")
     settings = (f"model.router.capacity_factor={FACTOR}", "batch.tokens_per_micro_batch=400", "optimizer.eps=0.01")

@@ -1,7 +1,8 @@
-"""Iterated steps, with a reference that follows the policy, against a float64 replay with only transformers and torch's AdamW.
+"""Iterated steps, with a reference that follows the policy, against a float64 replay with only transformers and torch's
+AdamW.
 
-restore_worker.py runs the cases: two ranks take all steps and save during an iteration; one and three ranks continue from
-there.
+restore_worker.py runs the cases: two ranks take all steps and save during an iteration; one and three ranks continue
+from there.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Replay:
         self.start, self.reference, self.alpha = copy.deepcopy(self.model), copy.deepcopy(self.model), alpha
         kept = [p for p in self.model.parameters() if p.dim() == 1]
         rest = [p for p in self.model.parameters() if p.dim() > 1]
-        groups: list[dict[str, Any]] = [{"params": rest, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": rest, "weight_decay": WEIGHT_DECAY},
+            {"params": kept, "weight_decay": 0.0},
+        ]
         self.adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
         self.metrics: list[dict[str, float]] = []
         for step in range(STEPS):
@@ -84,7 +88,10 @@ class Replay:
                 ratio = torch.exp(now - before)
                 gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 kl = torch.exp(ref - now) - 1 - (ref - now)
-                total, kl_sum = total + (KL_BETA * kl - gain).sum() / num_tokens, kl_sum + kl.detach().sum() / num_tokens
+                total, kl_sum = (
+                    total + (KL_BETA * kl - gain).sum() / num_tokens,
+                    kl_sum + kl.detach().sum() / num_tokens,
+                )
             total.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.metrics.append({"kl/mean": float(kl_sum), "grad_norm": float(norm)})
@@ -163,7 +170,9 @@ def take_steps(trainee: Trainee, first: int, end: int) -> list[dict[str, float]]
     return metrics
 
 
-def compare(trainee: Trainee, found: list[dict[str, float]], metrics: list[dict[str, float]], start: Any, end: Any) -> None:
+def compare(
+    trainee: Trainee, found: list[dict[str, float]], metrics: list[dict[str, float]], start: Any, end: Any
+) -> None:
     for ours, theirs in zip(found, metrics, strict=True):
         for name, value in theirs.items():
             assert abs(ours[name] - value) <= 2e-5 * max(abs(value), 1e-2), (name, ours[name], value)
@@ -186,7 +195,9 @@ def check_average_is_kept_in_fp32(rank: int, folder: Path) -> None:
     for step in range(3):
         trainee.update(step)
         trainee.policy.refresh_reference()
-        expected = {n: (1 - share) * mean + share * trainee.policy.parameters[n].double() for n, mean in expected.items()}
+        expected = {
+            n: (1 - share) * mean + share * trainee.policy.parameters[n].double() for n, mean in expected.items()
+        }
     reference = trainee.policy._reference
     assert reference is not None
     found = reference.tensors()

@@ -1,4 +1,6 @@
-"""One rank of the offload tests: policies that move to the host and back between all steps, against policies that stay."""
+"""One rank of the offload tests: policies that move to the host and back between all steps, against policies that
+stay.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Trainee:
         return metrics, self.checksum(), self.policy.fingerprint()
 
     def checksum(self) -> int:
-        copies = [t.detach().clone() for t in self.policy.tensors().values()]  # numpy() on the tensor itself would pin it
+        copies = [
+            t.detach().clone() for t in self.policy.tensors().values()
+        ]  # numpy() on the tensor itself would pin it
         return zlib.crc32(b"".join(t.view(torch.uint8).numpy().tobytes() for t in copies))
 
     def away(self) -> None:
@@ -262,9 +266,13 @@ def check_many_steps(rank: int, folder: Path) -> None:
         found += moving.update(step % 8)
         moving.away()
         assert moving.policy.memory.device_bytes == 0
-    losses = [torch.tensor([m["loss/total"] for m in run], dtype=torch.float64).view(torch.int64) for run in (expected, found)]
+    losses = [
+        torch.tensor([m["loss/total"] for m in run], dtype=torch.float64).view(torch.int64) for run in (expected, found)
+    ]
     assert torch.equal(*losses), (losses[0] != losses[1]).nonzero()[0]
-    assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, "the losses do not depend on the weights"
+    assert len(losses[0].unique()) == MANY_STEPS == moving.policy.optimizer_step, (
+        "the losses do not depend on the weights"
+    )
     assert found == expected  # also gradient norms and other metrics
     moving.policy.memory.onload()
     for name, weight in moving.policy.tensors().items():
@@ -328,7 +336,10 @@ def make_groups(step: int) -> list[Group]:
         responses = [ints(4 + 3 * i + g) for i in range(4)]
         rewards = torch.rand(4, generator=generator).tolist()
         groups.append(
-            Group(prompt, [Sample(prompt, i, r, [-3.0] * len(r), "stop", reward=rewards[i]) for i, r in enumerate(responses)])
+            Group(
+                prompt,
+                [Sample(prompt, i, r, [-3.0] * len(r), "stop", reward=rewards[i]) for i, r in enumerate(responses)],
+            )
         )
     return groups
 

@@ -43,7 +43,11 @@ SIZES = {
 }
 TIED, SEPARATE = SIZES | {"tie_word_embeddings": True}, SIZES | {"tie_word_embeddings": False}
 # Dense layers first; routers with moving biases, and frozen routers.
-BIASED = {"model_type": "deepseek_v3", "q_lora_rank": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+BIASED = {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 FROZEN = {"model_type": "qwen3_moe"}
 ROUTERS = {"deepseek_v3": "model.router.bias_update_rate=0.05", "qwen3_moe": "model.router.freeze=true"}
 # elements; small, so a tiny model has as many buckets as a model of 40 million parameters
@@ -152,7 +156,8 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 def check_shifted(name: str, rank: int, folder: Path) -> None:
-    """Save without compat's patch, as Megatron does: every rank refuses the optimizer state, but the weights can be read.
+    """Save without compat's patch, as Megatron does: every rank refuses the optimizer state, but the weights can be
+    read.
 
     If this test fails, Megatron saves the state correctly and the patch can go.
     """
@@ -180,8 +185,8 @@ def check_shifted(name: str, rank: int, folder: Path) -> None:
 
 
 def check_shares(layout: str, rank: int, folder: Path) -> None:
-    """Verify that data-parallel ranks share the work: no rank writes or reads more than its share plus one tensor. Together
-    they write `state_bytes`, the announced size of a save."""
+    """Verify that data-parallel ranks share the work: no rank writes or reads more than its share plus one tensor.
+    Together they write `state_bytes`, the announced size of a save."""
     trainee = Trainee(make_config_of(f"{layout} bfloat16", "batch.tokens_per_micro_batch=256"), **TIED)
     trainee.update(0)
     state = new_folder(folder, layout)
@@ -219,9 +224,9 @@ def check_shares(layout: str, rank: int, folder: Path) -> None:
     dist.all_gather_object(everyone, read[0])
     for group in range(trainee.config.layout.tp):
         shares = everyone[group :: trainee.config.layout.tp]
-        assert min(shares) > 0 and max(shares) <= sum(written[group :: trainee.config.layout.tp]) / num_replicas + largest, (
-            everyone
-        )
+        assert (
+            min(shares) > 0 and max(shares) <= sum(written[group :: trainee.config.layout.tp]) / num_replicas + largest
+        ), everyone
     assert restored.record(restored.update(1)) == trainee.record(trainee.update(1))
     if rank == 0:
         print(f"{layout}: written {written}, read {everyone}, largest tensor {largest - OVERHEAD}", flush=True)

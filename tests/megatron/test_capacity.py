@@ -48,7 +48,9 @@ def test_row_length_does_not_change_the_tokens_that_experts_drop(results: tuple[
 @pytest.mark.parametrize("text", CASES)
 def test_passes_for_log_probs_drop_the_same_tokens_as_the_update(results: tuple[Results, dict], text: str) -> None:
     for metrics in results[1][text].values():
-        assert metrics[0]["ratio/mean"] == pytest.approx(1, abs=1e-6) and metrics[0]["ratio/max"] == pytest.approx(1, abs=1e-5)
+        assert metrics[0]["ratio/mean"] == pytest.approx(1, abs=1e-6) and metrics[0]["ratio/max"] == pytest.approx(
+            1, abs=1e-5
+        )
 
 
 def test_an_expert_keeps_its_best_tokens_up_to_its_capacity(results: tuple[Results, dict]) -> None:

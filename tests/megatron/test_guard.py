@@ -20,7 +20,9 @@ def spiked(*groups: int, by: float = 20.0) -> list[float]:
     return [norm * by if group in groups else norm for group, norm in enumerate(CALM)]
 
 
-def run(watching: Guard, steps: Sequence[tuple[float, list[float]]], first: int = 1) -> list[tuple[Level, tuple[str, ...]]]:
+def run(
+    watching: Guard, steps: Sequence[tuple[float, list[float]]], first: int = 1
+) -> list[tuple[Level, tuple[str, ...]]]:
     seen = []
     for step, (mismatch, norms) in enumerate(steps, first):
         messages = tuple(watching.observe(step, mismatch, [norms]))
@@ -51,7 +53,9 @@ def test_a_mismatch_above_its_limit_is_reported() -> None:
 def test_the_ends_then_all_layers_fall_back_and_return_after_their_steps() -> None:
     watching = guard(fall_back=True)
     run(watching, [(0.0, CALM)] * 8)
-    levels = [level for level, _ in run(watching, [(0.0, spiked(1)), (0.0, CALM), (0.9, CALM), *[(0.0, CALM)] * 4], first=9)]
+    levels = [
+        level for level, _ in run(watching, [(0.0, spiked(1)), (0.0, CALM), (0.9, CALM), *[(0.0, CALM)] * 4], first=9)
+    ]
     assert levels == [Level.ENDS, Level.ENDS, Level.ALL, Level.ALL, Level.ALL, Level.AS_CONFIGURED, Level.AS_CONFIGURED]
     ((_, messages),) = run(watching, [(0.0, spiked(0, 7))], first=20)
     assert messages == (

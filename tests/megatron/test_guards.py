@@ -1,4 +1,5 @@
-"""Cases that Megatron silently gets wrong, and patches that a CPU needs: each is guarded, and each patch is still needed.
+"""Cases that Megatron silently gets wrong, and patches that a CPU needs: each is guarded, and each patch is still
+needed.
 
 Guards with numeric effects are tested elsewhere: interleaving at pp=2 and gradient norms over tensor-parallel ranks in
 tests/distributed/test_layouts.py, Adam's step counts in tests/run/test_resume.py.
@@ -114,9 +115,8 @@ def test_the_guards_levels_are_the_layers_that_megatron_computes_in_bf16() -> No
         + "precision = configs.PrecisionConfig(fp8='hybrid', fp8_recipe='blockwise', last_layers_bf16=1, guard=guard)\n"
         + "c = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4, **megatron_settings(precision))\n"
         + "layers = lambda: [i for i in range(8) if is_first_last_bf16_layer(c, i)]\n"
-        + "for level, expected in ((Level.ENDS, [0, 1, 6, 7]), (Level.ALL, list(range(8))), (Level.AS_CONFIGURED, [7])):\n"
-        + "    set_level(c, precision, level)\n"
-        + "    assert layers() == expected, (level, layers())\n"
+        + "for level, expected in ((Level.ENDS, [0, 1, 6, 7]), (Level.ALL, list(range(8))), (Level.AS_CONFIGURED,"
+        " [7])):\n" + "    set_level(c, precision, level)\n" + "    assert layers() == expected, (level, layers())\n"
     )
     assert result.returncode == 0, result.stderr
 
@@ -153,13 +153,17 @@ def test_megatron_still_loads_every_entry_of_the_optimizers_state() -> None:
 
 def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> None:
     """The reason for compat.allow_fused_weight_gradients."""
-    constructor = megatron_source("tensor_parallel/layers.py").split("class ColumnParallelLinear")[1].split("def forward")[0]
-    assert "if config.gradient_accumulation_fusion and not _grad_accum_fusion_available:\n            raise" in constructor
+    constructor = (
+        megatron_source("tensor_parallel/layers.py").split("class ColumnParallelLinear")[1].split("def forward")[0]
+    )
+    assert (
+        "if config.gradient_accumulation_fusion and not _grad_accum_fusion_available:\n            raise" in constructor
+    )
 
 
 def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked() -> None:
-    """The reason for model._mark_partitions: Megatron marks weights when it initializes them, and the gradient norm uses the
-    marks."""
+    """The reason for model._mark_partitions: Megatron marks weights when it initializes them, and the gradient norm
+    uses the marks."""
     source = megatron_source("tensor_parallel/layers.py")
     constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]
     before_bias = constructor.split("if bias:")[0]
@@ -169,7 +173,10 @@ def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked() -> Non
 def test_latent_attention_still_assumes_te_if_its_wrapper_is_importable() -> None:
     """The reason for compat.patch_latent_attention: Megatron then calls isinstance with a name that is no class."""
     head, body = megatron_source("transformer/multi_latent_attention.py").split("HAVE_TE = True")
-    assert "import transformer_engine" not in head and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
+    assert (
+        "import transformer_engine" not in head
+        and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
+    )
 
 
 def test_megatron_still_splits_an_unused_table_of_angles_over_ranks() -> None:

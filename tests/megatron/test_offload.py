@@ -18,7 +18,9 @@ from tests.helpers.ranks import Results, launch
 MANY_STEPS = "many steps"  # name of a case of the worker
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]),
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
 ]
 
 
@@ -33,8 +35,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.distributed
 @pytest.mark.parametrize("found", [1, pytest.param(4, marks=pytest.mark.full)], indirect=True)
 def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Results) -> None:
-    """Compare losses, gradient norms, weights, fingerprints and device bytes; save and restore while the policy is on the
-    host."""
+    """Compare losses, gradient norms, weights, fingerprints and device bytes; save and restore while the policy is on
+    the host."""
     wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS]
     assert found and not wrong, "\n".join(wrong)
 
@@ -137,7 +139,9 @@ def test_copies_wait_for_the_current_stream_and_are_waited_for(monkeypatch: pyte
 
 def test_excluded_storages_exclude_all_tensors_that_share_them() -> None:
     weights, moments = torch.zeros(8), torch.zeros(8)
-    assert [s.data_ptr() for s in storages_of([weights[:4], moments, moments[2:]], but_of=[weights])] == [moments.data_ptr()]
+    assert [s.data_ptr() for s in storages_of([weights[:4], moments, moments[2:]], but_of=[weights])] == [
+        moments.data_ptr()
+    ]
 
 
 def test_a_storage_that_numpy_has_seen_is_refused_and_not_lost() -> None:

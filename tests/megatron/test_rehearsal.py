@@ -171,7 +171,9 @@ def rehearsed(request: pytest.FixtureRequest) -> dict[str, list[Comparison]]:
     return dict(zip(names, rehearse(cases), strict=True))
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, marks=[pytest.mark.sweep] * (text in SWEEP)) for text in ALL_LAYOUTS])
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.sweep] * (text in SWEEP)) for text in ALL_LAYOUTS]
+)
 def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
     wrong = [c for c in rehearsed[text] if not c.agrees]
     assert not wrong, wrong
@@ -181,7 +183,9 @@ def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison
 
 
 def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dict[str, list[Comparison]]) -> None:
-    """With float32 (it saves views of other tensors) or full recompute of such small layers the bound is ten percent."""
+    """With float32 (it saves views of other tensors) or full recompute of such small layers the bound is ten
+    percent.
+    """
     chosen = [text for text in rehearsed if "float32" not in text and "recompute=full" not in text]
     kept = [c for text in chosen for c in rehearsed[text] if c.label == "activations kept"]
     assert {text for text in chosen if text.startswith("moe")} and len(kept) > 12
@@ -191,7 +195,9 @@ def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dic
 def test_every_kind_of_communication_is_compared(rehearsed: dict[str, list[Comparison]]) -> None:
     found = {c.label for c in rehearsed["tp=2,pp=2,dp=2,sequence_parallel=true model.recompute=selective"]}
     assert {"tensor parallel", "pipeline", "gradients and weights", "activations kept"} <= found
-    assert "experts" in {c.label for c in rehearsed["moe tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full"]}
+    assert "experts" in {
+        c.label for c in rehearsed["moe tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full"]
+    }
 
 
 START = """
@@ -216,7 +222,9 @@ for line in sys.stdin:
 @pytest.mark.full
 def test_training_starts_at_the_legal_tensor_parallel_sizes_only() -> None:
     """Ask Megatron, as the last rank. If there are fewer key-value heads than ranks, head_dim matters."""
-    cases = [(heads, kv, dim, tp) for heads, kv, dim in ((6, 2, 8), (6, 2, 12), (12, 4, 10)) for tp in range(1, heads + 1)]
+    cases = [
+        (heads, kv, dim, tp) for heads, kv, dim in ((6, 2, 8), (6, 2, 12), (12, 4, 10)) for tp in range(1, heads + 1)
+    ]
     lines, legal = [], []
     for heads, kv, dim, tp in cases:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim, "num_hidden_layers": 1}
@@ -225,7 +233,9 @@ def test_training_starts_at_the_legal_tensor_parallel_sizes_only() -> None:
         request = {"config": setup.config.model_dump(mode="json"), "model": fields, "rank": tp - 1, "world_size": tp}
         lines.append(json.dumps(request | {"num_batches": 1, "num_tokens": 32, "segment": 16}))
         legal.append(not list(megatron_layout_problems(ModelShape.from_hf_config(fields), setup.layout)))
-    result = subprocess.run([sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        [sys.executable, "-c", START], input="\n".join(lines), capture_output=True, text=True, timeout=200
+    )
     found = result.stdout.splitlines()
     assert len(found) == len(cases), result.stderr
     assert [line == "starts" for line in found] == legal, list(zip(cases, found, strict=True))
@@ -260,16 +270,21 @@ def test_the_command_prints_the_rehearsal_with_the_plan(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_rehearsal_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
+    (tmp_path / "run.yaml").write_text(
+        f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}"
+    )
     with pytest.raises(ConfigError, match=r"--ranks 0 3 needs --rehearse; add it"):
         prepare_plan(PlanOptions(tmp_path / "run.yaml", ranks=(0, 3)))
 
 
 def test_a_model_that_is_not_here_is_asked_for_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}")
+    (tmp_path / "run.yaml").write_text(
+        f"{{run_dir: {tmp_path}/run, steps: 1, model: {{path: none}}, data: {{train: none}}}}"
+    )
     _, findings = prepare_plan(PlanOptions(tmp_path / "run.yaml"))
     assert any(
-        "or plan with --model NAME" in violation and "--model-config FILE" in violation for violation in findings.violations
+        "or plan with --model NAME" in violation and "--model-config FILE" in violation
+        for violation in findings.violations
     )
 
 

@@ -1,7 +1,8 @@
-"""Several optimizer steps on one rank against a float64 replay: transformers' model, the loss written out, torch's AdamW.
+"""Several optimizer steps on one rank against a float64 replay: transformers' model, the loss written out, torch's
+AdamW.
 
-This file writes out GRPO's loss; the oracles of tools/conformance have the losses of the other recipes. A replay uses no code
-of the trainer.
+This file writes out GRPO's loss; the oracles of tools/conformance have the losses of the other recipes. A replay uses
+no code of the trainer.
 """
 
 from __future__ import annotations
@@ -145,18 +146,22 @@ class RecipeReplay(Replay):
         flat |= {name: flat[name] or flat["ratio_clip_eps"] for name in ("ratio_clip_eps_low", "ratio_clip_eps_high")}
         flat["reward_weights"] = {function.name: function.weight for function in config.rewards.functions}
         a, b = (
-            {f.name: flat[f.name] for f in fields(c)} for c in (oracle_losses.Settings, oracle_advantages.AdvantageSettings)
+            {f.name: flat[f.name] for f in fields(c)}
+            for c in (oracle_losses.Settings, oracle_advantages.AdvantageSettings)
         )
         self.settings = oracle_losses.Settings(**a | ({"kl_beta": 0.0} if flat["kl_in"] == "reward" else {}))
         make = oracle_advantages.Scored
         scored = [
-            [make(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in g.samples] for g in groups
+            [make(s.response_len, s.reward, s.step_rewards, s.step_ends, scores=s.scores) for s in g.samples]
+            for g in groups
         ]
         for one in (s for g in scored for s in g):  # at the start the policy equals the reference
             one.logprobs = one.ref_logprobs = [0.0] * one.length
         rows = oracle_advantages.advantages(scored, oracle_advantages.AdvantageSettings(**b))
         self.advantages = {
-            id(s): row for g, of_group in zip(groups, rows, strict=True) for s, row in zip(g.samples, of_group, strict=True)
+            id(s): row
+            for g, of_group in zip(groups, rows, strict=True)
+            for s, row in zip(g.samples, of_group, strict=True)
         }
         self.teacher = {} if not config.teachers else taught_tables(groups, config)
         super().__init__(model, groups)
@@ -203,7 +208,9 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, tup
     groups = make_groups(model)
     torch.save(groups, folder / "groups.pt")
     all_configs = {"written out": make_config(folder / "model")}
-    all_configs |= {recipe: make_config(folder / "model", recipe=recipe.split()[0], **own) for recipe, own in RECIPES.items()}
+    all_configs |= {
+        recipe: make_config(folder / "model", recipe=recipe.split()[0], **own) for recipe, own in RECIPES.items()
+    }
     outcomes = run_cases([Case(name, config) for name, config in all_configs.items()], folder)
     replays = [Replay(model, groups), *(RecipeReplay(model, groups, all_configs[recipe]) for recipe in RECIPES)]
     return model, dict(zip(all_configs, zip(outcomes, replays, strict=True), strict=True))
@@ -284,7 +291,11 @@ def make_config(model: Path, **algorithm: Any) -> configs.Config:
             "steps": 1,
             "model": {"path": str(model), "dtype": "float32"},
             "teachers": {name: {"path": str(model.parent / name)} for name in teachers},
-            "data": {"train": "unused", "max_prompt_length": 12, "teacher_column": "teacher" if len(teachers) > 1 else None},
+            "data": {
+                "train": "unused",
+                "max_prompt_length": 12,
+                "teacher_column": "teacher" if len(teachers) > 1 else None,
+            },
             "rollout": {"max_response_length": 20, "temperature": TEMPERATURE},
             "algorithm": {
                 "group_size": GROUP_SIZE,

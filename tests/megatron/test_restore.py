@@ -1,4 +1,6 @@
-"""A restored policy continues like the saved one in any layout. A state whose masters do not match the weights is refused."""
+"""A restored policy continues like the saved one in any layout. A state whose masters do not match the weights is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Return errors by case. Two ranks save and restore, one and three restore the same checkpoints, four share a save."""
+    """Return errors by case. Two ranks save and restore, one and three restore the same checkpoints, four share a
+    save.
+    """
     folder = tmp_path_factory.mktemp("restore")
     results: Results = {}
     for world_size in (2, 1, 3, 4):
@@ -33,7 +37,9 @@ def test_iterated_steps_equal_their_replay_in_any_layout_and_after_restore(found
 
 
 def test_optimizer_state_of_other_weights_is_refused_by_all_ranks(found: Results) -> None:
-    """Megatron saves such a state without compat.save_optimizer_state_in_place. The patch can go when this test fails."""
+    """Megatron saves such a state without compat.save_optimizer_state_in_place. The patch can go when this test
+    fails.
+    """
     shifted = {case: lines for case, lines in found.items() if "shifted" in case}
     assert shifted and not any(shifted.values()), shifted
 

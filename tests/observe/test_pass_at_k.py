@@ -16,7 +16,9 @@ Responses = list[tuple[str, bool]]  # (answer, whether it is correct)
 
 
 def random_responses(random: Random) -> Responses:
-    """Return up to 9 responses with few distinct answers. Some have no answer. Equal answers may differ in correctness."""
+    """Return up to 9 responses with few distinct answers. Some have no answer. Equal answers may differ in
+    correctness.
+    """
     sure = {answer: random.random() < 0.4 for answer in "abcd"}
     found = []
     for _ in range(random.randint(1, 9)):

@@ -20,7 +20,9 @@ from tests.helpers.run_folders import HOSTILE, make_run, write_lines
 
 def data_of(path: Path) -> dict[str, Any]:
     """Return the data in the page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     return json.loads(found[1])
 
@@ -68,7 +70,9 @@ def test_text_of_a_run_cannot_leave_its_element(tmp_path: Path) -> None:
     text = write_report(run).read_text()
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text
     assert data_of(run / "report.html")["samples"]["steps"][0]["groups"][0]["samples"][0]["t"][0] == "<"
-    assert "<" not in embedded({"a": HOSTILE + "\ud800"}) and json.loads(embedded({"a": "<&>\u2028"})) == {"a": "<&>\u2028"}
+    assert "<" not in embedded({"a": HOSTILE + "\ud800"}) and json.loads(embedded({"a": "<&>\u2028"})) == {
+        "a": "<&>\u2028"
+    }
 
 
 def test_the_status_of_a_run_that_is_starting_running_or_over(tmp_path: Path) -> None:
@@ -98,7 +102,8 @@ def test_values_that_are_not_finite_and_broken_lines_are_reported(tmp_path: Path
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
-            'not json\n{"step": 13, "kl/mean": "NaN", "grad_norm": NaN, "odd": null, "seconds/step": 1}\n{"step": 14, "kl'
+            'not json\n{"step": 13, "kl/mean": "NaN", "grad_norm": NaN, "odd": null, "seconds/step": 1}\n{"step":'
+            ' 14, "kl'
         )
     for name in ("samples.jsonl", "messages.jsonl", "heldout-000012.jsonl"):
         with (run / name).open("a") as file:
@@ -132,7 +137,11 @@ def test_findings_in_metrics_are_reported_in_sentences() -> None:
 
 
 def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:
-    found = {"a": {s: float(s) for s in range(5000)}, "b/max": {s: float(s == 3) for s in range(5000)}, "eval/x": {0: 1.0}}
+    found = {
+        "a": {s: float(s) for s in range(5000)},
+        "b/max": {s: float(s == 3) for s in range(5000)},
+        "eval/x": {0: 1.0},
+    }
     series = curves.series(found)
     assert series["points_averaged"] == 3
     a, largest = (series["series"][name] for name in ("a", "b/max"))
@@ -155,13 +164,17 @@ def test_the_page_is_bounded_and_reports_omissions(tmp_path: Path, monkeypatch: 
 
 def test_rows_of_older_runs_are_shown_without_colors(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    write_lines(run / "samples.jsonl", [{"step": 1, "prompt_id": 3, "index": 2, "prompt": "p", "response": "r", "reward": 1.0}])
+    write_lines(
+        run / "samples.jsonl", [{"step": 1, "prompt_id": 3, "index": 2, "prompt": "p", "response": "r", "reward": 1.0}]
+    )
     (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
     assert group["samples"][0]["t"] is None and group["samples"][0]["response"] == "r"
 
 
 def test_a_folder_without_a_run_is_a_one_line_error_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has started"):
+    with pytest.raises(
+        ConfigError, match=r"nothing is not the folder of a run; name the run_dir of a run that has started"
+    ):
         write_report(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name the run_dir"):

@@ -56,8 +56,22 @@ def text(browser: Page, selector: str) -> str:
 def test_every_chart_is_drawn_and_an_unknown_metric_has_one_too(browser: Page, tmp_path: Path) -> None:
     show(browser, make_run(tmp_path / "run"))
     titles = browser.run("[...document.querySelectorAll('#curves > .charts > .chart')].map((c) => c.dataset.title)")
-    wanted = ["Reward", "Held-out", "Verdicts: accuracy", "KL to the reference", "Entropy", "Response length", "Clipped tokens"]
-    wanted += ["Mismatch of engine and trainer", "Learning rate", "Seconds per step, by phase", "Throughput", "Evaluation"]
+    wanted = [
+        "Reward",
+        "Held-out",
+        "Verdicts: accuracy",
+        "KL to the reference",
+        "Entropy",
+        "Response length",
+        "Clipped tokens",
+    ]
+    wanted += [
+        "Mismatch of engine and trainer",
+        "Learning rate",
+        "Seconds per step, by phase",
+        "Throughput",
+        "Evaluation",
+    ]
     assert titles == wanted
     browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 12")
     assert count(browser, '[data-title="Seconds per step, by phase"] path.area') == 3
@@ -68,7 +82,9 @@ def test_every_chart_is_drawn_and_an_unknown_metric_has_one_too(browser: Page, t
 
 
 def test_expert_loads_are_a_map_that_describes_its_cells(browser: Page, tmp_path: Path) -> None:
-    """Two layers of three experts. An idle expert is blue, a busy expert red, an average expert has the card's color."""
+    """Two layers of three experts. An idle expert is blue, a busy expert red, an average expert has the card's
+    color.
+    """
     run = make_run(tmp_path / "run")
     (run / "experts.json").write_text('{"step": 12, "tokens": [[], [0, 4, 2], [2, 2, 2]]}\n')
     show(browser, run)
@@ -94,10 +110,10 @@ def test_the_pointer_shows_a_step_in_all_charts_and_dragging_zooms(browser: Page
 
     def at(share: float, kind: str) -> None:
         browser.run(
-            "(() => { const s = document.querySelector('.chart svg'), b = s.getBoundingClientRect();"
-            "s.setPointerCapture = () => {};"
-            f"const x = b.left + 50 + {share} * (b.width - 62), y = b.top + 60;"
-            f"s.dispatchEvent(new PointerEvent('{kind}', {{ clientX: x, clientY: y, button: 0, bubbles: true }})); }})()"
+            "(() => { const s = document.querySelector('.chart svg'), b ="
+            f" s.getBoundingClientRect();s.setPointerCapture = () => {{}};const x = b.left + 50 + {share} * (b.width -"
+            f" 62), y = b.top + 60;s.dispatchEvent(new PointerEvent('{kind}', {{ clientX: x, clientY: y, button: 0,"
+            " bubbles: true })); })()"
         )
 
     at(0.5, "pointermove")
@@ -106,7 +122,9 @@ def test_the_pointer_shows_a_step_in_all_charts_and_dragging_zooms(browser: Page
     at(0.5, "pointerdown")
     at(0.75, "pointermove")
     at(0.75, "pointerup")
-    ticks = "[...document.querySelectorAll('[data-title=\"Entropy\"] text[text-anchor=middle]')].map((t) => t.textContent)"
+    ticks = (
+        "[...document.querySelectorAll('[data-title=\"Entropy\"] text[text-anchor=middle]')].map((t) => t.textContent)"
+    )
     assert browser.run(ticks) == ["6", "7", "8", "9"]
     browser.press("#smoothing [data-value=strong]")
     browser.press(".unzoom")
@@ -119,7 +137,9 @@ def test_samples_of_a_step_are_side_by_side_with_colored_tokens(browser: Page, t
     browser.press("#tab-samples")
     assert count(browser, "#samples .member") == 3 and "what is 12?" in text(browser, "#samples .prompt")
     assert [text(browser, f".member:nth-child({i}) .verdict") for i in (1, 2)] == ["wrong", "correct"]
-    colours = "[...document.querySelectorAll('.member:nth-child(3) .token')].map((t) => getComputedStyle(t).backgroundColor)"
+    colours = (
+        "[...document.querySelectorAll('.member:nth-child(3) .token')].map((t) => getComputedStyle(t).backgroundColor)"
+    )
     seen = set()
     for heat in ("none", "logprob", "advantage", "mismatch"):
         browser.press(f"#heat [data-value={heat}]")
@@ -129,7 +149,8 @@ def test_samples_of_a_step_are_side_by_side_with_colored_tokens(browser: Page, t
     browser.run(f"document.querySelector('.member:nth-child(3) .token').dispatchEvent({event})")
     assert "log-prob, trainer\t-0.9999" in text(browser, "#tip")
     browser.run(
-        "(() => { const s = document.getElementById('step-slider'); s.value = 2; s.dispatchEvent(new Event('input')); })()"
+        "(() => { const s = document.getElementById('step-slider'); s.value = 2; s.dispatchEvent(new Event('input'));"
+        " })()"
     )
     assert "what is 3?" in text(browser, "#samples .prompt")
     put(browser, "#prompt-filter", "IS 1")
@@ -169,7 +190,8 @@ def test_hostile_text_is_shown_but_not_executed(browser: Page, tmp_path: Path) -
     run = make_run(tmp_path / "run", response=HOSTILE)
     write_lines(run / "messages.jsonl", [{"step": 1, "time": HOSTILE, "level": "warning", "text": HOSTILE}])
     write_lines(
-        run / "metrics.jsonl", [{"step": 1, "reward/mean": 1.0, f"reward/{HOSTILE}": 1.0, f"verdict/{HOSTILE}/{HOSTILE}": 1.0}]
+        run / "metrics.jsonl",
+        [{"step": 1, "reward/mean": 1.0, f"reward/{HOSTILE}": 1.0, f"verdict/{HOSTILE}/{HOSTILE}": 1.0}],
     )
     show(browser, run)
     for tab in ("samples", "heldout", "config", "environment", "messages", "curves"):
@@ -184,7 +206,8 @@ def test_hostile_text_is_shown_but_not_executed(browser: Page, tmp_path: Path) -
 def test_a_run_without_steps_and_a_run_with_gaps_are_drawn(browser: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_lines(
-        run / "metrics.jsonl", [{"step": s, "kl/mean": "NaN" if s == 2 else 0.5, "grad_norm": "Infinity"} for s in (1, 2, 3)]
+        run / "metrics.jsonl",
+        [{"step": s, "kl/mean": "NaN" if s == 2 else 0.5, "grad_norm": "Infinity"} for s in (1, 2, 3)],
     )
     show(browser, run)
     browser.wait_for("document.querySelectorAll('.chart .notfinite').length === 4")

@@ -92,7 +92,13 @@ def test_the_console_prints_one_plain_line_of_at_most_120_columns() -> None:
 
 
 def test_phases_of_a_short_step_are_all_shown() -> None:
-    metrics = {"seconds/sample": 1.2, "seconds/score": 0.01, "seconds/other": 0.1, "seconds/update": 2.1, "seconds/step": 3.4}
+    metrics = {
+        "seconds/sample": 1.2,
+        "seconds/score": 0.01,
+        "seconds/other": 0.1,
+        "seconds/update": 2.1,
+        "seconds/step": 3.4,
+    }
     assert console_output(20, metrics) == "step 12/20  3.4 s: update 2.1, sample 1.2, other 0.1\n"
 
 
@@ -181,7 +187,9 @@ def test_wandb_goes_online_only_if_a_key_is_set(tmp_path: Path) -> None:
     assert wandb_mode({**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == "online"
 
 
-def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

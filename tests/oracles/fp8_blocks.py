@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows, cols]."""
+    """Return e4m3 values [rows, cols] and float32 scales [ceil(rows / 128), ceil(cols / 128)] of `weight` [rows,
+    cols].
+    """
     rows, cols = weight.shape
     values = torch.zeros(rows, cols, dtype=torch.float8_e4m3fn)
     scales = torch.zeros(-(-rows // 128), -(-cols // 128), dtype=torch.float32)

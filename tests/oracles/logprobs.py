@@ -12,7 +12,9 @@ from torch import Tensor
 def logprobs_and_entropy(
     logits_TV: Tensor, targets_T: Tensor, *, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature), differentiable."""
+    """Return logprobs_T of `targets_T` and entropy_T of softmax(logits_TV[:, :vocab_size] / temperature),
+    differentiable.
+    """
     logp_TV = torch.log_softmax(logits_TV[:, :vocab_size] / temperature, dim=-1)
     logprobs_T = logp_TV.gather(1, targets_T.unsqueeze(1)).squeeze(1)
     # Masked inside and outside of the product, because the gradient of 0 * -inf is NaN even if the value is not used.

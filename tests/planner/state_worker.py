@@ -45,9 +45,15 @@ def main() -> None:
 
 
 def compare(
-    cases: Sequence[StateCase], check: Callable[[StateCase, Runtime], None], device: devices.Device, rank: int, folder: Path
+    cases: Sequence[StateCase],
+    check: Callable[[StateCase, Runtime], None],
+    device: devices.Device,
+    rank: int,
+    folder: Path,
 ) -> None:
-    """Run all cases even if one fails, so the ranks stay in step. Neighbouring cases share the process groups of a layout."""
+    """Run all cases even if one fails, so the ranks stay in step. Neighbouring cases share the process groups of a
+    layout.
+    """
     problems = []
     for _, alike in groupby(cases, key=lambda case: case.config.layout):
         members = list(alike)
@@ -76,12 +82,17 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
     planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape), False)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    weights = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.parameters.values()}.values())
+    weights = sum(
+        {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in policy.parameters.values()}.values()
+    )
     gradients = sum(b.grad_data.nbytes for b in buffers)
     assert planned.num_parameters == sum(p.numel() for p in policy.parameters.values())
     assert planned.weights == weights == sum(b.param_data.nbytes for b in buffers)
     assert planned.gradients == gradients
-    assert planned.optimizer(runtime.dp_rank * layout.cp + runtime.cp_rank) == policy.memory.device_bytes - weights - gradients
+    assert (
+        planned.optimizer(runtime.dp_rank * layout.cp + runtime.cp_rank)
+        == policy.memory.device_bytes - weights - gradients
+    )
 
     chunks = chunk_parameters(family, shape, layout, runtime.rank, fused_norms=False)
     for index, (model, chunk) in enumerate(zip(policy.models, chunks, strict=True)):

@@ -1,4 +1,6 @@
-"""Plans with context parallelism: saved activations at 32k tokens against real Megatron, rank order, times, and advice."""
+"""Plans with context parallelism: saved activations at 32k tokens against real Megatron, rank order, times, and
+advice.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ LONG_70B, LONG_8B = "slurm/llama3_70b_32k.yaml", "examples/qwen3-8b-32k.yaml"
 
 
 def plan_of(config: str, *overrides: str, model: str | None = None) -> Plan:
-    setup, findings = prepare_plan(PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8))
+    setup, findings = prepare_plan(
+        PlanOptions(ROOT / config, overrides=overrides, model=model, gpu="h100", gpus_per_node=8)
+    )
     assert setup is not None and not findings.violations, findings.violations
     return Plan(setup)
 
 
 @pytest.fixture(scope="module")
 def kept() -> dict[tuple[str, int], float]:
-    """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of an
-    8B."""
+    """Return the peak bytes that autograd saves for a sample of 32,768 tokens, by recompute and ranks, for 4 layers of
+    an 8B."""
     from grpo_mega.megatron.rehearsal import rehearse  # imports Megatron
 
     fields = dict(KNOWN_MODELS["qwen3-8b"].fields) | {"num_hidden_layers": 4}
@@ -43,7 +47,11 @@ def kept() -> dict[tuple[str, int], float]:
             for cp in (1, 2):
                 layout = {"tp": 1, "sequence_parallel": "false", "cp": cp, "dp": 1}
                 overrides = [f"layout.{name}={size}" for name, size in layout.items()]
-                overrides += [f"model.recompute={recompute}", f"batch.tokens_per_micro_batch={32768 // cp}", "rollout.tp=1"]
+                overrides += [
+                    f"model.recompute={recompute}",
+                    f"batch.tokens_per_micro_batch={32768 // cp}",
+                    "rollout.tp=1",
+                ]
                 setup = plan_of(LONG_8B, *overrides).setup
                 cases[recompute, cp] = replace(setup, shape=replace(setup.shape, num_layers=4)), [cp - 1], fields
         rehearsed = rehearse([*cases.values()])
@@ -85,7 +93,12 @@ def test_context_parallel_ranks_follow_tensor_parallel_ranks() -> None:
     assert groups(layout, "pp")[0] == (0, 16, 32, 48) and groups(layout, "dp") == groups(layout, "cp")
     crossing = {}
     for tp, cp, dp in ((2, 4, 2), (4, 4, 1), (1, 8, 2)):
-        sizes = [f"layout.tp={tp}", f"layout.cp={cp}", f"layout.dp={dp}", f"layout.sequence_parallel={str(tp > 1).lower()}"]
+        sizes = [
+            f"layout.tp={tp}",
+            f"layout.cp={cp}",
+            f"layout.dp={dp}",
+            f"layout.sequence_parallel={str(tp > 1).lower()}",
+        ]
         plan = plan_of(LONG_70B, *sizes)
         assert {"context parallel", "data parallel"} <= set(communicators(plan.setup))
         [link] = [link for link in plan.links if link.kind == "context parallel"]
@@ -95,7 +108,10 @@ def test_context_parallel_ranks_follow_tensor_parallel_ranks() -> None:
 
 def test_context_parallel_ranks_share_work_and_state_like_data_parallel() -> None:
     """Work and state are the same, except for the exchanged keys and values."""
-    apart, shared = plan_of(LONG_8B, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768"), plan_of(LONG_8B)
+    apart, shared = (
+        plan_of(LONG_8B, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768"),
+        plan_of(LONG_8B),
+    )
     assert apart.setup.batch.tokens.value == shared.setup.batch.tokens.value
     # Each micro-batch is half as long.
     assert shared.setup.batch.micro_batches.value == pytest.approx(
@@ -123,12 +139,16 @@ def test_every_formula_of_a_plan_with_context_parallelism_gives_its_figure(uses_
 
 
 def test_exchanged_keys_and_values_do_not_depend_on_a_ranks_tokens() -> None:
-    """Attention over cp ranks holds keys and values of cp times a rank's tokens, so their size depends only on the samples."""
+    """Attention over cp ranks holds keys and values of cp times a rank's tokens, so their size depends only on the
+    samples.
+    """
     setup = plan_of(LONG_70B).setup
     sizes = []
     for cp, tokens in ((2, 16384), (4, 8192)):
         layout = setup.config.layout.model_copy(update={"cp": cp, "dp": 4 // cp})
         batch = setup.config.batch.model_copy(update={"tokens_per_micro_batch": tokens})
-        changed = replace(setup, config=setup.config.model_copy(update={"layout": layout, "batch": batch}), uses_te=False)
+        changed = replace(
+            setup, config=setup.config.model_copy(update={"layout": layout, "batch": batch}), uses_te=False
+        )
         sizes.append(activations(changed, 0).exchanged.value)
     assert sizes[0] == pytest.approx(sizes[1], rel=0.05)

@@ -68,25 +68,30 @@ def step(setup: PlannedJob, concurrent: float, context: float) -> float:
 
 @pytest.mark.parametrize(("tp", "batch", "published"), [(1, 1, 7.37e-3), (1, 128, 11.84e-3), (8, 1, 3.35e-3)])
 def test_a_step_of_llama_3_8b_takes_as_long_as_sglang_published(tp: int, batch: int, published: float) -> None:
-    """github.com/sgl-project/sglang/issues/1008, 9 August 2024: Llama-3-8B in bf16 with CUDA graphs, 128 tokens in, 8 out;
-    median latency of decoding by bench_latency, which calls the model without the scheduler. The excerpt does not name the
-    card, but an A100 would need its full memory bandwidth to read 15 GB in 7.37 ms."""
+    """github.com/sgl-project/sglang/issues/1008, 9 August 2024: Llama-3-8B in bf16 with CUDA graphs, 128 tokens in, 8
+    out; median latency of decoding by bench_latency, which calls the model without the scheduler. The excerpt does not
+    name the card, but an A100 would need its full memory bandwidth to read 15 GB in 7.37 ms."""
     setup = setup_of(LLAMA_8B, tp)
     assert step(setup, batch, 132) - setup.assumed.decode_step_s == pytest.approx(published, rel=CLOSE)
 
 
 @pytest.mark.parametrize(
     ("fields", "rate", "published", "close"),
-    [(LLAMA_70B, 1, 7.78, CLOSE), (LLAMA_70B, 2, 8.82, CLOSE), (LLAMA_70B, 4, 9.65, CLOSE), (LLAMA_405B, 1, 20.9, 0.25)],
+    [
+        (LLAMA_70B, 1, 7.78, CLOSE),
+        (LLAMA_70B, 2, 8.82, CLOSE),
+        (LLAMA_70B, 4, 9.65, CLOSE),
+        (LLAMA_405B, 1, 20.9, 0.25),
+    ],
     ids=["70b-1", "70b-2", "70b-4", "405b-1"],
 )
 def test_a_request_to_a_server_at_tp8_takes_as_long_as_sglang_published(
     fields: dict[str, Any], rate: float, published: float, close: float
 ) -> None:
-    """lmsys.org/blog/2024-07-25-sglang-llama3 (SGLang v0.2): Llama-3-70B and Llama-3.1-405B in FP8 on 8 H100s 80GB SXM at TP8,
-    prompts of 512 to 4,096 tokens and responses of 128 to 1,024, `rate` requests per second; median end-to-end latency in
-    seconds, read from the plots. The number of running requests is the rate times the latency, and each request also waits
-    while the server processes other prompts."""
+    """lmsys.org/blog/2024-07-25-sglang-llama3 (SGLang v0.2): Llama-3-70B and Llama-3.1-405B in FP8 on 8 H100s 80GB SXM
+    at TP8, prompts of 512 to 4,096 tokens and responses of 128 to 1,024, `rate` requests per second; median end-to-end
+    latency in seconds, read from the plots. The number of running requests is the rate times the latency, and each
+    request also waits while the server processes other prompts."""
     prompt, response, setup = 2304, 576, setup_of(fields, 8, "fp8")
     prefill = prompt * token_seconds(setup)
     decoding = response * step(setup, rate * published, prompt + response / 2)
@@ -95,8 +100,9 @@ def test_a_request_to_a_server_at_tp8_takes_as_long_as_sglang_published(
 
 @pytest.mark.parametrize(("context", "published"), [(5250, 18.58e-3), (1500, 18.91e-3)])
 def test_a_step_of_llama_3_3_70b_at_tp2_takes_as_long_as_nvidia_published(context: float, published: float) -> None:
-    """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 with NIM 1.8.0 on 2
-    H100s 80G at TP2, one request at a time with 5,000 tokens in and 500 out, or 500 in and 2,000 out; time between tokens."""
+    """docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance, read in November 2026: Llama-3.3-70B in FP8 with NIM
+    1.8.0 on 2 H100s 80G at TP2, one request at a time with 5,000 tokens in and 500 out, or 500 in and 2,000 out; time
+    between tokens."""
     assert step(setup_of(LLAMA_70B, 2, "fp8"), 1, context) == pytest.approx(published, rel=CLOSE)
 
 
@@ -118,10 +124,12 @@ def test_every_rank_keeps_all_latents_of_multi_latent_attention() -> None:
 
 
 def test_recorded_experts_take_the_host_memory_of_layers_that_have_experts() -> None:
-    """DeepSeek-V3 has 58 such layers with 8 of 256 experts per token. One byte has no value left for "unknown", so an id takes
-    2."""
+    """DeepSeek-V3 has 58 such layers with 8 of 256 experts per token. One byte has no value left for "unknown", so an
+    id takes 2."""
     setup = setup_of(LATENT, 8)
-    config = setup.config.model_copy(update={"rollout": setup.config.rollout.model_copy(update={"routing_replay": True})})
+    config = setup.config.model_copy(
+        update={"rollout": setup.config.rollout.model_copy(update={"routing_replay": True})}
+    )
     host = host_memory(replace(setup, config=config, experts_per_token=8))
     [recorded] = [figure for figure in host.other if figure.label == "recorded experts"]
     assert recorded.value == 2 * 8 * recorded.inputs["tokens"] * 58 * 8 * 2

@@ -1,4 +1,6 @@
-"""Generation as the plan simulates it, against a token-by-token simulation and arithmetic by hand; and response lengths."""
+"""Generation as the plan simulates it, against a token-by-token simulation and arithmetic by hand; and response
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Machine:
 def token_by_token(
     engines: Engines, lengths: list[list[int]], decoded: list[list[int]], wanted: float, needed: set[int], until: float
 ) -> tuple[float, list[list[int]]]:
-    """Simulate one token of each live response at a time. Return the end of the phase, and the length of each response."""
+    """Simulate one token of each live response at a time. Return the end of the phase, and the length of each
+    response.
+    """
     done = [row[:] for row in decoded]
 
     def is_whole(g: int) -> bool:
@@ -130,7 +134,9 @@ def test_a_phase_equals_a_token_by_token_simulation(seed: int) -> None:
     needed = set(draw.sample(range(count), draw.choice([0, min(2, count)])))
     until = draw.choice([math.inf, math.inf, float(draw.randint(1, 60_000))])
     groups = groups_of(lengths, decoded)
-    seconds = run_phase(engines, PROMPT, groups, step=4, wanted=wanted, needed=[groups[place] for place in needed], until=until)
+    seconds = run_phase(
+        engines, PROMPT, groups, step=4, wanted=wanted, needed=[groups[place] for place in needed], until=until
+    )
     slow_seconds, slow_done = token_by_token(engines, lengths, decoded, wanted, needed, until)
     assert seconds == slow_seconds
     assert [[response.decoded for response in one.responses] for one in groups] == slow_done
@@ -155,11 +161,15 @@ def test_a_trainer_waits_only_for_generation_that_training_does_not_hide() -> No
 
 
 def test_partial_rollouts_fill_the_tail_and_staleness_bounds_it() -> None:
-    """With eight slots a step that waits for all responses takes 90 seconds; its tokens fill 20 seconds of full batches."""
+    """With eight slots a step that waits for all responses takes 90 seconds; its tokens fill 20 seconds of full
+    batches.
+    """
     whole = StepGroups(8, 1, num_started=8, ahead=0, keeps_unfinished=False, max_staleness=0)
     assert wait(ONE_LONG, whole, concurrent=8) == 90
     waits = {
-        staleness: wait(ONE_LONG, StepGroups(8, 1, 16, 0, keeps_unfinished=True, max_staleness=staleness), concurrent=16)
+        staleness: wait(
+            ONE_LONG, StepGroups(8, 1, 16, 0, keeps_unfinished=True, max_staleness=staleness), concurrent=16
+        )
         for staleness in (1, 2, 30)
     }
     # There is at most one long response at once. It ends in the step before it would be too old.
@@ -268,4 +278,6 @@ def test_steps_continue_the_groups_of_a_runs_backlog(num_started: int, ahead: in
             before = backlog.groups[:ahead]
             backlog = backlog.after_phase(before, [], phase(before, step, math.inf, set(), training)[1])
     expected = sum(waits[-generation.NUM_AVERAGED_STEPS :]) / generation.NUM_AVERAGED_STEPS
-    assert mean_wait(engines, distribution, PROMPT, schedule, training if ahead else 0.0) == pytest.approx(expected, abs=0)
+    assert mean_wait(engines, distribution, PROMPT, schedule, training if ahead else 0.0) == pytest.approx(
+        expected, abs=0
+    )

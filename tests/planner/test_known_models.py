@@ -1,4 +1,6 @@
-"""Plans of known models without their files: table fields compared with transformers, and the command in a fresh clone."""
+"""Plans of known models without their files: table fields compared with transformers, and the command in a fresh
+clone.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ def test_an_existing_model_is_planned_even_if_its_folder_has_a_known_name(
     ("arguments", "line"),
     [
         (["--model", "gpt-2"], "--model gpt-2: must be one of llama-3-70b, llama-3.1-405b, "),
-        (["--model", "qwen3-8b", "--model-config", "c.json"], "--model qwen3-8b and --model-config c.json name two models; "),
+        (
+            ["--model", "qwen3-8b", "--model-config", "c.json"],
+            "--model qwen3-8b and --model-config c.json name two models; ",
+        ),
         (["--set", "model.path=models/mine"], "or plan with --model NAME (llama-3-70b, llama-3.1-405b, "),
     ],
 )

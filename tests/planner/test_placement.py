@@ -73,7 +73,8 @@ def test_a_trainers_device_has_nothing_of_an_engine(path: Path) -> None:
     engine = together.engine
     for before, after in zip(together.stages, apart.stages, strict=True):
         for phase in ("log-probs", "update", "checkpoint"):
-            # Context, graphs and two buckets leave with the engine. The trainers' communicator replaces its communicator.
+            # Context, graphs and two buckets leave with the engine. The trainers' communicator replaces its
+            # communicator.
             left = (0.55 + 2.0 + 2 * 0.25) * GIB + engine.weights.value + engine.cache.value
             assert before.totals[phase].value - after.totals[phase].value == pytest.approx(left)
         assert "engine weights" not in {figure.label for figure in after.phases["sync"]}
@@ -184,7 +185,9 @@ def test_a_plan_with_engine_ranks_reads_well(path: Path, capsys: pytest.CaptureF
     assert "Memory, engine's own device (" in text and "(assumed; give --lengths)" in text
 
 
-def test_without_lengths_a_colocated_plan_does_not_compare_placements(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_lengths_a_colocated_plan_does_not_compare_placements(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(path) == 0
     assert "Expected faster" not in capsys.readouterr().out
     assert command(path, options=("--json",)) == 0
@@ -221,7 +224,8 @@ def test_ranks_that_the_layout_does_not_fill_are_violations(path: Path, capsys: 
     assert command(path, *SEPARATE, "layout.tp=2", "layout.pp=2", "layout.dp=3", options=("--json",)) == 2
     problems = json.loads(capsys.readouterr().out)["violations"]
     assert any(
-        "an engine of 8 ranks would span two nodes of 8 ranks, since it comes after 12" in problem for problem in problems
+        "an engine of 8 ranks would span two nodes of 8 ranks, since it comes after 12" in problem
+        for problem in problems
     )
 
 

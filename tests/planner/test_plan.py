@@ -99,16 +99,21 @@ def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_conf
     plan = plan_of(make_config())
     parameters = 70_553_706_496  # Meta states 70.6B
     assert plan.checkpoint.value == 14 * parameters
-    # Each of 8 ranks has 1/16: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel ranks.
+    # Each of 8 ranks has 1/16: weights twice (policy and reference) in bf16, masters and moments over 4 data-parallel
+    # ranks.
     by_hand = 8 * parameters / 16 * (2 + 2 + 12 / 4) / 2**30
     assert by_hand == pytest.approx(230, abs=1)
     assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage also has the embedding
     iterated = plan_of(make_config(**{"algorithm.ref_model_sync_steps": 9, "algorithm.ref_model_mixup_alpha": 0.5}))
-    assert iterated.checkpoint.value == 18 * parameters  # plus the average; a node holds half of it and stages an eighth
+    assert (
+        iterated.checkpoint.value == 18 * parameters
+    )  # plus the average; a node holds half of it and stages an eighth
     assert iterated.host.peak.value - plan.host.peak.value == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
 
 
-def test_gradients_without_tensor_parallelism_do_not_fit(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradients_without_tensor_parallelism_do_not_fit(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without tensor parallelism an H100 has no space for the gradients of a quarter of 70B parameters."""
     path = make_config(**{"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16})
     assert cli.main(["plan", str(path)]) == 1
@@ -132,7 +137,9 @@ def test_an_engine_whose_cache_is_too_small_does_not_fit(make_config: MakeConfig
     ],
     ids=str,
 )
-def test_every_formula_gives_its_figure(make_config: MakeConfig, fields: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_every_formula_gives_its_figure(
+    make_config: MakeConfig, fields: dict[str, Any], changes: dict[str, Any]
+) -> None:
     plan = plan_of(make_config(fields, **changes))
     count = 0
     for section in sections(plan):
@@ -215,14 +222,20 @@ def test_an_illegal_config_is_reported_as_text_with_exit_code_2(
 
 def test_an_impossible_plan_is_one_line_on_stderr(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_config()
-    for arguments in (["--set", "layout.vpp=2", "--set", "layout.pp=1"], ["--mean-response", "1e9"], ["--gpus-per-node", "0"]):
+    for arguments in (
+        ["--set", "layout.vpp=2", "--set", "layout.pp=1"],
+        ["--mean-response", "1e9"],
+        ["--gpus-per-node", "0"],
+    ):
         assert cli.main(["plan", str(path), *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
         assert cli.main(["plan", str(path), *arguments, "--json"]) == 2
         assert len(json.loads(capsys.readouterr().out)["violations"]) == 1
 
 
-def test_an_unknown_model_is_one_of_several_violations(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_one_of_several_violations(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_config(LLAMA_70B | {"model_type": "gpt2"}, **BLOCKWISE)
     assert cli.main(["plan", str(path), "--gpu", "a100", "--json"]) == 2
     problems = [problem.partition(";")[0] for problem in json.loads(capsys.readouterr().out)["violations"]]
@@ -243,9 +256,17 @@ def test_a_card_that_cannot_compute_the_precision_is_a_violation(
     ("fields", "changes", "arguments"),
     [
         (LLAMA_70B, {}, ["--explain", "--suggest"]),
-        (LLAMA_70B, {"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16, "model.recompute": "none"}, []),
+        (
+            LLAMA_70B,
+            {"layout.tp": 1, "layout.sequence_parallel": False, "layout.dp": 16, "model.recompute": "none"},
+            [],
+        ),
         (LLAMA_70B, {"layout.tp": 3, "layout.pp": 100, "rollout.tp": 5, "layout.dp": 1}, []),
-        (QWEN3_30B_A3B, {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4}, ["--explain", "--gpu", "b200"]),
+        (
+            QWEN3_30B_A3B,
+            {"layout.ep": 4, "layout.pp": 1, "layout.dp": 16, "rollout.tp": 4},
+            ["--explain", "--gpu", "b200"],
+        ),
         (QWEN2_HALF_B, {"layout.tp": 2, "rollout.engine": "embedded", "rollout.tp": 1}, ["--explain", "--gpu", "a100"]),
     ],
     ids=str,
@@ -309,7 +330,9 @@ def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
     """With tp=2 a node of 8 ranks contains 4 data-parallel neighbours or 4 pipeline stages."""
     crossing = {}
     for order in ("tp-dp-pp", "tp-pp-dp"):
-        plan = plan_of(make_config(**{"layout.tp": 2, "layout.pp": 4, "layout.dp": 4, "rollout.tp": 8, "layout.order": order}))
+        plan = plan_of(
+            make_config(**{"layout.tp": 2, "layout.pp": 4, "layout.dp": 4, "rollout.tp": 8, "layout.order": order})
+        )
         crossing[order] = {link.kind: link.num_crossing for link in plan.links}
     assert crossing["tp-dp-pp"] | {"sync to the engines": 0} == {
         "tensor parallel": 0,
@@ -342,7 +365,11 @@ def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: Ma
     def logprobs(**changes: Any) -> float:
         return next(p.value for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
 
-    layout = {"layout.pp": 8, "layout.dp": 2, "batch.mini_batches": 1}  # with one optimizer step only the reference has a pass
+    layout = {
+        "layout.pp": 8,
+        "layout.dp": 2,
+        "batch.mini_batches": 1,
+    }  # with one optimizer step only the reference has a pass
     in_fp8 = layout | {"precision.fp8": "hybrid", "precision.fp8_recipe": "tensorwise"}
     assert logprobs(**in_fp8) == logprobs(**layout) > logprobs(**in_fp8, **{"precision.fp8_reference": True})
     two, both = {"batch.mini_batches": 2}, {"precision.fp8_reference": True}

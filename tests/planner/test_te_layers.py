@@ -1,7 +1,7 @@
 """The plan's activations with Transformer Engine against the tensors that its real Python saves, on fake tensors.
 
-One process measures all cases. One layer is the difference between three layers and two. Then come whole ranks of layouts in
-slurm/.
+One process measures all cases. One layer is the difference between three layers and two. Then come whole ranks of
+layouts in slurm/.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.te_on_cpu.emulated_te import launcher
 
 pytestmark = pytest.mark.pool
 
-# 2026-11-22, Transformer Engine 2.11.0, Megatron-core 0.16.1: MiB of a layer of Llama-3-70B on a rank of TP4 with sequence
-# parallelism, 16,384 tokens.
+# 2026-11-22, Transformer Engine 2.11.0, Megatron-core 0.16.1: MiB of a layer of Llama-3-70B on a rank of TP4 with
+# sequence parallelism, 16,384 tokens.
 MEASURED = {
     ("bf16", "none"): 1073.03,
     ("bf16", "selective"): 408.02,
@@ -90,14 +90,21 @@ class Layer:
             "rollout": {"max_response_length": 512},
             "batch": {"tokens_per_micro_batch": self.tokens},
         }
-        config, shape = configs.validate(raw), ModelShape.from_hf_config(self.fields | {"num_hidden_layers": num_layers})
+        config, shape = (
+            configs.validate(raw),
+            ModelShape.from_hf_config(self.fields | {"num_hidden_layers": num_layers}),
+        )
         chosen, assumed = self.fields.get("num_experts_per_tok", 0), replace(ASSUMED, expert_imbalance=1.0)
-        return PlannedJob(config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed)
+        return PlannedJob(
+            config, shape, chosen, card_of("h100"), config.layout.world_size, 8, 64.0, 256.0, assumed=assumed
+        )
 
     def request(self, num_layers: int) -> dict[str, Any]:
         from grpo_mega.megatron.rehearsal import request_of  # imports Megatron
 
-        return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {"num_batches": 1}
+        return request_of(self.setup(num_layers), 0, self.fields | {"num_hidden_layers": num_layers}) | {
+            "num_batches": 1
+        }
 
     def planned_sent(self, num_layers: int) -> float:
         """Return the bytes that context-parallel ranks exchange for one micro-batch, by the plan's formula."""
@@ -122,7 +129,12 @@ OTHERS = [
         ("qwen3 TP2+SP", QWEN3, {"tp": 2, "dp": 1, "sequence_parallel": True}, ("bf16", "delayed")),
         ("qwen3 TP2", QWEN3, {"tp": 2, "dp": 1}, ("tensorwise",)),
         ("qwen2 TP1", QWEN2, {"tp": 1, "dp": 1}, ("blockwise",)),
-        ("qwen3_moe TP2+SP EP2", QWEN3_MOE, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, ("bf16", "tensorwise")),
+        (
+            "qwen3_moe TP2+SP EP2",
+            QWEN3_MOE,
+            {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+            ("bf16", "tensorwise"),
+        ),
     )
     for recipe in recipes
     for recompute in ("none", "selective")
@@ -194,9 +206,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     answers = measure([*layers, *requests])
     kept = [answer["kept"] for answer in answers]
     assert len(kept) == len(layers) + len(ranks)
-    of_ranks = {(name, rank): (planned, found) for (name, rank, planned), found in zip(ranks, kept[len(layers) :], strict=True)}
+    of_ranks = {
+        (name, rank): (planned, found) for (name, rank, planned), found in zip(ranks, kept[len(layers) :], strict=True)
+    }
     pairs = zip(kept[: len(layers) : 2], kept[1 : len(layers) : 2], strict=True)
-    sent = [sum(size for _, name, size, _ in answer["sent"] if name == "isend") for answer in answers[1 : len(layers) : 2]]
+    sent = [
+        sum(size for _, name, size, _ in answer["sent"] if name == "isend") for answer in answers[1 : len(layers) : 2]
+    ]
     return Measured([more - fewer for fewer, more in pairs], sent, of_ranks)
 
 

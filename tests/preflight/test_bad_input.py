@@ -1,7 +1,8 @@
-"""Bad input: whatever a person got wrong is one line with the value and the remedy, exit code 2, and nothing is half written.
+"""Bad input: whatever a person got wrong is one line with the value and the remedy, exit code 2, and nothing is half
+written.
 
-Each case spoils one thing of a run that would work, and goes through the command line. Those that only a rank can tell take
-its part in this process; where that is before the first step, they too leave no trace of a run.
+Each case spoils one thing of a run that would work, and goes through the command line. Those that only a rank can tell
+take its part in this process; where that is before the first step, they too leave no trace of a run.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ BIG_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 400}}}
 
 @dataclass(frozen=True)
 class Case:
-    """A config that is spoilt, by --set or in the files of a folder, and the words that the line must hold, the remedy last."""
+    """A config that is spoilt, by --set or in the files of a folder, and the words that the line must hold, the remedy
+    last.
+    """
 
     name: str
     says: tuple[str, ...]
@@ -69,7 +72,11 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize
 
 CASES = [
     # the config
-    Case("config missing", ("none.yaml", "name an existing YAML file"), spoil=lambda f: (f / "config.yaml").rename(f / "none")),
+    Case(
+        "config missing",
+        ("none.yaml", "name an existing YAML file"),
+        spoil=lambda f: (f / "config.yaml").rename(f / "none"),
+    ),
     Case("config not YAML", ("config.yaml: not YAML", "correct the file"), spoil=write("config.yaml", "a: [1\nb")),
     Case("config a list", ("holds list", "see examples"), spoil=write("config.yaml", "- a")),
     Case("config empty", ("holds NoneType", "see examples"), spoil=write("config.yaml", "")),
@@ -78,7 +85,9 @@ CASES = [
     Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
     Case("wrong type", ("steps='many'", "whole number; write"), ("steps=many",)),
     Case("out of range", ("rollout.top_p=1.5", "less than or equal to 1"), ("rollout.top_p=1.5",)),
-    Case("mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")),
+    Case(
+        "mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")
+    ),
     Case("budget", ("tokens_per_micro_batch=8", "at least 68"), ("batch.tokens_per_micro_batch=8",)),
     Case("--set without a value", ("--set 'steps'", "form key.subkey=value"), ("steps",)),
     Case("--set of a value's part", ("--set 'steps.x=1'", "'steps' is a value, not a section"), ("steps.x=1",)),
@@ -86,7 +95,9 @@ CASES = [
     # the layout
     Case("layout unknown order", ("layout.order='dp-tp-pp'", "should be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
     Case("layout heads", ("layout.tp=3", "4 attention heads; use 1, 2, 4"), ("layout.tp=3",)),
-    Case("layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)),
+    Case(
+        "layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)
+    ),
     Case(
         "layout key-value heads",
         ("layout.tp=2", "3 key-value heads; use 1, 3"),
@@ -102,10 +113,18 @@ CASES = [
     Case("layout stages", ("layout.pp=5", "has 4 layers; use fewer"), ("layout.pp=5",)),
     Case("layout chunks", ("layout.pp=2 with vpp=3", "6 model chunks", "use fewer"), ("layout.pp=2", "layout.vpp=3")),
     Case("layout vpp", ("layout.vpp=2", "leave vpp out or raise pp"), ("layout.vpp=2",)),
-    Case("layout sp", ("layout.sequence_parallel=true", "set it to false or raise tp"), ("layout.sequence_parallel=true",)),
+    Case(
+        "layout sp",
+        ("layout.sequence_parallel=true", "set it to false or raise tp"),
+        ("layout.sequence_parallel=true",),
+    ),
     Case("layout sizes", ("[1, 1]", "4 layers; change"), ("layout={pp: 2, layers_per_chunk: [1, 1]}",)),
     Case("layout entries", ("[1, 3]", "give pp * vpp = 1"), ("layout.layers_per_chunk=[1, 3]",)),
-    Case("layout overlap", ("overlap_param_gather=true", "overlap_grad_reduce=true"), ("layout.overlap_param_gather=true",)),
+    Case(
+        "layout overlap",
+        ("overlap_param_gather=true", "overlap_grad_reduce=true"),
+        ("layout.overlap_param_gather=true",),
+    ),
     *(Case(*case) for case in TEACHER_CASES),
     # the model's config
     Case("model folder missing", ("model.path=/none", "name the folder"), ("model.path=/none",)),
@@ -113,10 +132,16 @@ CASES = [
     Case("config.json not JSON", ("config.json is not JSON", "restore"), spoil=cut("model/config.json")),
     Case("config.json a list", ("holds a JSON list", "restore"), spoil=write("model/config.json", "[]")),
     Case("config.json without a field", ("'hidden_size'", "causal language"), spoil=model(hidden_size=None)),
-    Case("config.json with a text", ("num_hidden_layers='four'", "whole number"), spoil=model(num_hidden_layers="four")),
+    Case(
+        "config.json with a text", ("num_hidden_layers='four'", "whole number"), spoil=model(num_hidden_layers="four")
+    ),
     Case("config.json with odd heads", ("num_key_value_heads=3", "must divide"), spoil=model(num_key_value_heads=3)),
-    Case("model type not known", ("'gpt2'", "known are deepseek_v2, deepseek_v3, glm4"), spoil=model(model_type="gpt2")),
-    Case("attention bias", ("attention_bias=True", "name another"), spoil=model(model_type="llama", attention_bias=True)),
+    Case(
+        "model type not known", ("'gpt2'", "known are deepseek_v2, deepseek_v3, glm4"), spoil=model(model_type="gpt2")
+    ),
+    Case(
+        "attention bias", ("attention_bias=True", "name another"), spoil=model(model_type="llama", attention_bias=True)
+    ),
     Case("activation", ("hidden_act='gelu'", "only 'silu'"), spoil=model(hidden_act="gelu")),
     Case("sliding window", ("sliding_window=64", "only None"), spoil=model(model_type="mistral", sliding_window=64)),
     Case("window in use", ("sliding_window=64", "only None"), spoil=model(use_sliding_window=True, sliding_window=64)),
@@ -125,7 +150,11 @@ CASES = [
         ("layer_types=['full_attention']", "num_hidden_layers=4", "correct the file"),
         spoil=model(layer_types=["full_attention"]),
     ),
-    Case("rope yarn", ("'yarn'", "supported are default, "), spoil=model(rope_scaling={"type": "yarn"}, rope_parameters=None)),
+    Case(
+        "rope yarn",
+        ("'yarn'", "supported are default, "),
+        spoil=model(rope_scaling={"type": "yarn"}, rope_parameters=None),
+    ),
     Case("rope parameters", ("'dynamic'", "supported are"), spoil=model(rope_parameters={"rope_type": "dynamic"})),
     Case("head_dim odd", ("head_dim=7", "must be even", "name another"), spoil=model(head_dim=7)),
     Case(
@@ -136,7 +165,9 @@ CASES = [
     Case(
         "mixture top 1 normalised",
         ("num_experts_per_tok=1 for qwen3_moe", "name another"),
-        spoil=model(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, num_experts_per_tok=1, norm_topk_prob=True),
+        spoil=model(
+            model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8, num_experts_per_tok=1, norm_topk_prob=True
+        ),
     ),
     Case(
         "mixture without so many experts",
@@ -164,7 +195,11 @@ CASES = [
     Case("shard with a hole", (SHARD, "hole of 4 bytes", "fetch"), spoil=header(lambda h: shift(h, 4))),
     Case("shard out of range", (SHARD, "cut short", "fetch"), spoil=header(lambda h: grow(h, 128))),
     Case("shard names twice", (SHARD, "occurs twice", "fetch"), spoil=header(lambda h: h.append(h[-1]))),
-    Case("shard with more", (SHARD, "its header describes", "fetch"), spoil=header(lambda h: h.remove(max(h, key=end_of)))),
+    Case(
+        "shard with more",
+        (SHARD, "its header describes", "fetch"),
+        spoil=header(lambda h: h.remove(max(h, key=end_of))),
+    ),
     Case(
         "tensor in two shards",
         ("model-00003-of-00006.safetensors", "and so does", SHARD, "fetch"),
@@ -177,13 +212,19 @@ CASES = [
     Case(
         "FP8 scales",
         (f"{NORM}_scale_inv", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
-        spoil=tensors(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale_inv": torch.ones(1, 1)})),
+        spoil=tensors(
+            lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale_inv": torch.ones(1, 1)})
+        ),
     ),
     Case("no weights", ("neither model.safetensors nor", "give"), spoil=remove("model/model.safetensors.index.json")),
     Case("shard cut short", (SHARD, "cut short", "fetch the file again"), spoil=cut(f"model/{SHARD}")),
     Case("shard empty", (SHARD, "0 bytes", "fetch the file again"), spoil=write(f"model/{SHARD}", b"")),
-    Case("shard a pointer", (SHARD, "cannot be read", "fetch the file again"), spoil=write(f"model/{SHARD}", LFS_POINTER)),
-    Case("shard's header damaged", (SHARD, "header", "fetch"), spoil=write(f"model/{SHARD}", b"\4" + bytes(7) + b"{]x}")),
+    Case(
+        "shard a pointer", (SHARD, "cannot be read", "fetch the file again"), spoil=write(f"model/{SHARD}", LFS_POINTER)
+    ),
+    Case(
+        "shard's header damaged", (SHARD, "header", "fetch"), spoil=write(f"model/{SHARD}", b"\4" + bytes(7) + b"{]x}")
+    ),
     Case("shard missing", (SHARD, "does not exist", "fetch the missing shard"), spoil=remove(f"model/{SHARD}")),
     Case(
         "index names no file",
@@ -197,13 +238,24 @@ CASES = [
     Case("head of a tied model", ("lm_head.weight is not", "set it to false"), spoil=model(tie_word_embeddings=True)),
     Case("quantized", ("dtype I8", "not quantized"), spoil=tensors(lambda t: t.update({NORM: t[NORM].to(torch.int8)}))),
     Case("NaN", (SHARD, NORM, "NaN", "fetch"), spoil=tensors(lambda t: t[NORM][3].fill_(torch.nan)), in_rank=True),
-    Case("infinity", (SHARD, NORM, "infinity", "fetch"), spoil=tensors(lambda t: t[NORM][3].fill_(-torch.inf)), in_rank=True),
+    Case(
+        "infinity",
+        (SHARD, NORM, "infinity", "fetch"),
+        spoil=tensors(lambda t: t[NORM][3].fill_(-torch.inf)),
+        in_rank=True,
+    ),
     # its tokenizer
     Case("tokenizer missing", ("holds no tokenizer", "copy"), spoil=remove("model/tokenizer.json")),
-    Case("tokenizer damaged", ("tokenizer.json is not JSON", "fetch the file again"), spoil=cut("model/tokenizer.json")),
+    Case(
+        "tokenizer damaged", ("tokenizer.json is not JSON", "fetch the file again"), spoil=cut("model/tokenizer.json")
+    ),
     Case("tokenizer odd", ("tokenizer.json is no tokenizer", "fetch"), spoil=write("model/tokenizer.json", "{}")),
-    Case("no chat template", ("no chat template", "add"), spoil=change("model/tokenizer_config.json", chat_template=None)),
-    Case("vocabulary", ("vocab_size=102", "400", "give"), spoil=write("model/tokenizer.json", json.dumps(BIG_TOKENIZER))),
+    Case(
+        "no chat template", ("no chat template", "add"), spoil=change("model/tokenizer_config.json", chat_template=None)
+    ),
+    Case(
+        "vocabulary", ("vocab_size=102", "400", "give"), spoil=write("model/tokenizer.json", json.dumps(BIG_TOKENIZER))
+    ),
     Case(
         "tokenizer cannot be loaded",
         ("cannot be loaded", "fetch its files again"),
@@ -220,19 +272,31 @@ CASES = [
         "chat template refuses a system message",
         ("train.jsonl:1", "undefined", "leave data.system_prompt out"),
         ("data.system_prompt=s",),
-        change("model/tokenizer_config.json", chat_template="{% if messages[0].role == 'system' %}{{ a.b }}{% endif %}a"),
+        change(
+            "model/tokenizer_config.json", chat_template="{% if messages[0].role == 'system' %}{{ a.b }}{% endif %}a"
+        ),
         in_rank=True,
     ),
     # the data
     Case("data missing", ("none.jsonl", "name a file"), ("data.train=none.jsonl",)),
     Case("data of another format", ("'.csv'", "formats are"), ("data.train=DIR/t.csv",), write("t.csv", "a,b")),
     Case("data empty", ("train.jsonl is empty", "one row per prompt"), spoil=rows()),
-    Case("row without an answer", ("train.jsonl:2", "answer=None", "write a text"), spoil=rows(GOOD, GOOD | {"answer": None})),
+    Case(
+        "row without an answer",
+        ("train.jsonl:2", "answer=None", "write a text"),
+        spoil=rows(GOOD, GOOD | {"answer": None}),
+    ),
     Case("row not JSON", ("train.jsonl:2 is not JSON", "write one JSON object"), spoil=rows(GOOD, '{"prompt": ')),
     Case("row a list", ("train.jsonl:1 holds a JSON list", "write one"), spoil=rows([1])),
-    Case("row without a prompt", ("train.jsonl:2", "'prompt'", "columns are: question"), spoil=rows(GOOD, {"question": "1"})),
+    Case(
+        "row without a prompt",
+        ("train.jsonl:2", "'prompt'", "columns are: question"),
+        spoil=rows(GOOD, {"question": "1"}),
+    ),
     Case("column not there", ("prompt_column='q'", "columns are: prompt"), ("data.prompt_column=q",)),
-    Case("no answer column", ("neither 'answer' nor", "set data.answer_column"), spoil=rows({"prompt": "a", "gold": "1"})),
+    Case(
+        "no answer column", ("neither 'answer' nor", "set data.answer_column"), spoil=rows({"prompt": "a", "gold": "1"})
+    ),
     Case(
         "prompt with half a character",
         ("train.jsonl:2: prompt has the lone surrogate U+D800 at character 1", "U+FFFD"),
@@ -243,23 +307,37 @@ CASES = [
         ("train.jsonl:1: prompt has the lone surrogate U+DC80 at character 0",),
         spoil=rows(GOOD | {"prompt": [{"role": "user", "content": "\udc80"}]}),
     ),
-    Case("answer with half a character", ("train.jsonl:1: answer has the lone",), spoil=rows(GOOD | {"answer": "1\udfff"})),
+    Case(
+        "answer with half a character",
+        ("train.jsonl:1: answer has the lone",),
+        spoil=rows(GOOD | {"answer": "1\udfff"}),
+    ),
     Case("system prompt", ("data.system_prompt has the lone surrogate U+D83D",), ("data.system_prompt=\ud83d",)),
     Case("prompt a number", ("prompt=3", "correct or remove"), spoil=rows(GOOD | {"prompt": 3})),
     Case("not UTF-8", ("train.jsonl is not UTF-8", "write it as UTF-8"), spoil=write("train.jsonl", b'{"\xe9": 1}')),
     Case("Parquet damaged", ("t.parquet", "write it again"), ("data.train=DIR/t.parquet",), write("t.parquet", "PAR1")),
     Case("hub name", ("'hub:a b'", "of the form hub:owner/name"), ("data.train=hub:a b",)),
     Case("too few prompts", ("prompts_per_step=9", "4 prompts", "use at most 4"), ("batch.prompts_per_step=9",)),
-    Case("too few to oversample", ("rollout.oversample=5.0", "10 prompts", "4 prompts", "lower it"), ("rollout.oversample=5",)),
+    Case(
+        "too few to oversample",
+        ("rollout.oversample=5.0", "10 prompts", "4 prompts", "lower it"),
+        ("rollout.oversample=5",),
+    ),
     Case(
         "one set too small",
         ("data.train.1 has 1", "up to 2", "lower"),
         ("data.train=[DIR/train.jsonl, DIR/few.jsonl]", "batch.prompts_per_step=4"),
     ),
     Case("set given twice", ("train.jsonl' twice", "give it once"), ("data.train=[DIR/train.jsonl, DIR/train.jsonl]",)),
-    Case("held out is train", ("data.heldout=", "is also in data.train", "heldout_size"), ("data.heldout=DIR/./train.jsonl",)),
+    Case(
+        "held out is train",
+        ("data.heldout=", "is also in data.train", "heldout_size"),
+        ("data.heldout=DIR/./train.jsonl",),
+    ),
     Case("held out twice", ("data.heldout=h", "heldout_size=1", "give one"), ("data.heldout=h", "data.heldout_size=1")),
-    Case("held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)),
+    Case(
+        "held-out row", ("few.jsonl:1", "'q'", "columns are"), ("data.heldout={path: DIR/few.jsonl, prompt_column: q}",)
+    ),
     Case("all held out", ("4 held-out prompts", "lower data.heldout_size"), ("data.heldout_size=4",), in_rank=True),
     Case(
         "too few that are not too long",
@@ -280,8 +358,18 @@ CASES = [
     Case("reward unknown", ("'acuracy'", "did you mean accuracy"), ("rewards.functions=[{name: acuracy}]",)),
     Case("reward's module", ("'no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: no_such.f}]",)),
     Case("reward's file", ("'pack.no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: pack.no_such.f}]",)),
-    Case("reward import", ("ValueError: broken", "importable"), ("rewards.functions=[{name: pack.broken.f}]",), in_rank=True),
-    Case("reward missing", ("no function g", "check the name"), ("rewards.functions=[{name: pack.raises.g}]",), in_rank=True),
+    Case(
+        "reward import",
+        ("ValueError: broken", "importable"),
+        ("rewards.functions=[{name: pack.broken.f}]",),
+        in_rank=True,
+    ),
+    Case(
+        "reward missing",
+        ("no function g", "check the name"),
+        ("rewards.functions=[{name: pack.raises.g}]",),
+        in_rank=True,
+    ),
     Case(
         "reward raises every time",
         ("'pack.raises.f'", "every one of the last", "ZeroDivisionError", "correct the function"),
@@ -370,7 +458,9 @@ def test_bad_input_is_one_line_with_value_and_remedy_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(("command", "count"), [("train", 3), ("eval", 3), ("check --layouts pp=5;pp=5,tp=3", 4)])
-def test_all_broken_rules_are_printed(command: str, count: int, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_broken_rules_are_printed(
+    command: str, count: int, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sets = ("layout.pp=5", "rewards.functions=[{name: acuracy}]", "data.heldout=none.jsonl")
     before, words = files_of(folder), [word.replace(";", " ") for word in command.split()]
     assert cli.main([*words, "config.yaml", *(word for item in sets for word in ("--set", item))]) == 2

@@ -92,7 +92,12 @@ def copy(sound: Path, folder: Path) -> Path:
 def train(lines: list[str]) -> list[tuple[str, int, str]]:
     """Return of each line the name of its folder, the exit code and the errors."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input="\n".join(lines), capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+        [sys.executable, "-c", PROGRAM],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     errors = [part.partition("\n")[2] for part in done.stderr.split("# /")[1:]]

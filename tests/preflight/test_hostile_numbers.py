@@ -1,4 +1,6 @@
-"""Numbers that no run can mean, for every numeric key of the config: refused in one line, or harmless in checks and plan."""
+"""Numbers that no run can mean, for every numeric key of the config: refused in one line, or harmless in checks and
+plan.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from tests.helpers.models import make_model, save_checkpoint
 
 HUGE_DIGITS = "1" + "0" * 5000
 VALUES = (".inf", "-.inf", ".nan", "1e308", "-1e308", str(10**30), "-1", "0", "1e-320", HUGE_DIGITS)
-MAY_NOT_BE_ZERO_OR_LESS = ("steps", "batch.prompts_per_step", "rollout.max_response_length", "layout.tp", "optimizer.lr")
+MAY_NOT_BE_ZERO_OR_LESS = (
+    "steps",
+    "batch.prompts_per_step",
+    "rollout.max_response_length",
+    "layout.tp",
+    "optimizer.lr",
+)
 
 
 def numeric_keys(schema: dict[str, Any], node: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -116,7 +124,9 @@ def test_a_number_that_no_run_can_mean_is_one_line_or_harmless(
 
 @pytest.mark.parametrize("key", MAY_NOT_BE_ZERO_OR_LESS)
 @pytest.mark.parametrize("text", ["0", "-1", "-1e308", ".nan", "1e308", str(10**38)])
-def test_sizes_and_rates_are_refused_with_their_key_and_value(key: str, text: str, folder: Path, tmp_path: Path) -> None:
+def test_sizes_and_rates_are_refused_with_their_key_and_value(
+    key: str, text: str, folder: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(raw_with(folder, tuple(key.split(".")), text))
     with pytest.raises(ConfigError, match=rf"^{key}=[^\n]+: [^\n]+$"):

@@ -55,8 +55,9 @@ def test_apex_fills_in_for_transformer_engine(install: Install) -> None:
     install("fused_weight_gradient_mlp_cuda.py", *NVIDIA)
     kernels = choose_kernels(is_cuda=True, apex_adam=True, apex_weight_gradients=True)
     assert kernels.apex_adam and kernels.apex_weight_gradients and not kernels.transformer_engine
-    assert kernels.line() == (
-        "kernels: layers, attention and norms are torch's; Adam and gradient accumulation NVIDIA Apex's "
+    assert (
+        kernels.line()
+        == "kernels: layers, attention and norms are torch's; Adam and gradient accumulation NVIDIA Apex's "
         "(Transformer Engine is not installed)"
     )
 
@@ -88,8 +89,10 @@ else:
     [
         (
             "ModuleNotFoundError('No module named einops')",
-            r"Megatron found it: False\nkernels: layers, attention and norms are torch's, and so is Adam \(the installed "
-            r"Transformer Engine does not load: ModuleNotFoundError: No module named einops; NVIDIA Apex is not installed\)$",
+            r"Megatron found it: False\nkernels: layers, attention and norms are torch's, and so is Adam \(the"
+            r" installed "
+            r"Transformer Engine does not load: ModuleNotFoundError: No module named einops; NVIDIA Apex is not"
+            r" installed\)$",
         ),
         (
             "ImportError('transformer_engine_torch.so: undefined symbol: _ZN3c10')",
@@ -115,11 +118,15 @@ def test_megatron_reports_a_transformer_engine_that_does_not_load(
     assert re.search(expected, result.stdout.strip()), result.stdout
 
 
-def test_the_cuda_version_of_torch_is_read_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cuda_version() == torch.version.cuda
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')\n")
-    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\ncuda: Optional[str] = '12.6'\nhip = None\n")
+    (tmp_path / "torch" / "version.py").write_text(
+        "from typing import Optional\ncuda: Optional[str] = '12.6'\nhip = None\n"
+    )
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cuda_version() == "12.6"

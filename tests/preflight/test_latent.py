@@ -1,4 +1,6 @@
-"""Multi-latent attention with what it cannot do, or would compute otherwise, is refused in one line before any rank starts."""
+"""Multi-latent attention with what it cannot do, or would compute otherwise, is refused in one line before any rank
+starts.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,26 @@ FIELDS = LATENT | {
         ({"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported for deepseek_v3"),
         ({"scoring_func": "softmax"}, "scoring_func='softmax'; only 'sigmoid'"),
         ({"rope_interleave": False}, "rope_interleave=False; only True"),
-        ({"n_group": 4, "topk_group": 3}, "scores a group by its best 1 experts, DeepSeek-V3 by its best 2; name another"),
+        (
+            {"n_group": 4, "topk_group": 3},
+            "scores a group by its best 1 experts, DeepSeek-V3 by its best 2; name another",
+        ),
         ({"n_group": 5, "topk_group": 2}, "12 experts do not make equal groups"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', which is not supported; supported are default, yarn"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "'linear', which is not supported; supported are default, yarn",
+        ),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7: must be even"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2; it must be num_attention_heads=4"),
         ({"num_experts_per_tok": 1}, "no gradient reaches the router"),
-        ({"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}, "only 'greedy' is supported for deepseek_v2"),
-        ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "num_experts_per_tok=None; it must be from 1 to 12"),
+        (
+            {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
+            "only 'greedy' is supported for deepseek_v2",
+        ),
+        (
+            {"model_type": "deepseek_v2", "num_experts_per_tok": None},
+            "num_experts_per_tok=None; it must be from 1 to 12",
+        ),
     ],
 )
 def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -69,11 +83,17 @@ def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) ->
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout={engine: sglang, tp: 8, ep: 8}", "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor"),
+        (
+            "rollout={engine: sglang, tp: 8, ep: 8}",
+            "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor",
+        ),
         ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
         ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
         ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),
-        ("layout={tp: 8, sequence_parallel: true}", "layout.tp=8 does not divide the model's 4 attention heads; use 1, 2, 4"),
+        (
+            "layout={tp: 8, sequence_parallel: true}",
+            "layout.tp=8 does not divide the model's 4 attention heads; use 1, 2, 4",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, says: str) -> None:
@@ -86,12 +106,18 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
 
 
 def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
-    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw: dict[str, Any] = {
+        "run_dir": "unused",
+        "steps": 1,
+        "data": {"train": "unused"},
+        "batch": {"prompts_per_step": 8},
+    }
     raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
     glm = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}
     for fields in (FIELDS, glm):
         assert list(cut_problems(configs.validate(raw), shape_of(fields))) == [
-            f"model.{name}=true: must be left out for {fields['model_type']}, whose layers are Megatron's local ones; remove it"
+            f"model.{name}=true: must be left out for {fields['model_type']}, whose layers are Megatron's local ones;"
+            " remove it"
             for name in ("grouped_experts", "fused_permutation")
         ]
     assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), Machine(1, 1))] == [
@@ -103,7 +129,12 @@ def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
 
 
 def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:
-    raw: dict[str, Any] = {"run_dir": "unused", "steps": 1, "data": {"train": "unused"}, "batch": {"prompts_per_step": 8}}
+    raw: dict[str, Any] = {
+        "run_dir": "unused",
+        "steps": 1,
+        "data": {"train": "unused"},
+        "batch": {"prompts_per_step": 8},
+    }
     raw["model"] = {"path": "unused", "router": {"freeze": False, "bias_update_rate": 0.001}}
     dense = {
         "model_type": "llama",

@@ -49,7 +49,9 @@ def test_without_fp8_nothing_is_asked_for() -> None:
         ("mxfp8", "1.13", "needs Transformer Engine 2.1, found 1.13; .* or use delayed$"),
     ],
 )
-def test_a_missing_or_old_transformer_engine_is_named_with_its_recipes(recipe: str, found: str | None, message: str) -> None:
+def test_a_missing_or_old_transformer_engine_is_named_with_its_recipes(
+    recipe: str, found: str | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         raise_all(transformer_engine_problems(precision(recipe), found))
 
@@ -82,7 +84,9 @@ def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> No
     raise_all(cuda_problems(precision("blockwise"), None))
     raise_all(cuda_problems(precision("tensorwise"), "12.6"))
     raise_all(cuda_problems(PrecisionConfig(), "11.8"))
-    message = "precision.fp8_recipe='blockwise' needs CUDA 12.9, found torch with CUDA 12.6; .* or use delayed or tensorwise"
+    message = (
+        "precision.fp8_recipe='blockwise' needs CUDA 12.9, found torch with CUDA 12.6; .* or use delayed or tensorwise"
+    )
     with pytest.raises(ConfigError, match=message):
         raise_all(cuda_problems(precision("blockwise"), "12.6"))
 
@@ -90,9 +94,21 @@ def test_a_cuda_too_old_for_blocks_is_named_with_the_recipes_that_it_has() -> No
 @pytest.mark.parametrize(
     ("section", "layout", "message"),
     [
-        ({"first_layers_bf16": 3}, {"pp": 2}, r"first_layers_bf16=3: must be at most 2, the 5 layers.*layout.pp=2; lower it"),
-        ({"last_layers_bf16": 2}, {"pp": 3}, r"last_layers_bf16=2: must be at most 1, the 5 layers.*layout.pp=3; lower it"),
-        ({"first_layers_bf16": 2, "last_layers_bf16": 3}, {}, r"leave none of the 5 layers in FP8; lower one, or leave"),
+        (
+            {"first_layers_bf16": 3},
+            {"pp": 2},
+            r"first_layers_bf16=3: must be at most 2, the 5 layers.*layout.pp=2; lower it",
+        ),
+        (
+            {"last_layers_bf16": 2},
+            {"pp": 3},
+            r"last_layers_bf16=2: must be at most 1, the 5 layers.*layout.pp=3; lower it",
+        ),
+        (
+            {"first_layers_bf16": 2, "last_layers_bf16": 3},
+            {},
+            r"leave none of the 5 layers in FP8; lower one, or leave",
+        ),
         ({"first_layers_bf16": 2, "last_layers_bf16": 2}, {"pp": 2}, None),
         ({"first_layers_bf16": 4}, {}, None),
     ],
@@ -134,7 +150,10 @@ def test_blocks_that_would_straddle_ranks_are_refused() -> None:
     raise_all(block_problems(precision(), LayoutConfig(tp=8), LLAMA_70B))
     raise_all(block_problems(precision(), LayoutConfig(tp=1), QWEN_72B))
     raise_all(block_problems(precision("tensorwise"), LayoutConfig(tp=2), QWEN_72B))
-    expected = r"layout.tp=2 cuts the 29568 rows of the MLP \(29568 / 128 = 231 blocks\) inside a block .*; use layout.tp=1, or"
+    expected = (
+        r"layout.tp=2 cuts the 29568 rows of the MLP \(29568 / 128 = 231 blocks\) inside a block .*; use"
+        r" layout.tp=1, or"
+    )
     with pytest.raises(ConfigError, match=expected):
         raise_all(block_problems(precision(), LayoutConfig(tp=2), QWEN_72B))
     with pytest.raises(ConfigError, match=r"no whole blocks of 128.*; use another recipe"):
@@ -148,7 +167,9 @@ def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None
     layout = LayoutConfig(tp=8, sequence_parallel=True)
     raise_all(block_problems(precision(), layout, LLAMA_70B))
     raise_all(block_problems(precision("tensorwise"), layout, odd))
-    with pytest.raises(ConfigError, match=r"^layout\.sequence_parallel=true: must have a hidden size that 128 .* 8200;"):
+    with pytest.raises(
+        ConfigError, match=r"^layout\.sequence_parallel=true: must have a hidden size that 128 .* 8200;"
+    ):
         raise_all(block_problems(precision(), layout, odd))
 
 
@@ -165,7 +186,11 @@ def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None
         ),
         ({"fp8_parameters": True}, "bfloat16", "precision.fp8_parameters=True needs precision.fp8"),
         ({"guard": {"fall_back": True}}, "bfloat16", "precision.guard.fall_back=True needs precision.fp8"),
-        ({"fp8": "e4m3", "fp8_parameters": True}, "bfloat16", "leaves no bf16 weights to compute with; set precision.fp8_ref"),
+        (
+            {"fp8": "e4m3", "fp8_parameters": True},
+            "bfloat16",
+            "leaves no bf16 weights to compute with; set precision.fp8_ref",
+        ),
         (
             {"fp8": "e4m3", "fp8_parameters": True, "fp8_reference": True, "guard": {"fall_back": True}},
             "bfloat16",
@@ -177,11 +202,17 @@ def test_blocks_that_sequence_parallel_ranks_cannot_gather_are_refused() -> None
             "precision.fp8_parameters=true: .*'mxfp8' in FP8; leave fp8_parameters out, or use blockwise",
         ),
         ({"fp8_amax_history_len": 16}, "bfloat16", "precision.fp8_amax_history_len=16 needs precision.fp8; set it"),
-        ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"}, "bfloat16", "most_recent needs precision.fp8_recipe=delayed"),
+        (
+            {"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"},
+            "bfloat16",
+            "most_recent needs precision.fp8_recipe=delayed",
+        ),
         ({"fp8": "e4m3"}, "float32", "precision.fp8='e4m3' needs model.dtype=bfloat16, not float32"),
     ],
 )
-def test_settings_that_contradict_each_other_are_one_clear_line(section: dict[str, object], dtype: str, message: str) -> None:
+def test_settings_that_contradict_each_other_are_one_clear_line(
+    section: dict[str, object], dtype: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(RAW | {"precision": section, "model": {"path": "m", "dtype": dtype}})
 
@@ -210,7 +241,13 @@ def test_an_optimizer_of_less_memory_needs_transformer_engine_and_bf16() -> None
             r"model.dtype=float32: .* Engine 2.11 or later.* found 2.9.0; .*bfloat16$",
         ),
         ("float32", (8, 0), "2.10.0+cu12", "2.8.3", "model.dtype=float32: .* found 2.10.0"),
-        ("bfloat16", (8, 0), "2.10.0", None, r"device='A100': .*9\.0.*, found 8\.0 and no flash-attn; pip install 'flash-attn"),
+        (
+            "bfloat16",
+            (8, 0),
+            "2.10.0",
+            None,
+            r"device='A100': .*9\.0.*, found 8\.0 and no flash-attn; pip install 'flash-attn",
+        ),
         ("bfloat16", (8, 9), "2.11.0", "2.1.0", "found 8.9 and flash-attn 2.1.0; pip install"),
         ("float32", (8, 0), "2.11.0", None, None),
         ("float32", (9, 0), None, None, None),
@@ -269,7 +306,9 @@ def test_context_parallelism_that_transformer_engine_lacks_is_refused(
         *exchange_problems(config.layout, version),
         *layout_problems(config.layout, LLAMA_70B),
     ]
-    assert len(problems) == (message is not None) and all(re.search(str(message), problem) for problem in problems), problems
+    assert len(problems) == (message is not None) and all(re.search(str(message), problem) for problem in problems), (
+        problems
+    )
     assert not any("\n" in problem for problem in problems)
 
 

@@ -80,7 +80,10 @@ def test_a_template_without_bounds_is_refused(tmp_path: Path, template: str, say
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}\u2028{% break %}{% endfor %}{{ strftime_now('%d') }}",
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}\u2028{% break %}{% endfor %}{{"
+            " strftime_now('%d') }}"
+        ),
         "{{ raise_exception('no user') }}",  # the ranks report it
         "{{ range(10 ** 10) }}",  # so too: the sandbox has no such range
     ],

@@ -145,7 +145,16 @@ ARITHMETIC = {  # unevaluated answers for gold answers with plain numbers
             "51+0",
             "--51",
         ),
-        *("-(-51)", "x = 40+11", "51 = 40+11", r"40+\text{ }11", "|-51|+0", "7^2+2", r"\sqrt{2500+101}", r"\sqrt{49}+44"),
+        *(
+            "-(-51)",
+            "x = 40+11",
+            "51 = 40+11",
+            r"40+\text{ }11",
+            "|-51|+0",
+            "7^2+2",
+            r"\sqrt{2500+101}",
+            r"\sqrt{49}+44",
+        ),
         *("x-x+51", r"\pi-\pi+51", r"\frac{51x}{x}", r"\frac{100+2}{2}", "2^{5}+19", "(40+11)^1", "e^{0}+50"),
         *(
             r"17\times 3",
@@ -170,7 +179,13 @@ ARITHMETIC = {  # unevaluated answers for gold answers with plain numbers
             r"\dfrac{510}{10}",
             r"\frac{25.5}{0.5}",
         ),
-        *(r"{102\over 2}", r"\frac{51}{1}\cdot 1", r"\frac{2^{5}\cdot 51}{32}", r"3\cdot 17=3\cdot 17", r"\text{40 plus 11}"),
+        *(
+            r"{102\over 2}",
+            r"\frac{51}{1}\cdot 1",
+            r"\frac{2^{5}\cdot 51}{32}",
+            r"3\cdot 17=3\cdot 17",
+            r"\text{40 plus 11}",
+        ),
     ],
     "12.5": ["50/4", r"\frac{25.0}{2}", "10+2.5"],
     r"\frac{3}{4}": [r"\frac{1}{2}+\frac{1}{4}", r"3\cdot\frac14", "1.5/2", r"1-\frac{1}{4}"],
@@ -186,8 +201,20 @@ ARITHMETIC = {  # unevaluated answers for gold answers with plain numbers
 }
 CLOSED_FORMS = [
     *(("1024", "2^{10}"), ("1024", "(2^5)^2"), ("120", "5!"), ("120", r"\binom{10}{3}"), ("120", r"\frac{10!}{3!7!}")),
-    *(("42", r"\sqrt{1764}"), ("42", r"\frac{42}{1}"), ("42", "40+2=42"), ("540", "6!-180"), ("33", r"\binom{11}{2}-22")),
-    *(("300000000", r"3\times 10^8"), ("0.5", "1/2"), ("1/2", "2/4"), ("1.5", r"1\frac12"), ("12.34", r"\frac{1234}{100}")),
+    *(
+        ("42", r"\sqrt{1764}"),
+        ("42", r"\frac{42}{1}"),
+        ("42", "40+2=42"),
+        ("540", "6!-180"),
+        ("33", r"\binom{11}{2}-22"),
+    ),
+    *(
+        ("300000000", r"3\times 10^8"),
+        ("0.5", "1/2"),
+        ("1/2", "2/4"),
+        ("1.5", r"1\frac12"),
+        ("12.34", r"\frac{1234}{100}"),
+    ),
     *(
         ("1/8", r"(\frac{1}{2})^3"),
         ("-3/4", r"\frac{-3}{4}"),
@@ -207,9 +234,20 @@ CLOSED_FORMS = [
 UNPARSABLE = [
     *(
         ("51", text)
-        for text in ("51=", "51 +", r"\boxed{51=}", r"\boxed{51+}", r"\boxed{51\times}", r"\boxed{\times 51}", "#### 51 -")
+        for text in (
+            "51=",
+            "51 +",
+            r"\boxed{51=}",
+            r"\boxed{51+}",
+            r"\boxed{51\times}",
+            r"\boxed{\times 51}",
+            "#### 51 -",
+        )
     ),
-    *(("51", text) for text in (r"\boxed{40+11=}", "has 40 + 11 =", "has 40 + 11 = ?", "x+1 =", "<answer>51 = </answer>")),
+    *(
+        ("51", text)
+        for text in (r"\boxed{40+11=}", "has 40 + 11 =", "has 40 + 11 = ?", "x+1 =", "<answer>51 = </answer>")
+    ),
     ("18", ""),
     ("18", "<answer></answer> 18"),
     ("18", r"\boxed{\frac{1}"),
@@ -238,7 +276,9 @@ def test_a_response_without_a_readable_answer_is_unparsable(gold: str, response:
     assert accuracy("", response, gold, {}) == Score(0.0, "unparsable")
 
 
-@pytest.mark.parametrize(("gold", "answer"), [(gold, answer) for gold, answers in ARITHMETIC.items() for answer in answers])
+@pytest.mark.parametrize(
+    ("gold", "answer"), [(gold, answer) for gold, answers in ARITHMETIC.items() for answer in answers]
+)
 def test_arithmetic_is_no_answer_if_the_gold_answer_is_evaluated(gold: str, answer: str) -> None:
     for response in (
         answer,
@@ -248,7 +288,10 @@ def test_arithmetic_is_no_answer_if_the_gold_answer_is_evaluated(gold: str, answ
         f"The answer is ${answer}$.",
     ):
         for finish_reason in ("stop", "length", None):
-            assert accuracy("", response, gold, {"finish_reason": finish_reason}).value == 0.0, (response, finish_reason)
+            assert accuracy("", response, gold, {"finish_reason": finish_reason}).value == 0.0, (
+                response,
+                finish_reason,
+            )
 
 
 @pytest.mark.parametrize(("gold", "answer"), CLOSED_FORMS)

@@ -167,9 +167,18 @@ NORMALIZED = [
     # many forms of one number
     *[(text, "1234") for text in ("1,234", "$1,234", r"\$1,234", "1{,}234", r"1\,234", r"1,\!234", "1 234", "1234.")],
     *[(text, "1234") for text in ("1,234 dollars", "US$1,234", "1,234 USD", "**1,234**", "$1,234$", r"\(1{,}234\)")],
-    *[(text, "18") for text in ("18 km", "18km", "18 km/h", "18 m/s", "18 cm^2", r"18\text{ cm}^2", "18 meters per second")],
-    *[(text, "18") for text in ("18°", r"18^\circ", r"18^{\circ}", "18 degrees", "18 °C", r"\approx 18", "= 18", "{18}")],
-    *[(text, "18") for text in (r"\text{The answer is }18", "The answer is 18 dollars.", "$18 per day", r"\text{18 dollars}")],
+    *[
+        (text, "18")
+        for text in ("18 km", "18km", "18 km/h", "18 m/s", "18 cm^2", r"18\text{ cm}^2", "18 meters per second")
+    ],
+    *[
+        (text, "18")
+        for text in ("18°", r"18^\circ", r"18^{\circ}", "18 degrees", "18 °C", r"\approx 18", "= 18", "{18}")
+    ],
+    *[
+        (text, "18")
+        for text in (r"\text{The answer is }18", "The answer is 18 dollars.", "$18 per day", r"\text{18 dollars}")
+    ],
     *[(text, "50%") for text in ("50%", r"50\%", "50 percent", r"50\text{ percent}", "50 %")],
     *[(text, "-5") for text in ("-5", "−5", "–5", "$-5", "-$5")],
     ("1,234,567.89", "1234567.89"),
@@ -239,9 +248,34 @@ def test_normalization_is_idempotent(text: str, canonical: str) -> None:
 
 
 PIECES = [
-    *("<answer>", r"\boxed{", "####", "(", "$", "$ 1", r"\(", "1,", "word ", "1-", "{", "-", "\\", "<think>", "**", "*a"),
+    *(
+        "<answer>",
+        r"\boxed{",
+        "####",
+        "(",
+        "$",
+        "$ 1",
+        r"\(",
+        "1,",
+        "word ",
+        "1-",
+        "{",
+        "-",
+        "\\",
+        "<think>",
+        "**",
+        "*a",
+    ),
     *(r"\boxed{1}, ", r"\boxed{1} and ", r"\boxed *a* ", r"\boxed{(A), ", r"\[1", "#### 1\n", "\u2028", "(abc 5"),
-    *("the answer is not 5 ", "答案是≠5", "option is out of 5 ", "B is correct ", "5 apples and ", ", because ", "Answer:\n"),
+    *(
+        "the answer is not 5 ",
+        "答案是≠5",
+        "option is out of 5 ",
+        "B is correct ",
+        "5 apples and ",
+        ", because ",
+        "Answer:\n",
+    ),
 ]
 
 

@@ -129,7 +129,9 @@ def test_it_agrees_with_pythons_arithmetic() -> None:
 
     def expression(depth: int) -> str:
         if depth == 0 or rng.random() < 0.3:
-            return rng.choice([str(rng.randint(0, 99)), f"{rng.randint(0, 9)}.{rng.randint(1, 99)}", f"(-{rng.randint(1, 9)})"])
+            return rng.choice(
+                [str(rng.randint(0, 99)), f"{rng.randint(0, 9)}.{rng.randint(1, 99)}", f"(-{rng.randint(1, 9)})"]
+            )
         text = f"{expression(depth - 1)} {rng.choice('+-*/')} {expression(depth - 1)}"
         return f"({text})" if rng.random() < 0.5 else text
 
@@ -152,7 +154,9 @@ def _exact(text: str) -> str:
     return re.sub(r"\d+(?:\.\d+)?", lambda match: f"Fraction('{match[0]}')", text)
 
 
-@pytest.mark.parametrize("piece", ["1+", "1+1=2 ", "1=", "(", "(1+", "=", "1,111,", "\\frac{", "<<", "1/0=", "- ", "1. ", "a "])
+@pytest.mark.parametrize(
+    "piece", ["1+", "1+1=2 ", "1=", "(", "(1+", "=", "1,111,", "\\frac{", "<<", "1/0=", "- ", "1. ", "a "]
+)
 def test_it_takes_linear_time(piece: str) -> None:
     started = time.process_time()
     equations_hold(piece * (40_000 // len(piece)))
@@ -170,7 +174,9 @@ def test_steps_with_equations_are_rewarded_and_others_are_not() -> None:
     assert arithmetic_steps("", "58", "58", {}) == Score(None, "no_steps")
 
 
-def test_a_package_without_examples_reports_where_the_function_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_examples_reports_where_the_function_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
     registry._example.cache_clear()
     with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):

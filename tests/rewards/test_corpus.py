@@ -1,10 +1,9 @@
 """Verdicts on realistic model responses, compared with the judgment of a careful reader (corpus.jsonl).
 
 A row is {"source", "family", "gold", "response", "right", "batch"}. Batches 2 and 3 were written after the code and
-without looking at it. At the first reading, before any of their rows led to a change, 126 of 132 and 48 of 53 verdicts were
-right. Batches 4 to 8 are the five rounds of grpo_mega/rewards/README.md, which has their first-read figures. Most rows that
-they miss are about form.
-`tools/conformance/reward_agreement.py` compares other checkers.
+without looking at it. At the first reading, before any of their rows led to a change, 126 of 132 and 48 of 53 verdicts
+were right. Batches 4 to 8 are the five rounds of grpo_mega/rewards/README.md, which has their first-read figures. Most
+rows that they miss are about form. `tools/conformance/reward_agreement.py` compares other checkers.
 """
 
 from collections import Counter
@@ -37,7 +36,9 @@ def test_the_corpus_is_large_and_varied_and_half_of_it_is_wrong(rows: list[Row])
 def test_verdicts_agree_with_a_careful_reader(rows: list[Row], batch: int) -> None:
     some = [row for row in rows if row.batch == batch]
     scores = [accuracy("", row.response, row.gold, {}) for row in some]
-    missed = [(row.gold, row.response, row.right) for row, score in zip(some, scores, strict=True) if score.value != row.right]
+    missed = [
+        (row.gold, row.response, row.right) for row, score in zip(some, scores, strict=True) if score.value != row.right
+    ]
     assert len(missed) <= (1 - MIN_AGREEMENT[batch]) * len(some), missed
 
 

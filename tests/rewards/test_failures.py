@@ -20,7 +20,9 @@ Scored = tuple[Sample, RewardResult]
 def scored(prompt: int, response: int, raises: bool = True) -> Scored:
     sample = Sample(Prompt(prompt, f"p{prompt}", (1,), "7"), response, [response], [-1.0], "stop")
     verdicts = {"good": "scored", "bad": "error" if raises else "scored"}
-    return sample, RewardResult(1.0, {"good": 1.0, "bad": 0.0}, verdicts, errors={"bad": "KeyError: 'x'"} if raises else {})
+    return sample, RewardResult(
+        1.0, {"good": 1.0, "bad": 0.0}, verdicts, errors={"bad": "KeyError: 'x'"} if raises else {}
+    )
 
 
 def test_one_sample_or_one_row_of_data_never_ends_a_run() -> None:

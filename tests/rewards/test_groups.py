@@ -32,7 +32,9 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def pool_of(*functions: dict[str, Any], **settings: Any) -> RewardPool:
-    return RewardPool(RewardsConfig.model_validate({"functions": functions, "num_workers": 1, "deadline_s": 20} | settings))
+    return RewardPool(
+        RewardsConfig.model_validate({"functions": functions, "num_workers": 1, "deadline_s": 20} | settings)
+    )
 
 
 def scored(pool: RewardPool, *groups: Sequence[str], prompt: Any = MESSAGES) -> list[list[RewardResult]]:
@@ -72,7 +74,9 @@ def test_functions_written_for_open_r1_work_together_with_ours() -> None:
         (MESSAGES, "text", "<user>9+9=?", True),
     ],
 )
-def test_a_group_is_one_call_with_lists_of_data_columns(prompt: Any, completions: str, prompts: Any, is_text: bool) -> None:
+def test_a_group_is_one_call_with_lists_of_data_columns(
+    prompt: Any, completions: str, prompts: Any, is_text: bool
+) -> None:
     function = {"name": "trl_functions.Heard", "completions": completions, "options": {"level": "hard", "most": 7}}
     with pool_of(function) as pool:
         (first, second) = scored(pool, ["a", "bb", ""], ["c"], prompt=prompt)
@@ -90,7 +94,10 @@ def test_a_group_is_one_call_with_lists_of_data_columns(prompt: Any, completions
 
 
 def test_a_function_gets_only_arguments_it_names_and_may_be_a_coroutine() -> None:
-    functions = ({"name": "trl_functions.chosen", "options": {"unit": "cm"}}, {"name": "trl_functions.obey", "weight": 10})
+    functions = (
+        {"name": "trl_functions.chosen", "options": {"unit": "cm"}},
+        {"name": "trl_functions.obey", "weight": 10},
+    )
     with pool_of(*functions) as pool:
         (results,) = scored(pool, ["", "bb", "ccc"], prompt="9+9=?")
     assert [result.total for result in results] == [5.0, 2.0, 33.0]
@@ -139,7 +146,9 @@ def test_the_scorer_submits_whole_groups_in_the_order_of_their_samples() -> None
     assert [h["completions"] for h in heard[0]] == [["1.0", "1.1", "1.2"]] * 3
     assert [s.reward for s in groups[1].samples] == [2.0, 0.0, 1.0]
     assert [h["completion_ids"] for h in heard[0]] == [[[1, 0], [1, 1], [1, 2]]] * 3
-    assert [h["completions"] for h in heard[1]] == [["2.2"], ["2.0"], ["2.1"]], "each sample without a group is its own group"
+    assert [h["completions"] for h in heard[1]] == [["2.2"], ["2.0"], ["2.1"]], (
+        "each sample without a group is its own group"
+    )
     assert {s.reward for s in groups[0].samples} == {None}, "the group was not kept"
     assert {s.verdicts["len"] for s in groups[1].samples} == {"wrong"}
 
@@ -182,6 +191,8 @@ def test_rewards_are_added_by_weight_or_multiplied(multiplies: tuple[str, ...], 
         ("soft_overlong_punishment", {}, "is not a reward function here; set algorithm.overlong_buffer"),
     ],
 )
-def test_wrong_options_of_the_shaping_functions_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:
+def test_wrong_options_of_the_shaping_functions_are_refused_at_once(
+    name: str, options: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)):
         registry.check_rewards(name, options, "lines", 5.0)

@@ -1,4 +1,6 @@
-"""The exact path returns math-verify's verdicts quickly for any input, and the speedups of math-verify change no verdict."""
+"""The exact path returns math-verify's verdicts quickly for any input, and the speedups of math-verify change no
+verdict.
+"""
 
 import json
 import re
@@ -20,7 +22,19 @@ from grpo_mega.rewards.math.notation import plain
 
 ROOT = str(Path(__file__).resolve().parents[2])
 FORMULAS = [
-    *("x^2", "5x^2+3x+7", "7+3x+5x^{2}", "3x^2-2x", "x^{n+1}y^2", "a^2+b^2=c^2", "(x+1)^2", "x^2+2x+1", "-x", "2^{10}", "5!"),
+    *(
+        "x^2",
+        "5x^2+3x+7",
+        "7+3x+5x^{2}",
+        "3x^2-2x",
+        "x^{n+1}y^2",
+        "a^2+b^2=c^2",
+        "(x+1)^2",
+        "x^2+2x+1",
+        "-x",
+        "2^{10}",
+        "5!",
+    ),
     *(
         r"\frac{x^2}{2}",
         r"\frac{3\pi}{5}",
@@ -43,8 +57,31 @@ FORMULAS = [
         "3,8",
         r"\{8\}",
     ),
-    *("x=5", "5", "0.5", r"\frac{1}{2}", "1/2", "x<5", r"1\leq x\leq 2", "[1,2]", r"\sin^2 x", r"e^{2x}", r"\log_2 8", r"2+3i"),
-    *(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\left|-2\right|", "abc", "9*2", r"\frac{", "2)", "x+", r"50\%", r"3\pm\sqrt{2}"),
+    *(
+        "x=5",
+        "5",
+        "0.5",
+        r"\frac{1}{2}",
+        "1/2",
+        "x<5",
+        r"1\leq x\leq 2",
+        "[1,2]",
+        r"\sin^2 x",
+        r"e^{2x}",
+        r"\log_2 8",
+        r"2+3i",
+    ),
+    *(
+        r"\begin{pmatrix}1\\2\end{pmatrix}",
+        r"\left|-2\right|",
+        "abc",
+        "9*2",
+        r"\frac{",
+        "2)",
+        "x+",
+        r"50\%",
+        r"3\pm\sqrt{2}",
+    ),
 ]
 PLAIN = f"""
 import json, logging, sys
@@ -88,7 +125,9 @@ def _written(brackets: str, elements: list[str]) -> str:
 @given(LISTS, st.data())
 def test_lists_of_numbers_are_compared_like_in_math_verify(gold: tuple[str, list[str]], data: st.DataObject) -> None:
     brackets, elements = gold
-    other = data.draw(st.one_of(st.permutations(elements), st.lists(ELEMENTS, min_size=len(elements), max_size=len(elements))))
+    other = data.draw(
+        st.one_of(st.permutations(elements), st.lists(ELEMENTS, min_size=len(elements), max_size=len(elements)))
+    )
     a, b = (numbers.parse_list(_written(brackets, texts)) for texts in (elements, other))
     is_equal = numbers.lists_equal(a, b) if a and b else None
     if is_equal is not None:
@@ -97,7 +136,9 @@ def test_lists_of_numbers_are_compared_like_in_math_verify(gold: tuple[str, list
         assert is_equal == mathverify.is_equal_answer(trees[0], trees[1]), (elements, other)
 
 
-@pytest.mark.parametrize("text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"])
+@pytest.mark.parametrize(
+    "text", ["(1,1)", "[2,1]", r"\{1,1,2\}", "(1)", "(1,x)", "[1,2,3]", "1,2", "(1/0,1)", "(50%,1)"]
+)
 def test_lists_that_math_verify_reads_differently_are_left_to_it(text: str) -> None:
     assert numbers.parse_list(text) is None
 
@@ -109,7 +150,9 @@ def test_the_rules_do_not_change_a_canonical_answer(text: str) -> None:
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\boxed", "{", "}", "\\", "\\{", "\\}", "7", "x "]), max_size=14))
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\boxed", "{", "}", "\\", "\\{", "\\}", "7", "x "]), max_size=14)
+)
 def test_searching_the_last_box_from_the_end_finds_the_same_box(parts: list[str]) -> None:
     text = "".join(parts)
     start = answer._last_command(text, len(text))
@@ -136,7 +179,25 @@ PIECES = [
         "1e",
         " ",
     ),
-    *("=", "/", "1/", "^{", "\\circ", "1:", "and ", "%", ",", "\\,", "**", "\\boxed{", "#", "</answer>", "<answer>", "√(", "½"),
+    *(
+        "=",
+        "/",
+        "1/",
+        "^{",
+        "\\circ",
+        "1:",
+        "and ",
+        "%",
+        ",",
+        "\\,",
+        "**",
+        "\\boxed{",
+        "#",
+        "</answer>",
+        "<answer>",
+        "√(",
+        "½",
+    ),
 ]
 
 
@@ -163,7 +224,9 @@ WRITTEN = st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
 
 @settings(max_examples=800, deadline=None, derandomize=True)
 @given(
-    st.one_of(st.from_regex(normalize._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join))
+    st.one_of(
+        st.from_regex(normalize._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
+    )
 )
 def test_the_skipped_rules_would_not_change_an_ordinary_formula(text: str) -> None:
     text = text.strip()
@@ -234,7 +297,23 @@ BUSY = [
         r"\frac{",
         r"\boxed",
     ),
-    *("[1,", "]", "^{", "^{-1}", r"\pmod", r"\dots", "1.1", "C(", "box", "####", "</answer>", "(a) ", "A) ", r"\dot{3}", "1万"),
+    *(
+        "[1,",
+        "]",
+        "^{",
+        "^{-1}",
+        r"\pmod",
+        r"\dots",
+        "1.1",
+        "C(",
+        "box",
+        "####",
+        "</answer>",
+        "(a) ",
+        "A) ",
+        r"\dot{3}",
+        "1万",
+    ),
 ]
 FRAMES = [
     *(
@@ -343,8 +422,12 @@ ENDINGS = [
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=9), st.sampled_from(["stop", "length", None]), st.booleans())
-def test_the_exact_path_agrees_on_responses_with_any_ending(parts: list[str], ending: str | None, unevaluated: bool) -> None:
+@given(
+    st.lists(st.sampled_from(ENDINGS), min_size=1, max_size=9), st.sampled_from(["stop", "length", None]), st.booleans()
+)
+def test_the_exact_path_agrees_on_responses_with_any_ending(
+    parts: list[str], ending: str | None, unevaluated: bool
+) -> None:
     response = "".join(parts)
     for gold in ("51", "(40,11)", "102/2", "x+1"):
         score, texts = quick(response, gold, ending, unevaluated=unevaluated)
@@ -357,8 +440,8 @@ def test_the_exact_path_agrees_on_responses_with_any_ending(parts: list[str], en
 
 def test_the_exact_path_does_not_import_math_verify() -> None:
     code = (
-        "import sys; from grpo_mega.rewards.math.accuracy import quick; quick('x^2', 'x'); print(quick('18', '18')[0].verdict, "
-        "'math_verify' in sys.modules, 'sympy' in sys.modules)"
+        "import sys; from grpo_mega.rewards.math.accuracy import quick; quick('x^2', 'x'); print(quick('18',"
+        " '18')[0].verdict, 'math_verify' in sys.modules, 'sympy' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert out.split() == ["correct", "False", "False"]

@@ -57,7 +57,8 @@ def test_totals_are_weighted_sums_over_the_functions_that_apply() -> None:
         pool.submit(("a", 0), "p", good, "#### 18", {})
         pool.submit(("a", 1), "p", "17", "#### 18", {"kind": "math"})
         pool.submit("prefilled", "p", good.removeprefix("<think>"), "18", {"prefill": "<think>"})
-        # The template opened a thought and the text was cut off inside it. Without the thought, the same text is an answer.
+        # The template opened a thought and the text was cut off inside it. Without the thought, the same text is an
+        # answer.
         pool.submit("cut off", "p", r"maybe \boxed{2x}", "2x", {"prefill": "<think>\n"})
         pool.submit("stated", "p", r"maybe \boxed{2x}", "2x", {})
         results = pool.collect()
@@ -103,7 +104,9 @@ def test_a_hanging_check_is_killed_and_counted_and_other_checks_succeed(deed: st
         assert _score(pool, "fine")[0].total == 1.0  # the replacement works
 
 
-def test_startup_and_queueing_do_not_count_towards_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_and_queueing_do_not_count_towards_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nap = "def nap(prompt, response, answer, extras):\n    time.sleep(0.4)\n    return 1.0\n"
     (tmp_path / "slow_to_import.py").write_text(f"import time\n\ntime.sleep(1.5)\n\n\n{nap}")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,6 @@
-"""The reward of a server that is slow, broken, absent or misconfigured. tests/sglang covers answers of a real server."""
+"""The reward of a server that is slow, broken, absent or misconfigured. tests/sglang covers answers of a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_steps_are_scored_by_the_response_up_to_their_end_in_one_request() -> No
         assert score(url, "a\n\n\nbcd", steps=True) == Score(None, "scored", (Step(4, 3.0), Step(7, 9.0)))
         found = score(url, "a\nb\n", steps=True, step_splitter="lines", scale=2)
         assert found == Score(None, "scored", (Step(2, 6.0), Step(4, 10.0)))
-        assert score(url, "ab\n\ncd", steps=True, template="{response}") == Score(None, "scored", (Step(4, 2.0), Step(6, 6.0)))
+        assert score(url, "ab\n\ncd", steps=True, template="{response}") == Score(
+            None, "scored", (Step(4, 2.0), Step(6, 6.0))
+        )
         assert score(url, " \n", steps=True) == Score(None, "no_steps")
     assert asked[0] == ["ppa", "ppa\n\n\nbcd"]
 
@@ -90,15 +94,31 @@ def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> N
     [
         (says("no idea"), CHAT, "replied without a number (no idea); ask for one in template"),
         (lambda path, body: (200, {"x": 1}), CHAT, "not a message; correct url or api"),
-        (lambda path, body: (200, [{"embedding": []}]), {}, "gave [] for a text; serve a reward model, with --is-embedding"),
-        (lambda path, body: (200, [{"embedding": [1, 2]}]), {}, "has a model of 2 outputs; set output to one of 0 to 1"),
+        (
+            lambda path, body: (200, [{"embedding": []}]),
+            {},
+            "gave [] for a text; serve a reward model, with --is-embedding",
+        ),
+        (
+            lambda path, body: (200, [{"embedding": [1, 2]}]),
+            {},
+            "has a model of 2 outputs; set output to one of 0 to 1",
+        ),
         (lambda path, body: (200, [{"embedding": [1]}]), {"output": 1}, "output=1 is not one; lower it"),
         (lambda path, body: (200, []), {}, "not 1 embeddings"),
         (lambda path, body: (200, {"scores": 3}), {"api": "score"}, "not 1 scores"),
-        (lambda path, body: (400, "input is\ntoo long"), {}, "/classify answers 400 (input is too long); correct the options"),
+        (
+            lambda path, body: (400, "input is\ntoo long"),
+            {},
+            "/classify answers 400 (input is too long); correct the options",
+        ),
         (lambda path, body: (503, "busy"), {"retries": 1}, "answers 503 (busy); see its log"),
         (lambda path, body: (200, "<html>"), {"retries": 0}, "sent a reply that is not JSON (Expecting value"),
-        (lambda path, body: (200, "[" * 100_000), {"retries": 0}, "sent a reply that is not JSON (it is nested too deeply)"),
+        (
+            lambda path, body: (200, "[" * 100_000),
+            {"retries": 0},
+            "sent a reply that is not JSON (it is nested too deeply)",
+        ),
         (lambda path, body: (200, '[{"embedding": [%s]}]' % ("1" * 5_000)), {"retries": 0}, "not JSON (Exceeds"),
         (lambda path, body: (200, [{"embedding": ["7"]}]), {}, "gave ['7'] for a text"),
         (lambda path, body: (200, [{"embedding": [True]}]), {}, "gave [True] for a text"),
@@ -145,7 +165,9 @@ def test_one_failure_costs_only_its_score_and_reports_the_reason() -> None:
             pool.submit(key, "", response, "", {})
         results = pool.collect()
         assert [(r.total, r.verdicts["reward_model"]) for r in results.values()] == [(4.0, "scored"), (None, "error")]
-        assert f"the server at {url}/classify answers 400 (bad); correct the options" in results[1].errors["reward_model"]
+        assert (
+            f"the server at {url}/classify answers 400 (bad); correct the options" in results[1].errors["reward_model"]
+        )
 
 
 def test_a_missing_server_is_a_one_line_error_before_any_scoring() -> None:

@@ -1,4 +1,6 @@
-"""Faults of a reward server: the score is missing instead of 0, and time and memory are bounded, whatever the server sends."""
+"""Faults of a reward server: the score is missing instead of 0, and time and memory are bounded, whatever the server
+sends.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def test_a_scale_that_makes_a_reward_infinite_is_a_missing_score() -> None:
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "does not answer (IncompleteRead"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n[{", "sent a reply that is not JSON"),
         (b'HTTP/1.1 200 OK\r\n\r\n[{"embedding": [\xff]}]', "sent a reply that is not JSON"),
-        (b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 300 + b"\r\n", "does not answer (HTTPException: got more than 100 headers"),
+        (
+            b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 300 + b"\r\n",
+            "does not answer (HTTPException: got more than 100 headers",
+        ),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 900\r\n\r\nwait", "answers 503 (wait)"),
     ],
 )

@@ -1,8 +1,8 @@
 """Rewards that shape a response, compared with values of open-r1's functions.
 
-Values: huggingface/open-r1, src/open_r1/rewards.py at commit 1416fa0cf21595d2083b399a2a0bbddd7f6e9563, with math-verify 0.9.0.
-Values of soft_format: allenai/open-instruct, open_instruct/ground_truth_utils.py at e6c3044aa6201c8bfa4573c1b03142af599e730d,
-soft_format_reward_func. open-r1 got gold answers as $...$.
+Values: huggingface/open-r1, src/open_r1/rewards.py at commit 1416fa0cf21595d2083b399a2a0bbddd7f6e9563, with math-verify
+0.9.0. Values of soft_format: allenai/open-instruct, open_instruct/ground_truth_utils.py at
+e6c3044aa6201c8bfa4573c1b03142af599e730d, soft_format_reward_func. open-r1 got gold answers as $...$.
 """
 
 from __future__ import annotations
@@ -200,14 +200,17 @@ def test_language_consistency_is_the_share_of_the_thoughts_words(response: str, 
 def test_language_consistency_uses_the_unicode_names_of_letters(words: list[str]) -> None:
     letters = [word for word in words if word[0].isalpha()]
     for language, names in {
-        "en": ("LATIN",), "ru": ("CYRILLIC",), "ko": ("HANGUL",), "el": ("GREEK",), "zh": ("CJK",), "ja": ("CJK", "HIRAGANA"),
+        "en": ("LATIN",), "ru": ("CYRILLIC",), "ko": ("HANGUL",), "el": ("GREEK",), "zh": ("CJK",),
+        "ja": ("CJK", "HIRAGANA"),
     }.items():  # fmt: skip
         own = sum(of_script(word, names) for word in letters)
         share = own / len(letters) if letters else 0.0
         assert value_of("language_consistency", " ".join(words), language=language) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("name", ["reasoning_steps", "tag_count", "soft_format", "repetition_penalty", "language_consistency"])
+@pytest.mark.parametrize(
+    "name", ["reasoning_steps", "tag_count", "soft_format", "repetition_penalty", "language_consistency"]
+)
 @pytest.mark.parametrize("piece", ["</think>", "<answer> ", "Step 1", "\n-", "a ", "\\frac", " ", "答"])
 def test_they_take_linear_time_on_adversarial_text(name: str, piece: str) -> None:
     started = time.process_time()
@@ -216,7 +219,9 @@ def test_they_take_linear_time_on_adversarial_text(name: str, piece: str) -> Non
 
 
 def test_names_of_open_r1_are_aliases_of_these_functions() -> None:
-    raw = [{"name": name, "weight": 2.0} for name in ("accuracy_reward", "format_reward", "length", "cosine_scaled_reward")]
+    raw = [
+        {"name": name, "weight": 2.0} for name in ("accuracy_reward", "format_reward", "length", "cosine_scaled_reward")
+    ]
     functions = RewardsConfig.model_validate({"functions": raw}).functions
     assert [function.name for function in functions] == ["accuracy", "format", "len", "cosine"]
     assert set(ALIASES.values()) <= registry.BUILT_IN.keys() and not ALIASES.keys() & registry.BUILT_IN.keys()
@@ -228,5 +233,9 @@ def test_shaping_rewards_do_not_affect_full_marks() -> None:
     def marked(**scores: float) -> bool:
         return has_full_marks(Sample(Prompt(0, "p", (1,), "1"), 0, [1], [-1.0], "stop", scores=dict(scores)))
 
-    assert marked(accuracy=1.0, repetition_penalty=-0.2, len=0.1) and not marked(accuracy=0.0, len=1.0) and not marked(len=1.0)
+    assert (
+        marked(accuracy=1.0, repetition_penalty=-0.2, len=0.1)
+        and not marked(accuracy=0.0, len=1.0)
+        and not marked(len=1.0)
+    )
     assert registry.BUILT_IN.keys() >= SHAPING

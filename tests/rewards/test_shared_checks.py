@@ -1,4 +1,6 @@
-"""One check is shared by all samples that depend on it: timeouts, crashes, gold answers that hang, and `len` and `cosine`."""
+"""One check is shared by all samples that depend on it: timeouts, crashes, gold answers that hang, and `len` and
+`cosine`.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_a_gold_answer_that_cannot_be_checked_is_unparsable_for_all(gold: str) -
         pool.submit_group(range(5), {}, [[1]] * 5)
         results = pool.collect()
         assert results.pop("right").scores["accuracy"] == 1.0
-        assert {(result.total, *result.verdicts.values()) for result in results.values()} == {(None, *["gold_unparsable"] * 3)}
+        assert {(result.total, *result.verdicts.values()) for result in results.values()} == {
+            (None, *["gold_unparsable"] * 3)
+        }
         assert pool.counters["killed_workers"] == (0 if "DEADLY" in gold else 2), "one answer, then the gold answer"
 
 
@@ -98,7 +102,9 @@ def test_accuracy_len_and_cosine_share_one_check_per_answer(names: tuple[str, ..
 
 
 def test_cosine_gets_its_options_and_a_sample_without_a_group_is_a_group() -> None:
-    with reward_pool([("cosine", 1.0), ("len", 0.0)], options={"cosine": {"max_value_correct": 7.0, "max_len": 1e9}}) as pool:
+    with reward_pool(
+        [("cosine", 1.0), ("len", 0.0)], options={"cosine": {"max_value_correct": 7.0, "max_len": 1e9}}
+    ) as pool:
         pool.submit("alone", "p", r"\boxed{1+x}", "x+1", {})
         result = pool.collect()["alone"]
     assert result.scores == pytest.approx({"cosine": 7.0, "len": 0.0})

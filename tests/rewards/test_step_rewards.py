@@ -36,7 +36,9 @@ def _user_functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(scope="module")
 def byte_level() -> Any:
-    """Return a byte-level BPE tokenizer like Qwen's and Llama's: a token may span several characters, and vice versa."""
+    """Return a byte-level BPE tokenizer like Qwen's and Llama's: a token may span several characters, and vice
+    versa.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +50,9 @@ def byte_level() -> Any:
 
 @pytest.fixture(scope="module")
 def sentence_pieces() -> Any:
-    """Return a tokenizer like Llama 2's. It drops the first token's space, so pieces decode differently from the whole text."""
+    """Return a tokenizer like Llama 2's. It drops the first token's space, so pieces decode differently from the whole
+    text.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
@@ -69,7 +73,9 @@ def _check_against_all_prefixes(tokenizer: Any, ids: list[int]) -> None:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
-    st.lists(st.sampled_from(["é", "漢", "🙂", "👩‍🚀", " ", "  ", "\n", "end", "Step 2", ".", "<eos>", "x"]), max_size=120),
+    st.lists(
+        st.sampled_from(["é", "漢", "🙂", "👩‍🚀", " ", "  ", "\n", "end", "Step 2", ".", "<eos>", "x"]), max_size=120
+    ),
     st.booleans(),
 )
 def test_a_step_ends_at_the_token_that_completes_its_text(
@@ -219,7 +225,11 @@ def test_the_function_gets_its_options_and_the_splitter() -> None:
     ("name", "options", "error"),
     [
         ("user_functions.weighted_length", {"factr": 1}, "has no option 'factr'; did you mean factor?"),
-        ("user_functions.weighted_length", {"unit": "cm"}, "needs the option 'factor'; add options: {factor: ...} to it"),
+        (
+            "user_functions.weighted_length",
+            {"unit": "cm"},
+            "needs the option 'factor'; add options: {factor: ...} to it",
+        ),
         ("user_functions.weighted_length", {"factor": 1, "step_splitter": "word"}, "step_splitter='word' is unknown"),
         ("user_functions.marked", {"url": "x"}, "has no option 'url'; it takes none"),
     ],
@@ -242,7 +252,9 @@ def test_wrong_options_of_a_users_function_are_an_error_before_any_check(
         ("arithmetic_steps", {"step_splitter": "regex:("}, "is not a regular expression"),
     ],
 )
-def test_wrong_options_of_a_built_in_function_are_refused_at_once(name: str, options: dict[str, Any], error: str) -> None:
+def test_wrong_options_of_a_built_in_function_are_refused_at_once(
+    name: str, options: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         registry.check_rewards(name, options, "blank-lines", 20.0)
     assert error in str(raised.value)

@@ -39,7 +39,9 @@ def test_a_text_is_split_into_its_steps(name: str, steps: list[str]) -> None:
 
 
 @settings(max_examples=300, derandomize=True)
-@given(st.lists(st.sampled_from(["\n", "\n\n", " ", "\r\n", "\t", "a", ";", "<", "x", "Step 1", "**", "é"]), max_size=14))
+@given(
+    st.lists(st.sampled_from(["\n", "\n\n", " ", "\r\n", "\t", "a", ";", "<", "x", "Step 1", "**", "é"]), max_size=14)
+)
 def test_steps_cover_the_text_and_none_is_blank(pieces: list[str]) -> None:
     text = "".join(pieces)
     for name in NAMES:
@@ -52,7 +54,9 @@ def test_steps_cover_the_text_and_none_is_blank(pieces: list[str]) -> None:
 @given(st.text(alphabet="a \n", max_size=20))
 def test_lines_and_blank_lines_agree_with_a_regular_expression(text: str) -> None:
     assert [s.strip() for s in _split(text, "lines")] == [s.strip() for s in text.split("\n") if s.strip()]
-    assert [s.strip() for s in _split(text, "blank-lines")] == [s.strip() for s in re.split(r"\n\s*\n", text) if s.strip()]
+    assert [s.strip() for s in _split(text, "blank-lines")] == [
+        s.strip() for s in re.split(r"\n\s*\n", text) if s.strip()
+    ]
 
 
 @pytest.mark.parametrize("piece", ["\n", " ", "\n ", "#", "> ", "Step 1", "*_", "\nstep", "\n \t"])

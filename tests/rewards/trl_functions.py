@@ -35,7 +35,12 @@ class Heard:
 
     def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[Score]:
         self._calls += 1
-        heard = kwargs | {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, "call": self._calls}
+        heard = kwargs | {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "call": self._calls,
+        }
         return [Score(float(i), json.dumps(heard)) for i in range(len(completions))]
 
 

@@ -71,7 +71,14 @@ def half_of_them(prompt: str, response: str, answer: str, extras: dict[str, Any]
 
 
 def weighted_length(
-    prompt: str, response: str, answer: str, extras: dict[str, Any], *, factor: float, unit: str = "", step_splitter: str = ""
+    prompt: str,
+    response: str,
+    answer: str,
+    extras: dict[str, Any],
+    *,
+    factor: float,
+    unit: str = "",
+    step_splitter: str = "",
 ) -> Score:
     return Score(factor * len(response), f"{unit}|{step_splitter}")
 

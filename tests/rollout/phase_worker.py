@@ -64,7 +64,8 @@ class Ranks:
         self.rendezvous = RENDEZVOUS[0]
         self.seconds_per_sample = 0.0  # duration of scoring a sample on this rank
         config: Any = SimpleNamespace(
-            rollout=RolloutConfig(partial=partial, oversample=1.25, phase_deadline_s=60), log=SimpleNamespace(progress=False)
+            rollout=RolloutConfig(partial=partial, oversample=1.25, phase_deadline_s=60),
+            log=SimpleNamespace(progress=False),
         )
         scorer: Any = SimpleNamespace(
             submit=lambda sample: time.sleep(self.seconds_per_sample), submit_group=lambda samples: None
@@ -167,10 +168,14 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
 
 
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
-    """The phases produce the same groups at any speed of the ranks, and finally the samples of one phase without an early
-    end."""
+    """The phases produce the same groups at any speed of the ranks, and finally the samples of one phase without an
+    early end."""
     whole = [Ranks(rank).all_groups(step) for step in range(9)]
-    for most_at_once, sampling in ((256, SAMPLING), (2 * GROUP_SIZE, SAMPLING), (4, replace(SAMPLING, longest_first=True))):
+    for most_at_once, sampling in (
+        (256, SAMPLING),
+        (2 * GROUP_SIZE, SAMPLING),
+        (4, replace(SAMPLING, longest_first=True)),
+    ):
         histories = []
         for slow_rank in (None, 0, 1):
             ranks = Ranks(rank, most_at_once, partial=True)
@@ -181,10 +186,12 @@ def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
             histories.append(history)
             assert len(history) > 2 and any(reason is None for group in history[0][1] for _, reason in group)
             expected = [
-                [whole[s.first_version][index].samples[s.index] for s in group.samples] for index, group in enumerate(groups)
+                [whole[s.first_version][index].samples[s.index] for s in group.samples]
+                for index, group in enumerate(groups)
             ]
             check_same(
-                dict(enumerate(groups)), {index: Group(PROMPTS[index], samples) for index, samples in enumerate(expected)}
+                dict(enumerate(groups)),
+                {index: Group(PROMPTS[index], samples) for index, samples in enumerate(expected)},
             )
             has_two_beginnings = any(len({s.first_version for s in group.samples}) > 1 for group in groups)
             assert has_two_beginnings or not sampling.longest_first
@@ -200,7 +207,11 @@ def one_more_phase(
 ) -> tuple[list[Group], list[int]]:
     """Run a phase that wants three more of the first unfinished groups. Return all groups, and the finished ones."""
     done = [index for index, group in enumerate(groups) if group.is_complete(GROUP_SIZE)]
-    needed = [index for index, group in enumerate(groups) if group.samples and index not in done][-1:] if len(done) > 8 else []
+    needed = (
+        [index for index, group in enumerate(groups) if group.samples and index not in done][-1:]
+        if len(done) > 8
+        else []
+    )
     ranks.seconds_per_sample = 0.03 * (ranks.rank == slow_rank)
     ranks.engine.version = step
     phase = ranks.rollouts.generate(

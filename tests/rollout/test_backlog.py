@@ -1,4 +1,6 @@
-"""The backlog of partial rollouts: drawing, continuing, restarting and counting groups, and its file in a checkpoint."""
+"""The backlog of partial rollouts: drawing, continuing, restarting and counting groups, and its file in a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_the_ledger_closes_after_any_phases_and_an_error_is_reported() -> None:
         trained += sum(s.response_len for g in kept[:2] for s in g.samples)
         found = backlog.metrics(SIZE)
         assert found["ledger/trained_tokens"] == trained
-        assert found["ledger/carried_tokens"] + found["ledger/waiting_tokens"] == sum(g.num_tokens for g in backlog.groups)
+        assert found["ledger/carried_tokens"] + found["ledger/waiting_tokens"] == sum(
+            g.num_tokens for g in backlog.groups
+        )
     assert trained and found["ledger/dropped_tokens/stale"] and found["ledger/dropped_tokens/equal_rewards"]
     with pytest.raises(AssertionError, match="does not add up"):
         replace(backlog, groups=backlog.groups[1:]).metrics(SIZE)
@@ -171,7 +175,9 @@ def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_pat
     groups = tuple(group(i, (3, 2)) for i in range(3))
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
     turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
-    backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)  # the last group has not started
+    backlog = replace(
+        backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns
+    )  # the last group has not started
     backlog.write(tmp_path)
     prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
     found = Backlog.read(tmp_path, 1, prompts.get)

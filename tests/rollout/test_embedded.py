@@ -27,7 +27,13 @@ from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 LENGTHS = [3, 17, 1, 9, 9, 30, 5, 2]
 STOPS = frozenset(range(0, VOCAB_SIZE, 9))  # a ninth of the vocabulary, so random models stop both early and late
 SAMPLING = Sampling(group_size=4, temperature=0.8, max_response_length=12, stop_token_ids=STOPS, seed=11)
@@ -35,11 +41,21 @@ GREEDY = Sampling(group_size=1, temperature=0.0, max_response_length=12, stop_to
 
 
 def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> EmbeddedEngine:
-    """Return an engine with the model's weights, loaded through its shards. `read` returns a box of a checkpoint tensor."""
+    """Return an engine with the model's weights, loaded through its shards. `read` returns a box of a checkpoint
+    tensor.
+    """
     shape = ModelShape.from_hf_config(model.config.to_dict())
     cpu = Device("cpu", torch.device("cpu"))
     engine = EmbeddedEngine(
-        model.config, family_of(shape.model_type), shape, model.dtype, cpu, max_concurrent, rank=0, world_size=1, verify=True
+        model.config,
+        family_of(shape.model_type),
+        shape,
+        model.dtype,
+        cpu,
+        max_concurrent,
+        rank=0,
+        world_size=1,
+        verify=True,
     )
     parameters = dict(model.named_parameters())
     read = read or (lambda box: parameters[box.tensor][region(box.start, box.shape)])
@@ -48,7 +64,9 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
     return engine
 
 
-def generate(engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, **others: Any) -> list[Group]:
+def generate(
+    engine: EmbeddedEngine, prompts: list[Prompt], sampling: Sampling, *, step: int, **others: Any
+) -> list[Group]:
     """Return the groups in prompt order."""
     groups = {index: Group(prompt, []) for index, prompt in enumerate(prompts)}
     found = engine.generate(RolloutRequest(groups, sampling, step, **others))
@@ -118,8 +136,12 @@ def test_batched_greedy_decoding_equals_transformers_one_by_one(family: str, tie
         ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
     ],
 )
-def test_experts_with_unaligned_rows_are_computed_and_recorded(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """torch.grouped_mm refuses such experts. The oracle multiplies in float64 with the weights of each token's experts."""
+def test_experts_with_unaligned_rows_are_computed_and_recorded(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """torch.grouped_mm refuses such experts. The oracle multiplies in float64 with the weights of each token's
+    experts.
+    """
     sampling = replace(SAMPLING, with_routes=True)
     model = make_model(family, seed=3, **changes)
     save_checkpoint(model, tmp_path / "model")
@@ -139,7 +161,9 @@ def test_experts_with_unaligned_rows_are_computed_and_recorded(family: str, chan
         torch.testing.assert_close(found, expected.double(), rtol=0, atol=1e-5)
         expected_experts = torch.stack(chosen, dim=1)[:-1].sort(dim=2)[0].numpy()
         assert sample.routes is not None and (np.sort(sample.routes.experts, axis=2) == expected_experts).all()
-    assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, "the test has become too easy"
+    assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, (
+        "the test has become too easy"
+    )
 
 
 def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None) -> None:
@@ -215,7 +239,9 @@ def assert_same_samples(found: list[Group], expected: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 4, 12])
-def test_a_sample_is_the_same_however_many_are_decoded_at_once(model: Any, sampled: list[Group], max_concurrent: int) -> None:
+def test_a_sample_is_the_same_however_many_are_decoded_at_once(
+    model: Any, sampled: list[Group], max_concurrent: int
+) -> None:
     found = generate(make_engine(model, max_concurrent), make_prompts(), SAMPLING, step=2)
     assert_same_samples(found, sampled)
 
@@ -228,7 +254,9 @@ def test_longest_first_gives_the_same_samples_in_the_expected_order(model: Any) 
     for max_concurrent, batches in ((4, 4), (2, 8), (256, 1)):
         stop = StopCondition(Rendezvous(torch.distributed.HashStore(), 0, 1), wanted=5)
         engine = make_engine(model, max_concurrent)
-        assert_same_samples(generate(engine, prompts, replace(sampling, longest_first=True), step=2, stop=stop), expected)
+        assert_same_samples(
+            generate(engine, prompts, replace(sampling, longest_first=True), step=2, stop=stop), expected
+        )
         order = [
             sorted(one for one, at in stop.start_clocks.items() if at == clock)
             for clock in sorted(set(stop.start_clocks.values()))

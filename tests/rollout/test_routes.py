@@ -149,7 +149,12 @@ def packed(samples: list[Sample]) -> list[list[PackedBatch]]:
 
 
 def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> None:
-    samples = [sample(0, 9, routes(11)), sample(1, 4, None), sample(2, 6, routes(7, seed=1)), sample(3, 2, routes(4, seed=2))]
+    samples = [
+        sample(0, 9, routes(11)),
+        sample(1, 4, None),
+        sample(2, 6, routes(7, seed=1)),
+        sample(3, 2, routes(4, seed=2)),
+    ]
     batches = packed(samples)
     check_routes(batches, samples, OneRank())  # type: ignore[arg-type]
     known = 0
@@ -165,7 +170,9 @@ def test_a_packed_row_has_its_samples_experts_and_a_changed_byte_is_found() -> N
     batch = next(batch for batch in batches[0] if batch.sample_indices[0] != 1)
     assert batch.routes is not None
     batch.routes[1, 2, 0] = (batch.routes[1, 2, 0] + 1) % 11
-    with pytest.raises(MismatchError, match=r"experts of sample \d of prompt 4 differ from the experts that its engine"):
+    with pytest.raises(
+        MismatchError, match=r"experts of sample \d of prompt 4 differ from the experts that its engine"
+    ):
         check_routes(batches, samples, OneRank())  # type: ignore[arg-type]
 
 
@@ -188,7 +195,8 @@ def test_the_embedded_engine_records_only_on_request_and_resumes() -> None:
     assert all(s.routes is None for group in bare.values() for s in group.samples)
     whole = engine.generate(RolloutRequest(fresh, sampling, step=3))
     earlier = {
-        key: Group(group.prompt, [half(s) if s.response_len > 5 else s for s in group.samples]) for key, group in whole.items()
+        key: Group(group.prompt, [half(s) if s.response_len > 5 else s for s in group.samples])
+        for key, group in whole.items()
     }
     assert any(s.finish_reason is None for group in earlier.values() for s in group.samples)
     resumed = engine.generate(RolloutRequest(earlier, sampling, step=4))

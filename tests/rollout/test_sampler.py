@@ -72,7 +72,9 @@ FILTERS = [(1, 1, 0), (0.5, 1, 0), (1.7, 1, 0), (1, 1, 4), (1, 0.6, 0), (0.8, 0.
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), FILTERS)
-def test_evenly_spread_uniforms_draw_tokens_as_often_as_the_naive_twin(temperature: float, top_p: float, top_k: int) -> None:
+def test_evenly_spread_uniforms_draw_tokens_as_often_as_the_naive_twin(
+    temperature: float, top_p: float, top_k: int
+) -> None:
     """Draw with 20,000 uniforms on a grid: frequencies are exact up to one or two grid steps, without chance."""
     num = 20_000
     logits = random_logits(1, 13, seed=2)

@@ -1,4 +1,6 @@
-"""The order in which samples start, with an engine on a simulated server. Brute force computes the expected start times."""
+"""The order in which samples start, with an engine on a simulated server. Brute force computes the expected start
+times.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def make_prompts(num_groups: int) -> dict[int, Prompt]:
 
 def make_lengths(prompts: Mapping[int, Prompt], numbers: random.Random) -> dict[tuple[int, int], int]:
     means = {key: numbers.choice((4, 15, 60)) for key in prompts}
-    return {(key, i): min(LONGEST, 1 + int(numbers.gammavariate(3, means[key] / 3))) for key in prompts for i in range(3)}
+    return {
+        (key, i): min(LONGEST, 1 + int(numbers.gammavariate(3, means[key] / 3))) for key in prompts for i in range(3)
+    }
 
 
 def part(prompt: Prompt, index: int, num_tokens: int, is_finished: bool) -> Sample:

@@ -100,7 +100,9 @@ def test_a_sample_without_any_reward_is_excluded_unless_its_steps_have_one() -> 
 
 
 def sampled_group(rng: random.Random) -> Group:
-    """Return a group of up to four samples with few distinct rewards. Some lack a reward, have step rewards or were cut off."""
+    """Return a group of up to four samples with few distinct rewards. Some lack a reward, have step rewards or were cut
+    off.
+    """
     prompt = Prompt(0, "", (1, 2), "")
     group = Group(prompt, [])
     has_steps = rng.random() < 0.6
@@ -181,13 +183,18 @@ def test_a_group_has_zero_variance_if_its_advantages_are_all_zero(adv_type: str)
 
 
 def test_a_group_of_equal_rewards_is_kept_if_the_step_is_whitened() -> None:
-    """Without a group baseline, an all-correct group among mostly wrong groups has the largest advantages of the step."""
+    """Without a group baseline, an all-correct group among mostly wrong groups has the largest advantages of the
+    step.
+    """
     step = groups([[3, 5], [4, 2], [6, 1]])
     for group, rewards in zip(step, [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)], strict=True):
         for sample, reward in zip(group.samples, rewards, strict=True):
             sample.reward = reward
     assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step) == (step, [])
-    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (step[:1], [])  # nothing to compare with
+    assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (
+        step[:1],
+        [],
+    )  # nothing to compare with
     assert drop_zero_variance(config(recipe="rlinf"), step) == (step, [])  # the mean over tokens is not 0
     assert drop_zero_variance(config(recipe="rlinf"), step[:2]) == ([], step[:2])
     assert drop_zero_variance(config(), step) == (step[2:], step[:2])
@@ -211,11 +218,15 @@ def test_a_group_at_the_mean_of_the_step_has_advantages_of_exactly_zero(recipe: 
         assert drop_zero_variance(settings, step) == (step[1:], step[:1])
 
 
-@pytest.mark.parametrize(("kl_clamp", "expected"), [(2.5, 2.5), (30.0, math.exp(3.1) - 4.1), (None, math.exp(3.1) - 4.1)])
+@pytest.mark.parametrize(
+    ("kl_clamp", "expected"), [(2.5, 2.5), (30.0, math.exp(3.1) - 4.1), (None, math.exp(3.1) - 4.1)]
+)
 def test_the_kl_penalty_of_a_reward_has_the_bound_of_the_config(kl_clamp: float | None, expected: float) -> None:
     a = config(kl_in="reward", kl_beta=0.1, kl_clamp=kl_clamp).algorithm
     old = torch.tensor([-4.0, -4.0, -4.0], dtype=torch.float64)
-    batch: Any = SimpleNamespace(old_logprobs=old, ref_logprobs=old + torch.tensor([3.1, 0.2, 0.0], dtype=torch.float64))
+    batch: Any = SimpleNamespace(
+        old_logprobs=old, ref_logprobs=old + torch.tensor([3.1, 0.2, 0.0], dtype=torch.float64)
+    )
     penalty = _penalty(a, batch)
     assert penalty is not None and penalty.tolist() == pytest.approx([expected, math.exp(0.2) - 1.2, 0.0], rel=1e-9)
     mse = _penalty(a.model_copy(update={"kl_penalty_type": "mse"}), batch)

@@ -60,7 +60,9 @@ def test_the_layout_whose_ranks_failed_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(check, "launch_processes", fail)
     config = load(kills.write_inputs(tmp_path, "tp=1"), ["run_dir=unused"])
     with pytest.raises(ConfigError, match=r"^reversed: its ranks ended with code 3"):
-        check.run_cases([check.Case("tp=1", config), check.Case("reversed", config, True), check.Case("x", config)], tmp_path)
+        check.run_cases(
+            [check.Case("tp=1", config), check.Case("reversed", config, True), check.Case("x", config)], tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,9 @@ def test_a_difference_that_is_not_a_number_is_reported() -> None:
     assert math.isnan(_worst([1e-8, float("nan"), 1e-9])) and _worst([]) == 0.0
 
 
-def test_a_layout_that_cannot_run_is_refused_before_any_rank_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_cannot_run_is_refused_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from grpo_mega.cli import main
 
     config = kills.write_inputs(tmp_path, "tp=1")

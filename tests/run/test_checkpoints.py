@@ -34,7 +34,9 @@ def old(folder: Path, step: int, age_s: float, name: str | None = None) -> Path:
     """Make a checkpoint that was written `age_s` ago."""
     path = folder / (name or f"step-{step:06d}")
     (path / "state").mkdir(parents=True)
-    manifest = Manifest(step, 7, "00c0ffee", "tp=1", MODEL, 3, {"common.pt": "ab"}, step, {}, written_at=time.time() - age_s)
+    manifest = Manifest(
+        step, 7, "00c0ffee", "tp=1", MODEL, 3, {"common.pt": "ab"}, step, {}, written_at=time.time() - age_s
+    )
     (path / "checkpoint.json").write_text(json.dumps({"format": FORMAT} | asdict(manifest)))
     return path
 
@@ -120,7 +122,9 @@ def test_without_latest_a_run_resumes_from_the_newest_complete_checkpoint(tmp_pa
 def test_without_latest_renamed_copies_are_refused_by_name(tmp_path: Path) -> None:
     old(tmp_path, 3, 20, "step-000003-good")
     old(tmp_path, 4, 10, "best")
-    with pytest.raises(ResumeError, match=re.escape(f"{tmp_path}/latest is missing, but best exists; write that name into it")):
+    with pytest.raises(
+        ResumeError, match=re.escape(f"{tmp_path}/latest is missing, but best exists; write that name into it")
+    ):
         latest(tmp_path)
     (tmp_path / "latest").write_text("best\n")
     assert latest(tmp_path) == tmp_path / "best"

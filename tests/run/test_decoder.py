@@ -94,7 +94,9 @@ def model_of(folder: Path, generation: dict[str, Any] | None, **config: Any) -> 
 
 def test_special_ids_of_the_model_or_its_generation_config_are_no_text(tmp_path: Path) -> None:
     tokenizer = byte_level([*TAGS, "<call>", "<return>", "<fill>", "<start>"])
-    call, back, fill, start = (tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("call", "return", "fill", "start"))
+    call, back, fill, start = (
+        tokenizer.convert_tokens_to_ids(f"<{name}>") for name in ("call", "return", "fill", "start")
+    )
     ids = ids_of(tokenizer, "<start>x<call>y<return><fill>")
     plain = model_of(tmp_path, None, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     assert decoder(tokenizer, plain)(ids) == "<start>x<call>y<return><fill>"
@@ -140,7 +142,11 @@ def test_a_stop_token_of_the_config_is_text_but_the_models_is_not(tmp_path: Path
     code, output = runs.run(path, tmp_path / "run")
     assert code == 0, output
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    rows = [json.loads(line) for file in (tmp_path / "run").glob("heldout-*.jsonl") for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in (tmp_path / "run").glob("heldout-*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     last: dict[str, int] = {"ends": 0, "seen": 0}
     for row in rows:
         ids = row["token_ids"]

@@ -1,4 +1,6 @@
-"""When the disk fills up or the run folder is removed in training: a one-line error, and the last checkpoint is intact."""
+"""When the disk fills up or the run folder is removed in training: a one-line error, and the last checkpoint is
+intact.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from tools.benchmarks import kills
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
-MODEL = {"num_hidden_layers": 2, "hidden_size": 44, "intermediate_size": 76, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 44,
+    "intermediate_size": 76,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 MODEL |= {"layer_types": ["full_attention"] * 2}
 STEPS = ("--set", "steps=30", "--set", "checkpoint.interval=4")
 

@@ -122,9 +122,13 @@ def test_every_rollout_of_a_step_draws_the_next_prompts(whole: Path, phases: Pha
 
 
 def test_evaluation_does_not_draw_with_the_seeds_of_training(phases: Phases) -> None:
-    """Compare answers of the same policy to the same prompts with the same ids: before step 1, and between steps 4 and 5."""
+    """Compare answers of the same policy to the same prompts with the same ids: before step 1, and between steps 4 and
+    5.
+    """
     for steps_before in (0, 4):
-        trained, evaluated = (by_prompt(s) for s in (phases.steps[steps_before], phases.drawn_in_evaluation[steps_before]))
+        trained, evaluated = (
+            by_prompt(s) for s in (phases.steps[steps_before], phases.drawn_in_evaluation[steps_before])
+        )
         assert len(trained) >= PER_STEP and len(evaluated) == NUM_PROMPTS
         for prompt, responses in trained.items():
             assert len(set(responses)) > 1
@@ -136,7 +140,9 @@ def by_prompt(scored: list[tuple[int, str]]) -> dict[int, list[str]]:
 
 
 @pytest.mark.full
-def test_a_resumed_run_draws_the_same_prompts_as_an_uninterrupted_run(config: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_prompts_as_an_uninterrupted_run(
+    config: Path, whole: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     process = kills.start(config, run_dir, OPTIONS, output=subprocess.PIPE)
     while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 2:

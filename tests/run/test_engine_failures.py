@@ -1,4 +1,5 @@
-"""Training survives servers that are killed or hang: no sample is lost or duplicated, and no process or file is left over.
+"""Training survives servers that are killed or hang: no sample is lost or duplicated, and no process or file is left
+over.
 
 Runs have two replicas of one rank each. Starts and restarts take most of the time, so each run covers many failures.
 """
@@ -156,7 +157,9 @@ def test_killed_and_hanging_servers_lose_and_duplicate_no_sample(config: Path, t
 
 
 @pytest.mark.full
-def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(config: Path, tmp_path: Path, temporary: Path) -> None:
+def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(
+    config: Path, tmp_path: Path, temporary: Path
+) -> None:
     """Partial rollouts: unfinished samples are in the checkpoint, and no sample is trained twice."""
     stragglers = ("--set", "batch.prompts_per_step=4", "--set", "rollout.oversample=2", "--set", "rollout.partial=true")
     run = Run(config, tmp_path / "run", *stragglers, "--set", "rollout.max_restarts=0")
@@ -183,8 +186,12 @@ def test_a_server_without_restarts_left_ends_the_run_with_a_checkpoint(config: P
     assert max(row.get("mismatch/k3_stale_0", 0.0) for row in resumed.steps()) < 1e-9
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     begun_by = [sample["spans"][0][0] if "spans" in sample else sample["policy_version"] for sample in samples]
-    assert all(sample["step"] - 3 <= version < sample["step"] for sample, version in zip(samples, begun_by, strict=True))
-    assert len({(s["prompt_id"], s["index"], version) for s, version in zip(samples, begun_by, strict=True)}) == len(samples)
+    assert all(
+        sample["step"] - 3 <= version < sample["step"] for sample, version in zip(samples, begun_by, strict=True)
+    )
+    assert len({(s["prompt_id"], s["index"], version) for s, version in zip(samples, begun_by, strict=True)}) == len(
+        samples
+    )
     assert resumed.steps()[last]["step"] == last + 1
     tree = Tree.below(resumed.process.pid)
     resumed.process.send_signal(signal.SIGINT)
@@ -199,7 +206,12 @@ def test_a_server_on_an_engine_rank_may_be_killed_in_a_phase_and_in_a_sync(
     config: Path, tmp_path: Path, temporary: Path
 ) -> None:
     given = {"layout.dp": 1, "layout.engine_ranks": 1, "rollout.placement": "separate", "rollout.max_staleness": 1}
-    given |= {"batch.prompts_per_step": 4, "batch.mini_batches": 1, "rollout.max_restarts": 2, "algorithm.recipe": "partial"}
+    given |= {
+        "batch.prompts_per_step": 4,
+        "batch.mini_batches": 1,
+        "rollout.max_restarts": 2,
+        "algorithm.recipe": "partial",
+    }
     run = Run(config, tmp_path / "run", *(part for item in given.items() for part in ("--set", "{}={}".format(*item))))
     run.wait_for_steps(2)
     tree = Tree.below(run.process.pid)
@@ -235,7 +247,9 @@ def test_ctrl_c_while_the_servers_start_leaves_nothing(config: Path, tmp_path: P
 
 
 def _is_guardian(pid: int) -> bool:
-    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] if Path(f"/proc/{pid}").exists() else "1"
+    parent = (
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] if Path(f"/proc/{pid}").exists() else "1"
+    )
     return "sglang.server_main" in _title(pid) and "sglang.server_main" not in _title(int(parent))
 
 

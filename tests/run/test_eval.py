@@ -1,4 +1,6 @@
-"""Evaluation in a run and by `grpo-mega eval`, on one small run: the same answers in any layout, and matching metrics."""
+"""Evaluation in a run and by `grpo-mega eval`, on one small run: the same answers in any layout, and matching
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ SAMPLES = 5
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two steps with evaluations before, between and after. The reward function raises on the last held-out set."""
+    """Train two steps with evaluations before, between and after. The reward function raises on the last held-out
+    set.
+    """
     folder = tmp_path_factory.mktemp("eval")
     path = kills.write_inputs(folder, "tp=1")
     (folder / "scoring.py").write_text(REWARD)
@@ -52,7 +56,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {"said": "heldout.jsonl", "shouted": "second.jsonl", "whispered": "third.jsonl"}
     config["data"]["heldout_sets"] = {name: str(folder / file) for name, file in files.items()}
     config["rewards"]["functions"] = [{"name": "scoring.is_odd"}]
-    config |= {"steps": 2, "eval": {"interval": 1, "samples": SAMPLES, "temperature": 1.3}, "run_dir": str(folder / "run")}
+    config |= {
+        "steps": 2,
+        "eval": {"interval": 1, "samples": SAMPLES, "temperature": 1.3},
+        "run_dir": str(folder / "run"),
+    }
     path.write_text(json.dumps(config))
     command(folder, "train", str(path))
     return folder / "run"
@@ -73,7 +81,9 @@ def command(folder: Path, *arguments: str) -> str:
     environment |= {"TMPDIR": str(folder / "temporary")}
     (folder / "temporary").mkdir(exist_ok=True)
     process = [sys.executable, "-m", "grpo_mega.cli", *arguments]
-    done = subprocess.run(process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400)
+    done = subprocess.run(
+        process, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=400
+    )
     assert done.returncode == 0, done.stdout
     assert not list((folder / "temporary").glob("grpo_mega-eval-*"))
     return done.stdout
@@ -124,8 +134,12 @@ def test_a_function_that_raises_on_a_whole_set_is_counted_and_reported(run_dir: 
     found = json.loads(evaluated.splitlines()[-1])["sets"]
     assert (found["whispered"]["score"], found["whispered"]["reward_errors"]) == (0.0, 2 + 2 * SAMPLES)
     assert "reward_errors" not in found["said"]
-    warnings = [row["text"] for row in read(run_dir / "messages.jsonl") if row["level"] == "warning" and row["step"] == 1]
-    assert [text for text in warnings if text.startswith("prompts of whispered: reward functions failed on 2 of 2 samples")]
+    warnings = [
+        row["text"] for row in read(run_dir / "messages.jsonl") if row["level"] == "warning" and row["step"] == 1
+    ]
+    assert [
+        text for text in warnings if text.startswith("prompts of whispered: reward functions failed on 2 of 2 samples")
+    ]
     for text in (*warnings, evaluated):
         assert "scoring.is_odd: KeyError: 'too quiet' (in is_odd, scoring.py:4)" in text
 
@@ -179,7 +193,11 @@ def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
 
     assert inspect_checkpoint.main([str(finished), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["kind"], facts["config"], facts["note"]) == ("Hugging Face folder", str(finished / "hf/config.json"), note)
+    assert (facts["kind"], facts["config"], facts["note"]) == (
+        "Hugging Face folder",
+        str(finished / "hf/config.json"),
+        note,
+    )
     assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
     assert note in capsys.readouterr().out
 

@@ -55,7 +55,9 @@ def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> 
 def test_health_settings_may_change_on_resume_and_are_reported_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     started(folder)
-    raw = config(folder, kl_beta=0.05, ratio_clip_eps_high=0.28, correction={"importance": "icepop"}).model_dump(mode="json")
+    raw = config(folder, kl_beta=0.05, ratio_clip_eps_high=0.28, correction={"importance": "icepop"}).model_dump(
+        mode="json"
+    )
     raw["optimizer"] |= {"lr": 1e-7, "min_lr": 1e-8, "schedule": "cosine", "warmup_steps": 5, "clip_grad": 0.3}
     raw |= {"max_nonfinite_steps": 9}
     changed = configs.validate(raw)
@@ -78,7 +80,10 @@ def test_health_settings_may_change_on_resume_and_are_reported_once(tmp_path: Pa
         assert adopt(changed) == []
     # Adam's betas come from the checkpoint, so another value would be ignored.
     raw["optimizer"]["betas"] = [0.9, 0.99]
-    with pytest.raises(ResumeError, match=r"optimizer\.betas"), claim(configs.validate(raw), resume=True, argv=["train"]):
+    with (
+        pytest.raises(ResumeError, match=r"optimizer\.betas"),
+        claim(configs.validate(raw), resume=True, argv=["train"]),
+    ):
         pass
 
 
@@ -96,7 +101,9 @@ def test_rows_logged_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
 def test_the_machine_is_described_at_the_start(tmp_path: Path) -> None:
     started(tmp_path / "run")
     (start,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
-    assert start["machine"]["cores"] >= 1 and start["machine"]["memory_gib"] >= 1 and start["machine"]["gpus"] is not None
+    assert (
+        start["machine"]["cores"] >= 1 and start["machine"]["memory_gib"] >= 1 and start["machine"]["gpus"] is not None
+    )
 
 
 def refused(run_dir: Path, logs: tuple[str, ...] = ()) -> None:
@@ -142,7 +149,10 @@ def test_the_log_of_a_server_that_did_not_start_is_kept(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_users_own_config_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3  # my notes\n")
-    with pytest.raises(ConfigError, match="is not a run's folder"), claim(config(tmp_path), resume=False, argv=["train"]):
+    with (
+        pytest.raises(ConfigError, match="is not a run's folder"),
+        claim(config(tmp_path), resume=False, argv=["train"]),
+    ):
         pass
     assert content(tmp_path) == {"config.yaml": "steps: 3  # my notes\n"}
 
@@ -186,7 +196,9 @@ def test_a_folder_that_cannot_be_created_is_a_one_line_error(tmp_path: Path) -> 
 
 
 def test_a_full_disk_refuses_the_start_in_one_line(full_disk: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run_dir=.*/run cannot be written \(No space left on device\); free its disk"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir=.*/run cannot be written \(No space left on device\); free its disk"
+    ):
         started(full_disk / "run")
     assert {path.name for path in full_disk.iterdir()} == {"filler"}
 

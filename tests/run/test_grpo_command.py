@@ -1,5 +1,5 @@
-"""Two small runs from the command line: with the flags of TRL and open-r1 on the arithmetic task, then resumed; and with
-`grpo-mega train --reward-funcs`, where one function is the user's.
+"""Two small runs from the command line: with the flags of TRL and open-r1 on the arithmetic task, then resumed; and
+with `grpo-mega train --reward-funcs`, where one function is the user's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def share_of_digits(completions, question, solution, prompts, completion_ids, **
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a working folder that holds the model and the data set of the seed's command: an untrained model, and sums."""
+    """Return a working folder that holds the model and the data set of the seed's command: an untrained model, and
+    sums.
+    """
     folder = tmp_path_factory.mktemp("grpo")
     arithmetic = load(ROOT / "examples" / "arithmetic.py")
     torch.manual_seed(0)
@@ -154,8 +156,8 @@ def test_train_takes_reward_functions_and_weights_from_the_command_line(tmp_path
     own = "tools.benchmarks.kills.share_of_vowels"
     run(
         tmp_path,
-        f"grpo_mega.cli train {config} --reward-funcs format {own} --reward-weights 0.5 2 --set steps=1 --set eval.interval=0 "
-        f"--set run_dir={tmp_path / 'run'}",
+        f"grpo_mega.cli train {config} --reward-funcs format {own} --reward-weights 0.5 2 --set steps=1 --set"
+        f" eval.interval=0 --set run_dir={tmp_path / 'run'}",
     )
     found = [(f.name, f.weight) for f in config_of(tmp_path / "run").rewards.functions]
     assert found == [("format", 0.5), (own, 2.0)]

@@ -46,8 +46,8 @@ def test_a_run_with_a_stopped_rank_ends_with_a_report_and_resumes(tmp_path: Path
 def test_a_run_whose_checks_hang_one_after_another_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks hang on one rank, in total for longer than the deadline. The other rank waits."""
     (tmp_path / "hanging.py").write_text(
-        "import os, time\n\ndef score(prompt, response, answer, extras):\n    time.sleep(60 * (os.environ['RANK'] == '0'))\n"
-        "    return float(len(response))\n"
+        "import os, time\n\ndef score(prompt, response, answer, extras):\n    time.sleep(60 * (os.environ['RANK'] =="
+        " '0'))\n    return float(len(response))\n"
     )
     monkeypatch.chdir(tmp_path)
     config, run_dir = kills.write_inputs(tmp_path, "dp=2"), tmp_path / "run"

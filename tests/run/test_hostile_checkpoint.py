@@ -23,7 +23,13 @@ from tools.benchmarks import kills
 
 pytestmark = [pytest.mark.distributed, pytest.mark.waiting, pytest.mark.usefixtures("preloaded_python")]
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = {"num_hidden_layers": 2, "hidden_size": 44, "intermediate_size": 76, "num_attention_heads": 2, "num_key_value_heads": 2}
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 44,
+    "intermediate_size": 76,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 MODEL |= {"layer_types": ["full_attention"] * 2}
 
 
@@ -66,7 +72,9 @@ def in_an_object_among_the_tensors(state: Path, program: Program) -> None:
     for index, info in metadata.storage_data.items():
         if index.fqn in objects:
             file = state / info.relative_path
-            metadata.storage_data[index] = _StorageInfo(info.relative_path, file.stat().st_size, len(content.getvalue()))
+            metadata.storage_data[index] = _StorageInfo(
+                info.relative_path, file.stat().st_size, len(content.getvalue())
+            )
             file.write_bytes(file.read_bytes() + content.getvalue())
     (state / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -104,7 +112,9 @@ def test_a_program_in_a_checkpoint_does_not_run_on_resume(
 
 
 @pytest.mark.parametrize("change", [in_metadata, in_common, in_an_object_among_the_tensors])
-def test_a_program_in_a_checkpoint_does_not_run_in_tools(trained: tuple[Path, Path], tmp_path: Path, change: Any) -> None:
+def test_a_program_in_a_checkpoint_does_not_run_in_tools(
+    trained: tuple[Path, Path], tmp_path: Path, change: Any
+) -> None:
     _, source = trained
     has_run = tmp_path / "it ran"
     run_dir = tmp_path / "run"

@@ -1,4 +1,6 @@
-"""Runs that start more groups than a step trains. They abort or carry over the surplus, and a resumed run does the same."""
+"""Runs that start more groups than a step trains. They abort or carry over the surplus, and a resumed run does the
+same.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_resumed_partial_rollouts_keep_their_tokens_and_the_ledger_closes(inputs
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "ledger/begun_tokens" in row]
     expected = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert [told(row) for row in rows] == [told(row) for row in expected if "ledger/begun_tokens" in row] and len(rows) == 6
+    assert [told(row) for row in rows] == [told(row) for row in expected if "ledger/begun_tokens" in row] and len(
+        rows
+    ) == 6
     assert all(kills.closes(row) and row["ledger/begun_tokens"] for row in rows)
     assert [row["ledger/trained_groups"] for row in rows] == [4.0 * n for n in range(1, 7)]
     assert max(row["ledger/carried_tokens"] for row in rows) > 0 and not any(
@@ -64,4 +68,6 @@ def test_resumed_partial_rollouts_keep_their_tokens_and_the_ledger_closes(inputs
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
     """Return a step's metrics without times, memory and throughput."""
-    return {name: value for name, value in row.items() if not name.startswith(("seconds", "memory", "tokens_per_second"))}
+    return {
+        name: value for name, value in row.items() if not name.startswith(("seconds", "memory", "tokens_per_second"))
+    }

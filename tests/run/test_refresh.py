@@ -22,7 +22,12 @@ from grpo_mega.observe.timers import Timers
 from grpo_mega.run.reward_model_refresh import refresh_rewards_if_due
 from tests.helpers.servers import is_true_within
 
-BASE = {"steps": 9, "model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"kl_beta": 0.1, "ref_model_sync_steps": 2}}
+BASE = {
+    "steps": 9,
+    "model": {"path": "m"},
+    "data": {"train": "t"},
+    "algorithm": {"kl_beta": 0.1, "ref_model_sync_steps": 2},
+}
 
 
 def make_config(run_dir: Path, command: str, **rewards: Any) -> Config:
@@ -55,7 +60,12 @@ def test_the_command_runs_when_an_iteration_ends_with_the_path_of_samples(
     ours = {name.removeprefix("GRPO_MEGA_"): value for name, value in seen.items() if name.startswith("GRPO_MEGA_")}
     run_dir = str(tmp_path / "run")
     assert ours == {"REPLAY": f"{run_dir}/replay.jsonl", "ITERATION": "2", "STEP": "4", "RUN_DIR": run_dir}
-    assert seen["MINE"] == "kept" and not seen.keys() & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert seen["MINE"] == "kept" and not seen.keys() & {
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.34, 1.0])
@@ -107,7 +117,10 @@ def test_a_server_that_is_gone_after_the_command_ends_the_run(tmp_path: Path) ->
     ("changes", "line"),
     [
         ({"algorithm": {"ref_model_sync_steps": 4}}, "algorithm.ref_model_sync_steps=4 needs algorithm.kl_beta > 0"),
-        ({"algorithm": {"ref_model_mixup_alpha": 0.5}}, "algorithm.ref_model_mixup_alpha=0.5 needs algorithm.ref_model_sync"),
+        (
+            {"algorithm": {"ref_model_mixup_alpha": 0.5}},
+            "algorithm.ref_model_mixup_alpha=0.5 needs algorithm.ref_model_sync",
+        ),
         (
             {"precision": {"fp8": "hybrid", "fp8_parameters": True, "fp8_reference": True}},
             "with precision.fp8_parameters; leave one out",

@@ -46,7 +46,9 @@ KEEP = 'cp "$GRPO_MEGA_REPLAY" "$GRPO_MEGA_RUN_DIR/seen-$GRPO_MEGA_ITERATION-$GR
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write inputs with byte order marks. Prompts, answers and verdicts contain line separators, and surrogates if allowed."""
+    """Write inputs with byte order marks. Prompts, answers and verdicts contain line separators, and surrogates if
+    allowed.
+    """
     folder = tmp_path_factory.mktemp("inputs")
     path = kills.write_inputs(folder, "tp=1", **MODEL)
     for name in ("train", "heldout"):
@@ -75,7 +77,9 @@ def seen(run_dir: Path) -> dict[str, str]:
     return {path.stem.removeprefix("seen-"): path.read_text() for path in run_dir.glob("seen-*.jsonl")}
 
 
-def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(inputs: Path, whole: End, tmp_path: Path) -> None:
+def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(
+    inputs: Path, whole: End, tmp_path: Path
+) -> None:
     output = stop_after(inputs, tmp_path / "run", 5)
     assert "as requested; continue with the same command and --resume" in output
     assert not (tmp_path / "run" / "stop").exists()
@@ -96,7 +100,9 @@ def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(inputs: P
         pytest.param("{cp: 2} {dp: 2}", marks=pytest.mark.sweep),
     ],
 )
-def test_a_run_resumes_in_another_layout_with_the_same_losses(inputs: Path, whole: End, tmp_path: Path, change: str) -> None:
+def test_a_run_resumes_in_another_layout_with_the_same_losses(
+    inputs: Path, whole: End, tmp_path: Path, change: str
+) -> None:
     first, then = change.replace("} {", "}|{").split("|")
     stop_after(inputs, tmp_path / "run", 4, "--set", f"layout={first}")
     code, output = run(inputs, tmp_path / "run", "--resume", "--set", f"layout={then}")
@@ -111,7 +117,11 @@ def test_the_reward_model_is_refreshed_between_iterations(whole: End, inputs: Pa
     for number, text in enumerate((found[name] for name in sorted(found)), 1):
         rows = [json.loads(line) for line in text.split("\n") if line]
         last = [row for row in rows if row["iteration"] == number]
-        assert len(last) == SYNC_STEPS * 16 and {row["step"] for row in last} == {3 * number - 2, 3 * number - 1, 3 * number}
+        assert len(last) == SYNC_STEPS * 16 and {row["step"] for row in last} == {
+            3 * number - 2,
+            3 * number - 1,
+            3 * number,
+        }
         assert len(rows) - len(last) == round(0.2 * 48 * (number - 1))
         assert all(row["iteration"] == -(-row["step"] // SYNC_STEPS) <= number for row in rows)
     kept = {(row["step"], row["prompt_id"], row["index"]): row for row in rows}
@@ -146,7 +156,9 @@ def test_sigterm_leads_to_a_checkpoint_and_exit_code_0(
     process = start(inputs, tmp_path / "run", "--set", "layout={dp: 2}", "--set", "checkpoint.interval=0")
     wait_for_step(tmp_path / "run", 2, process)
     if target == "a rank":
-        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+        ranks = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
         subprocess.run(["kill", "-TERM", ranks[-1]], check=True)
     else:
         process.send_signal(signal.SIGTERM)
@@ -222,7 +234,9 @@ def test_master_weights_that_do_not_match_the_weights_are_refused(inputs: Path, 
     code, output = run(inputs, run_dir, "--resume", "--set", "layout={pp: 2}")
     assert code == 2, output
     lines = [line for line in output.splitlines() if "error:" in line]
-    assert lines and all("grpo-mega export RUN_DIR OUT --step N" in line and "final_layernorm" in line for line in lines)
+    assert lines and all(
+        "grpo-mega export RUN_DIR OUT --step N" in line and "final_layernorm" in line for line in lines
+    )
     step = str(manifest["step"])
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(tmp_path / "out"), "--step", step]
     exported = subprocess.run(command, capture_output=True, text=True, cwd=kills.ROOT)
@@ -249,7 +263,9 @@ def test_a_start_model_that_changed_is_refused(inputs: Path, whole: End, tmp_pat
     file.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 1e-3}))  # shapes do not change
     code, output = run(inputs, tmp_path / "run", "--resume")
     file.write_text(content)
-    assert code == 2 and "must hold the model that the run started from" in output and "config.json differs" in output, output
+    assert (
+        code == 2 and "must hold the model that the run started from" in output and "config.json differs" in output
+    ), output
 
 
 def test_a_run_in_use_is_refused(inputs: Path, tmp_path: Path) -> None:
@@ -263,7 +279,12 @@ def test_a_run_in_use_is_refused(inputs: Path, tmp_path: Path) -> None:
 
 def test_weights_that_blow_up_stop_the_run_with_a_checkpoint(inputs: Path, tmp_path: Path) -> None:
     """A NaN mean importance ratio does not trigger the early stop instead."""
-    settings = ("optimizer.lr=1e30", "optimizer.clip_grad=0", "max_nonfinite_steps=2", "algorithm.early_stop_imp_ratio=5.0")
+    settings = (
+        "optimizer.lr=1e30",
+        "optimizer.clip_grad=0",
+        "max_nonfinite_steps=2",
+        "algorithm.early_stop_imp_ratio=5.0",
+    )
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 2, output
     assert "loss or gradient not finite, from prompt" in output
@@ -307,7 +328,12 @@ def test_weights_that_do_not_change_in_optimizer_steps_are_an_error(inputs: Path
 
 
 def test_a_run_without_a_reward_signal_yet_logs_a_warning_and_continues(inputs: Path, tmp_path: Path) -> None:
-    settings = ("steps=3", "rewards={functions: [{name: accuracy}]}", "algorithm={group_size: 4}", "optimizer.warmup_steps=0")
+    settings = (
+        "steps=3",
+        "rewards={functions: [{name: accuracy}]}",
+        "algorithm={group_size: 4}",
+        "optimizer.warmup_steps=0",
+    )
     settings += ("data.replay_fraction=0.1",)
     code, output = run(inputs, tmp_path / "run", *(part for setting in settings for part in ("--set", setting)))
     assert code == 0, output

@@ -35,10 +35,14 @@ def test_each_kind_of_failure_is_reported_once_in_training() -> None:
     known: set[str] = set()  # in training
     assert warn(("scored", 1.0), ("timeout", 0.0), known=known) == []
     first = "; the first: f: the scales are broken"
-    zero = "step 3: reward functions failed on 1 of 2 samples; 0 have no score and are excluded, the others have 0" + first
+    zero = (
+        "step 3: reward functions failed on 1 of 2 samples; 0 have no score and are excluded, the others have 0" + first
+    )
     assert warn(("error", 0.0), ("scored", 1.0), known=known) == [zero]
     assert warn(("error", 0.0), ("scored", 1.0), known=known) == []
-    both = "step 3: reward functions failed on 2 of 3 samples; 1 have no score and are excluded, the others have 0" + first
+    both = (
+        "step 3: reward functions failed on 2 of 3 samples; 1 have no score and are excluded, the others have 0" + first
+    )
     assert warn(("error", 0.0), ("error", None), ("scored", 1.0), known=known) == [both]
     assert warn(("timeout", None), ("error", 0.0), known=known) == []
     assert len(warn(("error", 0.0), known=set())) == len(warn(("error", 0.0), known=set())) == 1

@@ -33,7 +33,8 @@ def test_alternating_engines_have_the_losses_of_a_colocated_run(inputs: Path, tm
     assert losses(tmp_path / "separate") == pytest.approx(losses(tmp_path / "colocated"), rel=1e-5)
     assert len(losses(tmp_path / "separate")) == 4
     held_out = [
-        [row["eval/score"] for row in metrics(tmp_path / name) if "eval/score" in row] for name in ("separate", "colocated")
+        [row["eval/score"] for row in metrics(tmp_path / name) if "eval/score" in row]
+        for name in ("separate", "colocated")
     ]
     assert held_out[0] == held_out[1] and len(held_out[0]) == 2
 
@@ -44,7 +45,9 @@ def test_a_run_one_step_ahead_keeps_staleness_and_ledger_when_resumed(inputs: Pa
     assert "stopped after step" in output
     stop_after(inputs, tmp_path / "run", 7, *settings, "--resume")
     last = metrics(tmp_path / "run")[-1]["step"]
-    code, output = run(inputs, tmp_path / "run", "--set", "steps=12", "--set", "batch.mini_batches=1", *RECIPE, "--resume")
+    code, output = run(
+        inputs, tmp_path / "run", "--set", "steps=12", "--set", "batch.mini_batches=1", *RECIPE, "--resume"
+    )
     assert code == 0, output
     assert "from here on rollout.placement='colocated'; it was 'separate'" in output
     assert len(losses(tmp_path / "run")) == 12 and last < 12

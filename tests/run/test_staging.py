@@ -1,4 +1,6 @@
-"""Staging folders in a node's memory: folders that a run uses or removes. distributed/test_checkpoints.py covers saving."""
+"""Staging folders in a node's memory: folders that a run uses or removes. distributed/test_checkpoints.py covers
+saving.
+"""
 
 from __future__ import annotations
 

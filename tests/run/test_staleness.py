@@ -1,4 +1,6 @@
-"""The engine mismatch by staleness, compared with numbers worked out by hand. Limits apply to tokens that are not stale."""
+"""The engine mismatch by staleness, compared with numbers worked out by hand. Limits apply to tokens that are not
+stale.
+"""
 
 from __future__ import annotations
 

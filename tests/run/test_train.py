@@ -131,7 +131,9 @@ def test_a_profiled_step_stores_phases_and_operations_of_both_ranks(run_dir: Pat
         step = spans.pop("step 2")
         assert all(step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] for e in spans.values())
         assert sum(e["dur"] for e in spans.values()) < 1.5e6 * seconds
-        name = next(event["args"]["name"] for event in events if event["name"] == "process_name" and event["pid"] == rank)
+        name = next(
+            event["args"]["name"] for event in events if event["name"] == "process_name" and event["pid"] == rank
+        )
         assert name.startswith(f"rank {rank} on ")
         own = json.loads((folder / f"step-000002-rank-{rank}.json").read_text())["traceEvents"]
         names = {event["name"] for event in own}

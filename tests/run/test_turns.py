@@ -1,7 +1,7 @@
 """All prompts train equally often, however long their responses are. Whole runs with an engine that counts tokens.
 
-Draws, backlog, dynamic sampling and the ledger are the real code. Only phases are simulated: every unfinished response gets
-a token per tick, and response lengths are known.
+Draws, backlog, dynamic sampling and the ledger are the real code. Only phases are simulated: every unfinished response
+gets a token per tick, and response lengths are known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Counted(Rollouts):
         needed, num_wanted = others["needed"], min(others["wanted"], len(groups))
         end = max([sorted(missing)[num_wanted - 1], *(missing[index] for index in needed)])
         done = [index for index in range(len(groups)) if missing[index] <= end]
-        order = {p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done}
+        order = {
+            p: (p not in needed, groups[p].oldest_version if groups[p].samples else step, missing[p], p) for p in done
+        }
         return groups, step, end, sorted(done, key=order.__getitem__)[:num_wanted]
 
     def score(self, phase: Any) -> tuple[list[Group], list[Group]]:

@@ -1,7 +1,7 @@
 """Run SGLang's code for FP8 blocks, with stubbed imports: `python blocks_in_sglang.py MODEL ARGUMENT ...`.
 
-The arguments are a server's, but no server starts, because SGLang computes with blocks only on GPUs. The code that handles the
-blocks after a load is plain Python and runs here as on a GPU with Triton's kernels. Prints JSON.
+The arguments are a server's, but no server starts, because SGLang computes with blocks only on GPUs. The code that
+handles the blocks after a load is plain Python and runs here as on a GPU with Triton's kernels. Prints JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main(model: str, arguments: list[str]) -> None:
 
     settings = prepare_server_args(arguments)
     override = settings.json_model_override_args
-    model_config = ModelConfig(model, model_override_args=override, quantization=settings.quantization, dtype="bfloat16")
+    model_config = ModelConfig(
+        model, model_override_args=override, quantization=settings.quantization, dtype="bfloat16"
+    )
     config = get_quant_config(model_config, LoadConfig(), {})
     fp8._is_cpu = False  # on a CPU it would check for AMX
     root = torch.nn.Module()

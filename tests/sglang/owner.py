@@ -1,4 +1,6 @@
-"""Own a server until this process is killed: `python owner.py MODEL FOLDER TP`. Prints address and key when it is ready."""
+"""Own a server until this process is killed: `python owner.py MODEL FOLDER TP`. Prints address and key when it is
+ready.
+"""
 
 import sys
 import time

@@ -1,8 +1,8 @@
 """`python recorded_rank.py FOLDER ARGUMENT ...`: run `grpo-mega ARGUMENT ...` as one rank, and store synced weights and
 samples.
 
-FOLDER/version-N is a Hugging Face checkpoint of each version that a sync sends to the engines. FOLDER/step-N.pt has the samples
-that a step trains: (prompt tokens, response tokens, the engine's log-probs, spans).
+FOLDER/version-N is a Hugging Face checkpoint of each version that a sync sends to the engines. FOLDER/step-N.pt has the
+samples that a step trains: (prompt tokens, response tokens, the engine's log-probs, spans).
 """
 
 from __future__ import annotations

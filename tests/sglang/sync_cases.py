@@ -22,7 +22,13 @@ class Case:
     level: Literal["", "full", "sweep"] = ""  # pytest mark of the test
 
 
-BLOCKS = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "initializer_range": 0.06}
+BLOCKS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "initializer_range": 0.06,
+}
 SOME: dict[str, Any] = {"layouts": ("{tp: 2, pp: 2}", "{pp: 4, vpp: 2}"), "engine_tps": (2,)}
 SPREAD = ("{tp: 2, ep: 2, sequence_parallel: true}", "{pp: 2, ep: 2}")
 EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_local_experts": 12}
@@ -30,7 +36,9 @@ LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
     "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), level="sweep"),
-    "deepseek_v3 over four": Case("deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, level="sweep"),
+    "deepseek_v3 over four": Case(
+        "deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, level="sweep"
+    ),
     "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, level="full"),
     "llama": Case("llama", level="sweep", **SOME),
     "mistral": Case("mistral", {"sliding_window": None}, level="sweep", **SOME),

@@ -1,11 +1,12 @@
-"""Compare rollout log-probs with transformers on the weights that sync_worker.py exported, in a process without patches.
+"""Compare rollout log-probs with transformers on the weights that sync_worker.py exported, in a process without
+patches.
 
-`python sync_oracle.py FOLDER` writes FOLDER/differences.json. Per case and version, "same" is the largest difference of a
-rollout log-prob from transformers on the same weights, keyed by the engine's tp. For weights sent as FP8 blocks transformers
-gets naively dequantized blocks, and "exact" compares with the unquantized weights. "before" compares with the weights of the
-previous version. "continued" compares samples that continued after an update, each span on the weights of its version. "routes"
-is the fraction of tokens whose experts equal the choice of transformers' routers in all layers; null for models without
-experts.
+`python sync_oracle.py FOLDER` writes FOLDER/differences.json. Per case and version, "same" is the largest difference of
+a rollout log-prob from transformers on the same weights, keyed by the engine's tp. For weights sent as FP8 blocks
+transformers gets naively dequantized blocks, and "exact" compares with the unquantized weights. "before" compares with
+the weights of the previous version. "continued" compares samples that continued after an update, each span on the
+weights of its version. "routes" is the fraction of tokens whose experts equal the choice of transformers' routers in
+all layers; null for models without experts.
 """
 
 import json
@@ -68,7 +69,9 @@ def of_one(rows: list[Any], version: int) -> list[Any]:
 
 
 def continued(folder: Path, version: int, tp: int, *, quantise: bool) -> float | None:
-    """Return the largest difference in samples that continued after an update, each span on the weights of its version."""
+    """Return the largest difference in samples that continued after an update, each span on the weights of its
+    version.
+    """
     rows = [row for row in rows_of(folder, version, tp) if row[3][0][0] != version]
     versions = sorted({span[0] for row in rows for span in row[3]})
     assert not rows or versions == [version - 1, version], versions
@@ -80,11 +83,15 @@ def main(folder: Path) -> None:
     found = {
         name: [
             {
-                "same": {tp: difference(folder / name, rows, version, quantise=case.quantise) for tp, rows in by_tp.items()},
+                "same": {
+                    tp: difference(folder / name, rows, version, quantise=case.quantise) for tp, rows in by_tp.items()
+                },
                 "before": difference(folder / name, first, version - 1, quantise=case.quantise),
                 "exact": difference(folder / name, first, version, quantise=False),
                 "routes": same_routes(folder / name, first, version),
-                "continued": {tp: continued(folder / name, version, tp, quantise=case.quantise) for tp in case.engine_tps},
+                "continued": {
+                    tp: continued(folder / name, version, tp, quantise=case.quantise) for tp in case.engine_tps
+                },
             }
             for version in range(1, len(case.layouts) + 1)
             for by_tp in [{tp: of_one(rows_of(folder / name, version, tp), version) for tp in case.engine_tps}]

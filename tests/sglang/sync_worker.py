@@ -1,8 +1,8 @@
 """One of four ranks. For each case, real servers receive weights from one trainer layout after another.
 
-`python sync_worker.py RANK 4 FOLDER`. In each layout the policy takes a real optimizer step, is synced to both servers and
-exported to FOLDER/CASE/hfN. Each server's samples go to samplesN_tpM.json. sync_oracle.py compares them in another process,
-because Megatron-core patches torch in this one.
+`python sync_worker.py RANK 4 FOLDER`. In each layout the policy takes a real optimizer step, is synced to both servers
+and exported to FOLDER/CASE/hfN. Each server's samples go to samplesN_tpM.json. sync_oracle.py compares them in another
+process, because Megatron-core patches torch in this one.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def sync_layout(
     for tp, (side, engine) in engines.items():
         plan = plan_transfers(policy.shards, side, ranks_per_node=WORLD_SIZE)
         all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
-        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(policy.tensors(), engine, version=version)
+        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(
+            policy.tensors(), engine, version=version
+        )
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
             found = engine.generate(RolloutRequest(fresh_groups(), SAMPLING, step=version))
@@ -168,7 +170,13 @@ def sync_layout(
             assert {sample.policy_version for sample in samples} == {version}
             samples += continued(engine, carried.setdefault(tp, {}), version)
             said = [
-                (s.prompt.token_ids, s.response_ids, s.rollout_logprobs, s.spans, s.routes and s.routes.experts.tolist())
+                (
+                    s.prompt.token_ids,
+                    s.response_ids,
+                    s.rollout_logprobs,
+                    s.spans,
+                    s.routes and s.routes.experts.tolist(),
+                )
                 for s in samples
             ]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
@@ -222,7 +230,9 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = model_files.read_model_files(config)
     sides = {
-        tp: engine_shards(model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise)
+        tp: engine_shards(
+            model.family, model.shape, EngineLayout(tp, 1, case.engine_ep), WORLD_SIZE, quantise=case.quantise
+        )
         for tp in case.engine_tps
     }
     with ExitStack() as stack:
@@ -240,7 +250,12 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
 
 
 def main(rank: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
     torch.set_num_threads(1)
     device = runtimes.join(config_of(CASES["llama"], folder, 1))

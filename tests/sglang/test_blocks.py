@@ -1,4 +1,6 @@
-"""FP8 blocks against SGLang's code: its arguments, the parameters that it creates, and the layers that keep the sent format."""
+"""FP8 blocks against SGLang's code: its arguments, the parameters that it creates, and the layers that keep the sent
+format.
+"""
 
 import json
 import subprocess
@@ -23,11 +25,20 @@ CUDA = changed(CPU, {}, device_type="cuda", cores=())
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, Any]:
-    """Return SGLang's parsing of a GPU server's arguments, the parameters it creates, and the problems found in them."""
+    """Return SGLang's parsing of a GPU server's arguments, the parameters it creates, and the problems found in
+    them.
+    """
     fixed = CUDA.fixed_arguments()
     override = json.dumps(fixed["json_model_override_args"])
     script = str(Path(__file__).with_name("blocks_in_sglang.py"))
-    words = ["--model-path", str(model), "--quantization", fixed["quantization"], "--json-model-override-args", override]
+    words = [
+        "--model-path",
+        str(model),
+        "--quantization",
+        fixed["quantization"],
+        "--json-model-override-args",
+        override,
+    ]
     command = [sys.executable, script, str(model), *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment())
     assert result.returncode == 0, result.stderr
@@ -56,7 +67,9 @@ def test_the_tables_parameters_equal_sglangs(found: dict[str, Any]) -> None:
 
 def test_layers_that_sglang_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
     shuffled, packed = found["problems"]
-    assert shuffled == f"shuffling.weight: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
+    assert (
+        shuffled == f"shuffling.weight: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
+    )
     assert packed.startswith("packing.weight_scale_inv: SGLang rearranges it")
 
 

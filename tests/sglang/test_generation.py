@@ -78,7 +78,9 @@ def generate(
     earlier: Mapping[int, Group] | None = None,
     **others: Any,
 ) -> dict[int, Group]:
-    """Generate at most `max_concurrent` samples at once. The session's connections are limited by the engine's settings."""
+    """Generate at most `max_concurrent` samples at once. The session's connections are limited by the engine's
+    settings.
+    """
     engine._rollout = engine._rollout.model_copy(update={"max_concurrent": max_concurrent})
     groups = {key: (earlier or {}).get(key) or Group(prompt, []) for key, prompt in prompts.items()}
     return engine.generate(RolloutRequest(groups, sampling, step, **others))
@@ -102,7 +104,9 @@ def check_whole(groups: Mapping[int, Group], sampling: Sampling = SAMPLING) -> N
             assert ended_by_itself or sample.response_len == sampling.max_response_length
 
 
-def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: Server, model: Path, tmp_path: Path) -> None:
+def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
     store = HashStore()
     found: dict[str, dict[int, Group]] = {}
     heard: list[Sample] = []
@@ -121,7 +125,9 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: 
     slow.start()
     fast.start()
     fast.join()
-    assert Rendezvous(store, 1, 2).fetch_add("prompts/1", 0) > len(PROMPTS)  # the fast replica stops when no prompt is waiting
+    assert Rendezvous(store, 1, 2).fetch_add("prompts/1", 0) > len(
+        PROMPTS
+    )  # the fast replica stops when no prompt is waiting
     slow.join()
     assert sorted([*found["slow"], *found["fast"]]) == sorted(PROMPTS)
     assert len(found["fast"]) > len(found["slow"])
@@ -131,7 +137,12 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(server: 
 
 def update_to(engine: SGLangEngine, version: int, folder: Path) -> None:
     names = [payload(str(folder / "names"), torch.empty(0))]
-    body = {"serialized_named_tensors": names, "load_format": LOADER, "weight_version": str(version), "flush_cache": True}
+    body = {
+        "serialized_named_tensors": names,
+        "load_format": LOADER,
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
     engine._post("updating", "/begin_weight_update")
     engine._post("updating", "/update_weights_from_tensor", body)
     engine._post("updating", "/end_weight_update")
@@ -170,7 +181,9 @@ def test_after_stragglers_are_aborted_the_server_updates_and_samples(
         sampling = replace(endless, stop_token_ids=frozenset(range(1, 256, spacing)))
         stop = enough(wanted)
         heard: list[Sample] = []
-        found = generate(engine, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop)
+        found = generate(
+            engine, sampling=sampling, on_sample=lambda sample, _, heard=heard: heard.append(sample), stop=stop
+        )
         assert engine.failure is None, engine.failure
         assert load_of(server) == (0, 0)
         groups, aborted = divided(found, sampling)
@@ -228,9 +241,13 @@ def test_aborted_samples_continue_after_an_update_with_right_log_probs(engine: S
 
 
 def test_probes_come_first_and_aborted_groups_continue_to_their_end(engine: SGLangEngine) -> None:
-    sampling = replace(SAMPLING, max_response_length=60, stop_token_ids=frozenset(range(1, 256, 12)), longest_first=True)
+    sampling = replace(
+        SAMPLING, max_response_length=60, stop_token_ids=frozenset(range(1, 256, 12)), longest_first=True
+    )
     heard: list[int] = []
-    groups = generate(engine, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3))
+    groups = generate(
+        engine, sampling=sampling, max_concurrent=7, on_sample=lambda s, _: heard.append(s.index), stop=enough(3)
+    )
     assert engine.failure is None, engine.failure
     assert heard[:6] == [0] * 6 and len(heard) > 12  # at most 6 other samples run when the last of 12 probes starts
     whole, aborted = divided(groups, sampling)
@@ -243,7 +260,9 @@ def test_probes_come_first_and_aborted_groups_continue_to_their_end(engine: SGLa
     assert all(rest[key].samples[index].response_len >= length for (key, index), length in lengths.items())
 
 
-def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(server: Server, model: Path, tmp_path: Path) -> None:
+def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
 
     class ThenStopped(StopCondition):
@@ -265,7 +284,9 @@ def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(server: 
         assert re.search(r"aborting stragglers in step 0", engine.failure or "")
 
 
-def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Server, model: Path, tmp_path: Path) -> None:
+def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
     """A server that is only slow is not reported as hanging."""
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
     greedy = replace(SAMPLING, group_size=1, temperature=0.0, max_response_length=400, stop_token_ids=frozenset())
@@ -284,7 +305,8 @@ def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(server: Serv
             os.kill(scheduler, signal.SIGCONT)
         assert groups == {}
         assert re.match(
-            r"http://127.0.0.1:\d+ hangs, generating in step 0: nothing for 2 s, and not healthy; ", engine.failure or ""
+            r"http://127.0.0.1:\d+ hangs, generating in step 0: nothing for 2 s, and not healthy; ",
+            engine.failure or "",
         )
 
 
@@ -295,7 +317,8 @@ def test_a_refused_request_is_reported_and_not_retried(engine: SGLangEngine, mon
     groups = generate(engine, prompts, step=2)
     assert groups == {} and time.monotonic() - started_at < 15
     assert re.match(
-        r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)", engine.failure or ""
+        r"generating in step 2: the server at http://\S+ (refused a request \(400|could not generate)",
+        engine.failure or "",
     )
 
 
@@ -306,14 +329,18 @@ def test_a_prompt_without_room_for_its_response_is_refused_unsent(model: Path, t
     fits = replace(PROMPTS[0], token_ids=(5,) * (512 - SAMPLING.max_response_length))
     assert generate(engine, {0: fits}) == {}
     too_long = replace(fits, token_ids=(*fits.token_ids, 5))
-    with pytest.raises(EngineError, match=r"prompt 100 of 497 tokens and a response of 16 exceed the engine's 512; lower data"):
+    with pytest.raises(
+        EngineError, match=r"prompt 100 of 497 tokens and a response of 16 exceed the engine's 512; lower data"
+    ):
         generate(engine, {0: fits, 1: too_long})
 
 
 def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, verify=False)  # this rank has no server
+    settings = replace(
+        make_settings(model, tmp_path, tp=2), rank=1, world_size=2, verify=False
+    )  # this rank has no server
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []

@@ -71,8 +71,13 @@ def test_every_log_prob_comes_from_the_version_of_its_span(
                 by_version[span.version].append((prompt + response[: span.end], logprobs[span.start : span.end]))
     assert num_crossing > num_tokens, "too few responses were in progress when weights changed"
     worst = max(difference(folder / f"version-{v}", spans) for v, spans in by_version.items() if v > 0)
-    others = max(difference(folder / f"version-{v}", by_version[v + 1]) for v in range(1, num_steps - 1) if by_version[v + 1])
-    print(f"{num_crossing} tokens in responses across an update: at most {worst:.2g}; with the previous version {others:.2g}")
+    others = max(
+        difference(folder / f"version-{v}", by_version[v + 1]) for v in range(1, num_steps - 1) if by_version[v + 1]
+    )
+    print(
+        f"{num_crossing} tokens in responses across an update: at most {worst:.2g}; with the previous version"
+        f" {others:.2g}"
+    )
     assert worst < TOLERANCE and others > 100 * TOLERANCE
 
 

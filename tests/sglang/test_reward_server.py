@@ -1,4 +1,6 @@
-"""The reward_model function with real SGLang servers: a model with a value head, and a text model that labels and judges."""
+"""The reward_model function with real SGLang servers: a model with a value head, and a text model that labels and
+judges.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[str]:
-    """Start a server with the model's weights and tokenizer, as a user would for rewards. Yield its URL before it is ready."""
+    """Start a server with the model's weights and tokenizer, as a user would for rewards. Yield its URL before it is
+    ready.
+    """
     port, nccl_port = free_ports(2)
-    words = ["--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+    words = [
+        "--model-path",
+        str(folder),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--attention-backend",
+        "torch_native",
+    ]
     words += ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), "--context-length", "512"]
     words += ["--max-total-tokens", "8192", "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"]
     private, lock = processes.make_folder()
@@ -175,7 +188,9 @@ def test_a_judge_is_asked_and_its_last_number_read(urls: dict[str, str], folder:
 
 
 def test_a_text_that_the_server_refuses_is_a_missing_score(urls: dict[str, str]) -> None:
-    with pytest.raises(NoScore, match=r"/classify answers 400 \(.*longer than the model's context length.*correct the options"):
+    with pytest.raises(
+        NoScore, match=r"/classify answers 400 \(.*longer than the model's context length.*correct the options"
+    ):
         reward_model("x" * 600, "", "", {}, url=urls["value"], timeout_s=60.0)
     with pytest.raises(NoScore, match="answers 4"):  # this model has no value head
         _score(urls["causal"], api="score")

@@ -1,4 +1,6 @@
-"""rollout.server_args against SGLang's parser: an argument that changes the policy unseen is refused under every name."""
+"""rollout.server_args against SGLang's parser: an argument that changes the policy unseen is refused under every
+name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ found = {start: [action[0].option_strings for action in parser._get_option_tuple
 json.dump([names, found], sys.stdout)
 """
 # Words in names of arguments that may change tokens or log-probs.
-TELLING = re.compile(r"sampl|logit|temperature|top[-_ ]?[kp]\b|penalt|specul|draft|lora|truncat|overrid|eagle|diffusion", re.I)
+TELLING = re.compile(
+    r"sampl|logit|temperature|top[-_ ]?[kp]\b|penalt|specul|draft|lora|truncat|overrid|eagle|diffusion", re.I
+)
 # Each was checked by reading: kernels, sizes and formats, or no effect without a refused argument.
 HARMLESS = """
     cuda_graph_prefill_max_context debug_tensor_dump_output_folder decoupled_spec_bind_endpoint
@@ -71,7 +75,9 @@ def parser() -> Parser:
     assert done.returncode == 0, done.stderr
     names, found = json.loads(done.stdout.splitlines()[-1])
     arguments = [({plain(option) for option in options if option.startswith("--")}, text) for options, text in names]
-    return Parser(arguments, {plain(start): [set(map(plain, options)) for options in ends] for start, ends in found.items()})
+    return Parser(
+        arguments, {plain(start): [set(map(plain, options)) for options in ends] for start, ends in found.items()}
+    )
 
 
 def test_every_refused_name_is_an_argument_of_the_server(parser: Parser) -> None:

@@ -1,7 +1,7 @@
 """The life of a server process: its environment and arguments, its answers, and no leftovers however it ends.
 
-A start takes ten seconds, so each start serves several tests. Ends that do not depend on the progress of a start are tested
-early.
+A start takes ten seconds, so each start serves several tests. Ends that do not depend on the progress of a start are
+tested early.
 """
 
 import os
@@ -35,8 +35,8 @@ OWNER = Path(__file__).with_name("owner.py")
 
 @pytest.fixture
 def empty(temporary: Path) -> Iterator[Path]:
-    """Yield the folder for temporary files of a trainer's environment, separate from the shared server's. It must be empty at
-    the end."""
+    """Yield the folder for temporary files of a trainer's environment, separate from the shared server's. It must be
+    empty at the end."""
     folder = temporary / "t"
     folder.mkdir()
     with trainers_environment(folder):
@@ -45,7 +45,9 @@ def empty(temporary: Path) -> Iterator[Path]:
 
 
 def start_owner(model: Path, folder: Path, tp: int) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(OWNER), str(model), str(folder), str(tp)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(OWNER), str(model), str(folder), str(tp)], stdout=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_sglang(look: Callable[[], Tree]) -> Tree:
@@ -95,7 +97,9 @@ def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tm
         with pytest.raises(EngineError) as caught:
             server.wait_until_healthy()
         problem = "unrecognized arguments: --no-such-argument 7"
-        assert str(caught.value) == f"the SGLang server of {tmp_path} did not start: {problem}; see {tmp_path}/server.log"
+        assert (
+            str(caught.value) == f"the SGLang server of {tmp_path} did not start: {problem}; see {tmp_path}/server.log"
+        )
         assert not server.is_alive()
         check_gone(tree, empty)
 

@@ -34,7 +34,9 @@ def test_the_servers_environment_omits_the_trainers_variables() -> None:
     assert kept.items() <= found.items()
     assert not TRAINERS.keys() & found.keys()
     assert not any(name.endswith("OMP_THREADS_BIND") or name == "SGLANG_USE_CPU_ENGINE" for name in found)
-    assert server_environment({"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}, CUDA)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
+    assert (
+        server_environment({"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"}, CUDA)["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "mine"
+    )
 
 
 def test_kernels_that_a_server_compiles_are_kept_on_its_node(tmp_path: Path) -> None:
@@ -48,7 +50,9 @@ def test_kernels_that_a_server_compiles_are_kept_on_its_node(tmp_path: Path) -> 
     ("cores", "tp", "threads", "binding"),
     [((0, 1), 1, "2", None), ((4, 5, 6, 7, 8), 2, "2", "4,5|6,7,8"), ((3,), 2, "1", "3|3")],
 )
-def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: int, threads: str, binding: str | None) -> None:
+def test_the_processes_of_a_server_share_its_cores(
+    cores: tuple[int, ...], tp: int, threads: str, binding: str | None
+) -> None:
     found = server_environment({}, changed(SETTINGS, {"tp": tp}, cores=cores))
     assert found["OMP_NUM_THREADS"] == threads
     assert found["OMP_WAIT_POLICY"] == "passive"
@@ -56,7 +60,12 @@ def test_the_processes_of_a_server_share_its_cores(cores: tuple[int, ...], tp: i
 
 
 def test_arguments_come_from_the_settings_after_the_users_arguments() -> None:
-    extra = {"attention_backend": "fa3", "enable-metrics": True, "sleep_on_idle": False, "json_model_override_args": {"a": 1}}
+    extra = {
+        "attention_backend": "fa3",
+        "enable-metrics": True,
+        "sleep_on_idle": False,
+        "json_model_override_args": {"a": 1},
+    }
     words = server_arguments(changed(CUDA, {"server_args": extra}), "name", 1)
     text = " ".join(words)
     assert "--attention-backend fa3" in text
@@ -100,7 +109,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stubs")
 def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None:
     module = importlib.import_module("no_such_package.of.this_kind")
-    with pytest.raises(NotImplementedError, match=r"no_such_package\.of\.this_kind\.do does not exist for a CPU-only torch"):
+    with pytest.raises(
+        NotImplementedError, match=r"no_such_package\.of\.this_kind\.do does not exist for a CPU-only torch"
+    ):
         module.do(1)
     assert not hasattr(module, "__path_of_no_kind__")
     with pytest.raises(ModuleNotFoundError):
@@ -115,13 +126,15 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
     assert all(importlib.util.find_spec(name) is None for name in compat.STUBBED) or torch.version.cuda
     register = (
-        sglang_source("srt/mem_cache/pool_host/common.py").partition("def _cuda_host_register(")[2].partition("\ndef ")[0]
+        sglang_source("srt/mem_cache/pool_host/common.py")
+        .partition("def _cuda_host_register(")[2]
+        .partition("\ndef ")[0]
     )
     assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]
     assert "top_k=top_k" in router and "layer_id" not in router
-    # Patches of served_models/families.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in latent
-    # space.
+    # Patches of served_models/families.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in
+    # latent space.
     native = sglang_source("srt/layers/moe/fused_moe_native.py").partition("def moe_forward_native(")[2]
     assert "cnts.scatter_(1, topk_ids.to(torch.int64), 1)" in native
     assert "assert rope_scaling is not None" in sglang_source("srt/layers/rotary_embedding/factory.py")

@@ -112,7 +112,16 @@ def test_another_user_can_neither_call_a_server_nor_look_into_its_folder(server:
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("needs a python3 in /usr/bin that another user can run")
-    command = [python, "-I", "-c", STRANGER, server.url, str(server.private_folder), str(server.pid), str(tmp_path / "evil")]
+    command = [
+        python,
+        "-I",
+        "-c",
+        STRANGER,
+        server.url,
+        str(server.private_folder),
+        str(server.pid),
+        str(tmp_path / "evil"),
+    ]
     ids = {"user": STRANGERS_ID, "group": STRANGERS_ID}
     found = subprocess.run(command, input=json.dumps(update), capture_output=True, text=True, cwd="/", **ids)
     assert found.returncode == 0, found.stderr
@@ -229,7 +238,9 @@ def test_a_version_without_update_sessions_is_not_asked_for_them() -> None:
 
 
 def test_a_server_is_asked_to_sleep_only_once_it_is_idle(tmp_path: Path) -> None:
-    """With overlapped scheduling the server runs one more decode step after the last sample, and refuses a flush until then."""
+    """With overlapped scheduling the server runs one more decode step after the last sample, and refuses a flush until
+    then.
+    """
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:

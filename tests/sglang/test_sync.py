@@ -36,7 +36,9 @@ def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return found
 
 
-NAMES = [pytest.param(name, marks=[getattr(pytest.mark, case.level)] if case.level else []) for name, case in CASES.items()]
+NAMES = [
+    pytest.param(name, marks=[getattr(pytest.mark, case.level)] if case.level else []) for name, case in CASES.items()
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

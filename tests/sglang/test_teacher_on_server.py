@@ -46,8 +46,8 @@ def make_config(model: Path, **teacher: str) -> configs.Config:
 
 
 def make_groups() -> list[Group]:
-    """Return random responses of different lengths. The prompts of two groups share a prefix, so the server's cache has part of
-    them."""
+    """Return random responses of different lengths. The prompts of two groups share a prefix, so the server's cache has
+    part of them."""
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, 256, (n,), generator=generator).tolist() for n in (1, 7, 19)]
     groups = []

@@ -1,6 +1,8 @@
-"""A real Slurm cluster on this machine: slurmctld and three slurmd, n0 to n2. If root may mount, each has a separate /dev/shm.
+"""A real Slurm cluster on this machine: slurmctld and three slurmd, n0 to n2. If root may mount, each has a separate
+/dev/shm.
 
-All state is in one folder. The processes end with the context: `with Cluster(folder) as cluster`. `sbatch` submits jobs.
+All state is in one folder. The processes end with the context: `with Cluster(folder) as cluster`. `sbatch` submits
+jobs.
 """
 
 from __future__ import annotations
@@ -107,7 +109,9 @@ class Cluster:
                 environ = _environ(path)
             except OSError:
                 continue
-            if environ.get("SLURM_CONF", self.environ["SLURM_CONF"]) == self.environ["SLURM_CONF"] and is_wanted(line, environ):
+            if environ.get("SLURM_CONF", self.environ["SLURM_CONF"]) == self.environ["SLURM_CONF"] and is_wanted(
+                line, environ
+            ):
                 found.append(int(path.name))
         return found
 

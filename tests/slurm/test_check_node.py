@@ -1,4 +1,6 @@
-"""tools/check_node.py on output of nvidia-smi and on this machine; tools/check_allreduce.py on three nodes of one rank."""
+"""tools/check_node.py on output of nvidia-smi and on this machine; tools/check_allreduce.py on three nodes of one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,20 @@ def test_a_driver_too_old_for_the_cuda_of_torch_is_a_problem(cuda: str | None, i
     assert check_node.driver_problems(gpus, cuda) == expected
 
 
-def test_the_cuda_version_of_torch_is_read_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     assert check_node.torch_cuda() == torch.version.cuda
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    (tmp_path / "torch" / "version.py").write_text(
+        "debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    )
     (tmp_path / "torch-2.13.0.dist-info").mkdir()
-    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert check_node.torch_cuda() == "13.0"
 
@@ -108,7 +116,12 @@ def test_broken_rows_and_links_are_reported() -> None:
 
 def test_nodes_that_failed_or_are_silent_or_differ_are_named(tmp_path: Path) -> None:
     good, other = '{"torch": "2.13.0"}', '{"torch": "2.12.0"}'
-    for node, fingerprint, problems in (("n0", good, ""), ("n1", other, ""), ("n2", good, ""), ("n3", good, '"GPU 0 is gone"')):
+    for node, fingerprint, problems in (
+        ("n0", good, ""),
+        ("n1", other, ""),
+        ("n2", good, ""),
+        ("n3", good, '"GPU 0 is gone"'),
+    ):
         (tmp_path / f"{node}.json").write_text(f'{{"problems": [{problems}], "fingerprint": {fingerprint}}}')
     command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--compare", str(tmp_path)]
     result = subprocess.run([*command, "n0", "n1", "n2", "n3", "n4"], capture_output=True, text=True)
@@ -129,7 +142,14 @@ def test_the_check_of_this_machine_names_missing_parts(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("floor", [0.0, 1e6])
 def test_a_network_that_is_slow_everywhere_blames_no_node(floor: float, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "check_allreduce.py"), "--ranks", "1", "--network-floor", str(floor)]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "check_allreduce.py"),
+        "--ranks",
+        "1",
+        "--network-floor",
+        str(floor),
+    ]
     command += ["--out", str(tmp_path / "slow")]
     shared = {"SLURM_NNODES": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     nodes = [
@@ -141,7 +161,9 @@ def test_a_network_that_is_slow_everywhere_blames_no_node(floor: float, tmp_path
     assert not (tmp_path / "slow").exists()
     if floor:
         blamed = (tmp_path / "floor").read_text()
-        assert blamed.startswith("3 of 3 nodes are below the floor, so no node is to blame: all-reduce within nodes 0.0 to 0.0")
+        assert blamed.startswith(
+            "3 of 3 nodes are below the floor, so no node is to blame: all-reduce within nodes 0.0 to 0.0"
+        )
         assert re.search(r"between neighbours [\d.]+ to [\d.]+ GB/s \(floor 1e\+06\); set ALLREDUCE_FLOOR_GBPS", blamed)
     else:
         assert not (tmp_path / "floor").exists()
@@ -151,7 +173,9 @@ def test_a_node_is_slow_only_if_both_neighbors_are_slow_with_it() -> None:
     code = "from check_allreduce import slow_nodes; print(sorted(slow_nodes([9, 9, 1, 9], [5, 5, 1, 1], 2, 2)))"
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(command, cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert printed == "[2, 3]\n"  # 2 is slow within itself; pairs 2-3 and 3-0 are slow
 
 

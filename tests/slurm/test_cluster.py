@@ -71,8 +71,8 @@ class Job:
     def wait_for_start(self, *changes: str) -> str:
         """Return the first line of the next start.
 
-        Slurm waits two minutes between a requeue and the next start. The test waits only three seconds. With less, a node would
-        take the new start's credential for the old one and refuse it.
+        Slurm waits two minutes between a requeue and the next start. The test waits only three seconds. With less, a
+        node would take the new start's credential for the old one and refuse it.
         """
         self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") == "PENDING")
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+3", *changes)
@@ -82,11 +82,15 @@ class Job:
 
     def end(self) -> str:
         """Wait for the end of the job. Return its state."""
-        self.wait_for(lambda: self.cluster.state_of(self.id).get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"))
+        self.wait_for(
+            lambda: self.cluster.state_of(self.id).get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+        )
         return self.cluster.state_of(self.id)["JobState"]
 
     def rank_process(self, rank: int) -> int:
-        found = self.cluster.processes(lambda line, environ: "grpo_mega.cli train" in line and environ.get("RANK") == str(rank))
+        found = self.cluster.processes(
+            lambda line, environ: "grpo_mega.cli train" in line and environ.get("RANK") == str(rank)
+        )
         return min(found)
 
     def _state(self) -> str:
@@ -157,8 +161,8 @@ def test_a_job_with_all_failures_ends_like_a_job_without_failures(
     cluster.lose_node("n2")
     job.wait_for_name("node n2 (ranks 2-3) does not answer")
     job.wait_for_text("requeued: the last checkpoint is step-")
-    # n2 stays lost, and n1 has been repaired. If n2 came back at once, Slurm would end the lost step on it. The next start's
-    # step has the same number and would end, too.
+    # n2 stays lost, and n1 has been repaired. If n2 came back at once, Slurm would end the lost step on it. The next
+    # start's step has the same number and would end, too.
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     (disks / "n1").mkdir()
     assert ": 2 nodes (n[0-1]) of 2 ranks" in job.wait_for_start("ExcNodeList=")
@@ -166,7 +170,11 @@ def test_a_job_with_all_failures_ends_like_a_job_without_failures(
     assert job.end() == "COMPLETED"
     assert f"finished: {job.run_dir}/hf" in job.log()
     assert kills.read_end(job.run_dir) == kills.read_end(whole_run)
-    assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {"rank_1.log", "rank_2.log", "rank_3.log"}
+    assert {path.name for path in (job.run_dir / "logs").glob("rank_*.log")} == {
+        "rank_1.log",
+        "rank_2.log",
+        "rank_3.log",
+    }
 
 
 @pytest.mark.full
@@ -198,7 +206,9 @@ def test_a_wrong_config_is_reported_once_and_leaves_nothing(cluster: Cluster, mo
 def test_a_network_that_is_slow_everywhere_ends_the_job(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path / "run", model, NETWORK_FLOOR_GBPS="1e6")
     assert job.end() == "FAILED"
-    assert "not requeued: 2 of 2 nodes are below the floor, so no node is to blame: all-reduce within nodes " in job.log()
+    assert (
+        "not requeued: 2 of 2 nodes are below the floor, so no node is to blame: all-reduce within nodes " in job.log()
+    )
     assert "excluded" not in job.log() and not job.run_dir.exists()
 
 
@@ -209,7 +219,9 @@ def _counts(run_dir: Path) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
-            "samples": sorted((row["prompt_id"], row["index"], row["policy_version"]) for row in rows if row["step"] == step),
+            "samples": sorted(
+                (row["prompt_id"], row["index"], row["policy_version"]) for row in rows if row["step"] == step
+            ),
         }
         for step in steps
     ]

@@ -44,7 +44,9 @@ def test_bash_can_read_every_script(path: Path) -> None:
 def test_shellcheck_finds_nothing() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("needs shellcheck: tests/run.sh --with-system-packages installs it on Debian")
-    result = subprocess.run(["shellcheck", "--external-sources", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        ["shellcheck", "--external-sources", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout
 
 
@@ -89,7 +91,9 @@ def test_failed_starts_that_save_nothing_are_counted_and_end(tmp_path: Path) -> 
 def test_failed_starts_that_cannot_be_counted_are_not_repeated(full_disk: Path) -> None:
     for state in (full_disk, full_disk / "filler" / "state"):
         for _ in range(2):
-            assert _requeue(state).startswith(f"given up: {state}/starts_without_save cannot be written; free its disk, ")
+            assert _requeue(state).startswith(
+                f"given up: {state}/starts_without_save cannot be written; free its disk, "
+            )
 
 
 def _watched(state: Path) -> str:
@@ -98,7 +102,9 @@ def _watched(state: Path) -> str:
     code += "threading.Thread(target=watched.watch, daemon=True).start(); time.sleep(600)"
     environment = {"SLURMD_NODENAME": "n0", "STATE": str(state), "START": "7.0", "NODE_SILENCE_SECONDS": "0.5"}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 1
     return result.stderr
 
@@ -132,7 +138,9 @@ def test_a_large_model_fits_its_gpus_of_80_gb_with_room_to_spare(name: str, tmp_
 
 def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
     code = "import prepare; print(prepare.lead_seconds(85, 988, 2), prepare.lead_seconds(1, 0.1, 2))"
-    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "slurm", capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "slurm", capture_output=True, text=True, check=True
+    )
     assert printed.stdout.split() == [str(3 * 85 + 2 * 988 // 2 + 180), "600"]
 
 
@@ -145,7 +153,9 @@ def test_the_lead_covers_a_step_and_a_save_that_is_read_back() -> None:
     ],
     ids=["forbidden", "already_requeued", "no_answer_at_first"],
 )
-def test_a_requeue_that_slurm_refuses(states: list[str], answers: list[int], code: int, said: str, tmp_path: Path) -> None:
+def test_a_requeue_that_slurm_refuses(
+    states: list[str], answers: list[int], code: int, said: str, tmp_path: Path
+) -> None:
     """Slurm may already have requeued a job that lost a node."""
     for name, lines in (("show", [state and f"JobState={state}" for state in states]), ("requeue", answers)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
@@ -208,7 +218,9 @@ def test_a_model_is_copied_once_and_again_if_it_is_incomplete(model: Path, tmp_p
 
 @pytest.mark.parametrize("changed", ["source", "copy"])
 @pytest.mark.parametrize("keeps_time", [False, True])
-def test_a_change_that_keeps_the_size_is_copied_again(changed: str, keeps_time: bool, model: Path, tmp_path: Path) -> None:
+def test_a_change_that_keeps_the_size_is_copied_again(
+    changed: str, keeps_time: bool, model: Path, tmp_path: Path
+) -> None:
     """Other weights of the same model have equal names and sizes. `rsync --times` and `cp -p` also keep the times."""
     target = tmp_path / "disk" / "copy"
     assert stage(model, target).returncode == 0
@@ -237,7 +249,9 @@ def test_a_full_check_detects_bytes_that_changed_silently(model: Path, tmp_path:
         check=True,
     )
     record.write_text(f"{record.read_text().split()[0]} {shown.stdout.strip()}\n")  # simulates a failing disk
-    assert stage(model, target).returncode == 0 and (target / "a").read_text() == "WEIGHTS", "a quick check cannot detect it"
+    assert stage(model, target).returncode == 0 and (target / "a").read_text() == "WEIGHTS", (
+        "a quick check cannot detect it"
+    )
     assert stage(model, target, STAGE_CHECK="full").returncode == 0 and texts(target) == texts(model)
 
 
@@ -246,7 +260,9 @@ SLOW_COPY = '#!/bin/sh\n/bin/cp "$@" || exit\necho copied >> {log}\nwhile [ -e {
 
 @pytest.fixture
 def slow_copies(tmp_path: Path) -> tuple[dict[str, str], Path, Path]:
-    """Return an environment whose `cp` copies, then waits until a gate file is gone; the gate; a log with a line per copy."""
+    """Return an environment whose `cp` copies, then waits until a gate file is gone; the gate; a log with a line per
+    copy.
+    """
     (tmp_path / "bin").mkdir()
     gate, log = tmp_path / "gate", tmp_path / "log"
     gate.touch()
@@ -381,7 +397,9 @@ def test_a_disk_too_small_for_the_model_is_reported_with_its_node(tmp_path: Path
     try:
         command = ["bash", str(ROOT / "slurm" / "stage.sh"), str(tmp_path / "model"), str(disk / "copy")]
         result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SLURMD_NODENAME": "n3"})
-        assert result.returncode == 1 and result.stderr.startswith(f"node n3: {disk} has ") and "free it" in result.stderr
+        assert (
+            result.returncode == 1 and result.stderr.startswith(f"node n3: {disk} has ") and "free it" in result.stderr
+        )
         assert [path.name for path in disk.iterdir()] == ["copy.lock"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -1,4 +1,5 @@
-"""Tests of Transformer Engine on emulated kernels. A plain pytest process collects test_processes.py and test_whole_steps.py.
+"""Tests of Transformer Engine on emulated kernels. A plain pytest process collects test_processes.py and
+test_whole_steps.py.
 
 test_processes.py starts processes that run the other files and tests/gpu. test_whole_steps.py starts training runs."""
 
@@ -24,7 +25,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def only_member() -> Iterator[None]:
-    """Yield in a process group with this process as its only member: the session's group, or a new one for this test."""
+    """Yield in a process group with this process as its only member: the session's group, or a new one for this
+    test.
+    """
     if dist.is_initialized():
         yield
         return

@@ -3,9 +3,10 @@
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/curves.py OUT
         [--recipes bf16 tensorwise delayed blockwise] [--seeds 0 1] [--steps 50] [--per-step 16] [--minutes N]
 
-Each run of a recipe and a seed writes a file in OUT when it ends; a run whose file exists is skipped. No run starts after
---minutes. One thread. OUT/curves.json has all losses with a table, OUT/curves.png the plot. The seed determines weights and
-demonstrations, so runs of one seed differ only in precision. The casts have the bits of the real kernels, the sums do not.
+Each run of a recipe and a seed writes a file in OUT when it ends; a run whose file exists is skipped. No run starts
+after --minutes. One thread. OUT/curves.json has all losses with a table, OUT/curves.png the plot. The seed determines
+weights and demonstrations, so runs of one seed differ only in precision. The casts have the bits of the real kernels,
+the sums do not.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--recipes", nargs="+", choices=VARIANTS, default=["bf16", "tensorwise", "delayed", "blockwise"])
+    parser.add_argument(
+        "--recipes", nargs="+", choices=VARIANTS, default=["bf16", "tensorwise", "delayed", "blockwise"]
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--per-step", type=int, default=16)
@@ -85,7 +88,9 @@ def run(options: argparse.Namespace, device: Any, name: str, seed: int) -> None:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return per recipe the mean loss of the last steps over seeds, its spread, and each seed's difference from bf16."""
+    """Return per recipe the mean loss of the last steps over seeds, its spread, and each seed's difference from
+    bf16.
+    """
     ends: dict[str, dict[int, float]] = {}
     for one in runs:
         ends.setdefault(one["recipe"], {})[one["seed"]] = statistics.mean(one["losses"][-LAST:])
@@ -115,7 +120,9 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     names = [name for name in VARIANTS if any(r["recipe"] == name for r in runs)]
     for number, name in enumerate(names):
         for index, one in enumerate(r for r in runs if r["recipe"] == name):
-            axes.plot(range(1, len(one["losses"]) + 1), one["losses"], color=f"C{number}", lw=1, label=None if index else name)
+            axes.plot(
+                range(1, len(one["losses"]) + 1), one["losses"], color=f"C{number}", lw=1, label=None if index else name
+            )
     axes.set(xlabel="optimizer step", ylabel="nats per token", yscale="log", title=NOTE)
     axes.legend()
     figure.tight_layout()

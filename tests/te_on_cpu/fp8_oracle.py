@@ -56,7 +56,9 @@ def to_fp32(values: Float) -> Float:
         return values.astype(np.float32).astype(np.float64)
 
 
-def scale_of(amax: float, form: Format, *, pow_2: bool = False, at_infinity: float = float(np.finfo(np.float32).max)) -> float:
+def scale_of(
+    amax: float, form: Format, *, pow_2: bool = False, at_infinity: float = float(np.finfo(np.float32).max)
+) -> float:
     """Return the float32 scale for a largest magnitude; 1 for zero, infinity and NaN."""
     if amax == 0 or not np.isfinite(amax):
         return 1.0

@@ -1,11 +1,12 @@
-"""Run one rank with Transformer Engine's layers on fake tensors: its real Python over an extension that only makes shapes.
+"""Run one rank with Transformer Engine's layers on fake tensors: its real Python over an extension that only makes
+shapes.
 
     python -m tests.te_on_cpu.emulated_te.run 2.11.0 tests/te_on_cpu/rehearse.py < REQUESTS
 
-Reads requests of grpo_mega.megatron.rehearsal, one JSON object per line, and prints the same answers plus `saved`: the tensors
-that autograd holds after the forward passes, as [shape, dtype, bytes, count], the largest total first. FP8 copies of the
-weights are not counted, because they stay between passes and the plan counts them separately. Run it in a separate process.
-Settings that affect saved tensors are the settings of a GPU.
+Reads requests of grpo_mega.megatron.rehearsal, one JSON object per line, and prints the same answers plus `saved`: the
+tensors that autograd holds after the forward passes, as [shape, dtype, bytes, count], the largest total first. FP8
+copies of the weights are not counted, because they stay between passes and the plan counts them separately. Run it in a
+separate process. Settings that affect saved tensors are the settings of a GPU.
 """
 
 from __future__ import annotations
@@ -68,11 +69,15 @@ def inner(tensor: Any) -> list[Tensor]:
 
 
 def attend(*args: Any, **kwargs: Any) -> list[Any]:
-    """Return the outputs of fused attention's forward as shapes: in training also fp32 softmax statistics by token and head."""
+    """Return the outputs of fused attention's forward as shapes: in training also fp32 softmax statistics by token and
+    head.
+    """
     is_training, q, v = args[2], args[13], args[15]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return (
-        [out, q.new_empty(*q.shape[:-1], 1, dtype=torch.float32), torch.empty(2, dtype=torch.int64)] if is_training else [out]
+        [out, q.new_empty(*q.shape[:-1], 1, dtype=torch.float32), torch.empty(2, dtype=torch.int64)]
+        if is_training
+        else [out]
     )
 
 

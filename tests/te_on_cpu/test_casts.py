@@ -46,7 +46,11 @@ def test_the_oracles_formats_are_those_of_the_standard() -> None:
     """Compare with table 1 of the OCP 8-bit floating point specification."""
     for name, smallest, smallest_normal in (("e4m3", 2**-9, 2**-6), ("e5m2", 2**-16, 2**-14)):
         form = oracle.FORMATS[name]
-        assert form.magnitudes[1] == smallest and smallest_normal in form.magnitudes and form.magnitudes[-1] == form.largest
+        assert (
+            form.magnitudes[1] == smallest
+            and smallest_normal in form.magnitudes
+            and form.magnitudes[-1] == form.largest
+        )
         assert (np.diff(form.magnitudes) > 0).all() and len(form.magnitudes) == (127 if name == "e4m3" else 124)
         bits = np.arange(len(form.magnitudes), dtype=np.uint8)
         assert (form.encode(form.decode(bits)) == bits).all()
@@ -55,7 +59,9 @@ def test_the_oracles_formats_are_those_of_the_standard() -> None:
 @pytest.mark.parametrize("form", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 3.7e-3, 448 / 3.0, 2.0**-40, 1.1e30])
 def test_a_cast_with_a_given_scale_has_the_oracles_bits(form: str, scale: float) -> None:
-    """Cast every finite bf16 number and random fp32 numbers. The transposed copy has the same bits; the maximum is recorded."""
+    """Cast every finite bf16 number and random fp32 numbers. The transposed copy has the same bits; the maximum is
+    recorded.
+    """
     for values in (every_bf16(), ragged(48, 160, torch.float32, magnitude=1e3)):
         scales, amax = torch.tensor([scale]), torch.zeros(1)
         quantised = Float8Quantizer(scales, amax, DTYPES[form])(values)
@@ -89,7 +95,9 @@ def test_zeros_and_infinities_are_scaled_by_one() -> None:
 
 @pytest.mark.parametrize(("history", "algorithm", "margin"), [(1, "max", 0), (3, "max", 0), (4, "most_recent", 1)])
 def test_delayed_scales_follow_the_history_of_maxima(history: int, algorithm: str, margin: int) -> None:
-    """The first step is cast with a scale of 1, each later step with largest / 2^margin / the maximum of the history."""
+    """The first step is cast with a scale of 1, each later step with largest / 2^margin / the maximum of the
+    history.
+    """
     recipe = DelayedScaling(amax_history_len=history, amax_compute_algo=algorithm, margin=margin)
     layer = te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
     maxima: list[float] = []
@@ -109,7 +117,9 @@ def test_delayed_scales_follow_the_history_of_maxima(history: int, algorithm: st
 @pytest.mark.parametrize("magnitude", [1e-38, 0.02, 1e30])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_blocks_have_the_oracles_scales_and_bits(dim: int, magnitude: float, pow_2: bool) -> None:
-    """[140, 272] is no multiple of 128. Scales are padded to a multiple of 4; scales of 1 x 128 blocks have rows last."""
+    """[140, 272] is no multiple of 128. Scales are padded to a multiple of 4; scales of 1 x 128 blocks have rows
+    last.
+    """
     for form, dtype in itertools.product(DTYPES, (torch.bfloat16, torch.float32)):
         values = ragged(140, 272, dtype, magnitude)
         quantizer = Float8BlockQuantizer(
@@ -136,7 +146,9 @@ def test_blocks_stand_for_the_numbers_that_transformer_engine_reads(dim: int) ->
     form, limits = oracle.FORMATS["e4m3"], {"pow_2": True, "at_infinity": float(torch.finfo(torch.bfloat16).max)}
     bits, inverses = oracle.quantise_blocks(exact(values), form, 128 if dim == 2 else 1, 128, **limits)
     spread = inverses.repeat(128 if dim == 2 else 1, 0)[:160].repeat(128, 1)[:, :272]
-    assert (exact(quantizer(values).dequantize(dtype=torch.float32)) == oracle.to_fp32(form.decode(bits) * spread)).all()
+    assert (
+        exact(quantizer(values).dequantize(dtype=torch.float32)) == oracle.to_fp32(form.decode(bits) * spread)
+    ).all()
 
 
 def test_shards_of_a_matrix_cast_with_common_scales_make_the_whole() -> None:
@@ -151,8 +163,12 @@ def test_shards_of_a_matrix_cast_with_common_scales_make_the_whole() -> None:
         tex.fp8_block_scaling_compute_partial_amax(flat[start:end], part, 200, 144, start, 128)
         amax = torch.maximum(amax, part)
     scale, scale_inv = torch.zeros(2, 2), torch.zeros(2, 2)
-    tex.multi_tensor_compute_scale_and_scale_inv(65536, torch.zeros(1), [[amax], [scale], [scale_inv]], 448.0, False, 0.0)
+    tex.multi_tensor_compute_scale_and_scale_inv(
+        65536, torch.zeros(1), [[amax], [scale], [scale_inv]], 448.0, False, 0.0
+    )
     assert (exact(scale_inv) == inverses).all()
     for start, end in itertools.pairwise(cuts):
-        tex.fp8_block_scaling_partial_cast(flat[start:end], out[start:end], scale, 200, 144, start, 128, tex.DType.kFloat8E4M3)
+        tex.fp8_block_scaling_partial_cast(
+            flat[start:end], out[start:end], scale, 200, 144, start, 128, tex.DType.kFloat8E4M3
+        )
     assert (out.view(200, 144).numpy() == bits).all()

@@ -1,7 +1,7 @@
 """Transformer Engine's context parallelism over packed sequences: rows of a rank, their positions, and attention.
 
-Attention over ranks is compared with attention in fp64. Sequences have odd numbers of tokens per chunk and at least one.
-Heads are grouped. Each rank compares its rows.
+Attention over ranks is compared with attention in fp64. Sequences have odd numbers of tokens per chunk and at least
+one. Heads are grouped. Each rank compares its rows.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ def test_rows_of_a_rank_rotate_by_their_positions_in_the_whole_sequence(rank: in
     expected = apply_rotary_pos_emb(whole, freqs, tensor_format="thd", fused=True, cu_seqlens=CU)[rows_of(rank)]
     for is_fused in (True, False):
         x = whole[rows_of(rank)].requires_grad_()
-        found = apply_rotary_pos_emb(x, freqs, tensor_format="thd", fused=is_fused, cu_seqlens=CU, cp_size=3, cp_rank=rank)
+        found = apply_rotary_pos_emb(
+            x, freqs, tensor_format="thd", fused=is_fused, cu_seqlens=CU, cp_size=3, cp_rank=rank
+        )
         assert (found - expected).abs().max() < 1e-5
         found.backward(expected)  # the transpose of a rotation undoes it
         assert x.grad is not None and (x.grad - x).abs().max() < 1e-5
 
 
 HEADS, KV_HEADS, DIM = 8, 4, 24
-# Relative errors in bf16. p2p rounds output and gradients at each addition: measured 2.9e-3 and 3.7e-3, and 2.4e-3 with a2a.
+# Relative errors in bf16. p2p rounds output and gradients at each addition: measured 2.9e-3 and 3.7e-3, and 2.4e-3 with
+# a2a.
 TOLERANCES = {("p2p", 2): 3e-3, ("p2p", 4): 4e-3, ("a2a", 2): 3e-3, ("a2a", 4): 3e-3}
 HAS_A2A = Version(transformer_engine.__version__) >= Version(version_text(PACKED_A2A))
 SUPPORTED = [pair for pair in TOLERANCES if HAS_A2A or pair[0] != "a2a"]
@@ -75,7 +78,9 @@ def attend(cp: int, kind: str) -> list[tuple[Tensor, Tensor]]:
     lengths = [2 * cp * n for n in (1, 7, 3, 11)]
     cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     random = torch.Generator().manual_seed(cp)
-    numbers = [torch.randn(int(cu[-1]), n, DIM, generator=random).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    numbers = [
+        torch.randn(int(cu[-1]), n, DIM, generator=random).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
     chunks = [(a, c) for a, b in pairwise(cu.tolist()) for c in chunks_of(b - a, cp, members.index(dist.get_rank()))]
     mine = torch.cat([torch.arange(a + c.start, a + c.stop) for a, c in chunks])
     *parts, upstream = (x[mine] for x in numbers)
@@ -120,10 +125,14 @@ def test_attention_over_ranks_is_that_of_fp64(rank: int, folder: Path, kind: str
 
 @ranks(4, command=emulated)
 @pytest.mark.parametrize(("kind", "cp"), REFUSED)
-def test_transformer_engine_refuses_what_layout_cp_comm_type_refuses(rank: int, folder: Path, kind: str, cp: int) -> None:
+def test_transformer_engine_refuses_what_layout_cp_comm_type_refuses(
+    rank: int, folder: Path, kind: str, cp: int
+) -> None:
     try:
         attend(cp, kind)
     except AssertionError as error:
         assert "not supported" in str(error), error
     else:
-        raise ValueError(f"Transformer Engine {transformer_engine.__version__} takes {kind}: allow it in layout.cp_comm_type")
+        raise ValueError(
+            f"Transformer Engine {transformer_engine.__version__} takes {kind}: allow it in layout.cp_comm_type"
+        )

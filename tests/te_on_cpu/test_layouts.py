@@ -1,7 +1,8 @@
 """Transformer Engine's layers in every kind of parallelism, in bf16 and every FP8 recipe.
 
-As in `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on one rank. Only rounding
-may differ: a layout splits tensors differently, so FP8 rounds differently, by as much as FP8 differs from bf16.
+As in `grpo-mega check`: the same samples, log-probs and three optimizer steps in every layout and on one rank. Only
+rounding may differ: a layout splits tensors differently, so FP8 rounds differently, by as much as FP8 differs from
+bf16.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ CASES = (
     ("qwen3", "delayed", "pp=2,vpp=2,dp=2"),
     *(("qwen3", recipe, "cp=2") for recipe in ("bf16", "tensorwise")),
     *(("qwen3", recipe, "cp=2,cp_comm_type=a2a model.recompute=full") for recipe in ("bf16", "delayed")),
-    *(("qwen3", recipe, "cp=2,tp=2,sequence_parallel=true model.recompute=selective") for recipe in ("bf16", "blockwise")),
+    *(
+        ("qwen3", recipe, "cp=2,tp=2,sequence_parallel=true model.recompute=selective")
+        for recipe in ("bf16", "blockwise")
+    ),
     *(("qwen3_moe", recipe, "ep=2") for recipe in RECIPES),
     ("qwen3_moe", "grouped", "ep=2"),
     ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
@@ -114,7 +118,9 @@ def config_of(folder: Path, family: str, recipe: str, text: str) -> Config:
         "rollout": {"max_response_length": 24},
         "algorithm": {"group_size": 4, "kl_beta": 0.02},
         "batch": {"prompts_per_step": 4, "epochs": checks.UPDATES, "tokens_per_micro_batch": 256},
-        "optimizer": {"lr": 3e-5},  # few tokens are clipped; at a larger rate the few unclipped tokens decide the gradient
+        "optimizer": {
+            "lr": 3e-5
+        },  # few tokens are clipped; at a larger rate the few unclipped tokens decide the gradient
         "precision": {} if recipe in ("bf16", "grouped") else precision_of(recipe),
     }
     for override in overrides:
@@ -135,14 +141,19 @@ def parameters(cases: Sequence[tuple[str, ...]]) -> list[Any]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Run the cases of the selected tests, in one launch of ranks per world size."""
-    items: list[Any] = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    items: list[Any] = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
     chosen = {tuple(item.callspec.params.values()) for item in items}
     folder = tmp_path_factory.mktemp("layouts")
     rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(4)]
     (folder / "unused.jsonl").write_text("\n".join(rows) + "\n")
     for family in FAMILIES:
         make_inputs(folder, family)
-    updates = [*((family, recipe, "tp=1") for family in FAMILIES for recipe in RECIPES), *(c for c in CASES if c in chosen)]
+    updates = [
+        *((family, recipe, "tp=1") for family in FAMILIES for recipe in RECIPES),
+        *(c for c in CASES if c in chosen),
+    ]
     passes = [*((recipe, "tp=1") for recipe in RECIPES), *(case for case in PASSES if case in chosen)]
     cases: list[Case | LogitsCase] = [Case(" ".join(key), config_of(folder, *key)) for key in updates]
     for case in cases:
@@ -177,9 +188,10 @@ def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, r
     """Two roundings of the same numbers differ by up to twice the error of each. Pipeline stages round alike.
 
     An expert-parallel rank gives an expert the tokens of two micro-batches at once, so one scale per tensor rounds them
-    differently, and in later layers 4 or 5 of 275 tokens select another expert. This moves the gradient norm of tensorwise FP8
-    by 0.3%, 0.3% and 1.7% in the three updates; tensorwise FP8 differs from bf16 by 2.5%. At a learning rate of 1e-4 82% of the
-    tokens are clipped in the third update, and the few remaining tokens decide its gradient norm: it then differed by 107%.
+    differently, and in later layers 4 or 5 of 275 tokens select another expert. This moves the gradient norm of
+    tensorwise FP8 by 0.3%, 0.3% and 1.7% in the three updates; tensorwise FP8 differs from bf16 by 2.5%. At a learning
+    rate of 1e-4 82% of the tokens are clipped in the third update, and the few remaining tokens decide its gradient
+    norm: it then differed by 107%.
     """
     one_rank = found.outcomes[family, "bf16" if recipe == "grouped" else recipe, "tp=1"]
     difference = asdict(compare_outcomes(layout, found.outcomes[family, recipe, layout], one_rank))
@@ -196,26 +208,32 @@ def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, r
 def test_the_updates_compared_are_real_ones(found: Found, family: str) -> None:
     for recipe in RECIPES:
         first, *_, last = found.outcomes[family, recipe, "tp=1"].updates
-        assert first["grad_norm"] > 0.01 and last["grad_norm"] > 0.01 and last["ratio/max"] > 1.02, (recipe, first, last)
+        assert first["grad_norm"] > 0.01 and last["grad_norm"] > 0.01 and last["ratio/max"] > 1.02, (
+            recipe,
+            first,
+            last,
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_recipe_was_in_use_and_near_to_bf16(found: Found, family: str) -> None:
     """Compare the log-prob of the worst token, relative to the mean of all tokens."""
     for recipe, other in itertools.combinations(RECIPES, 2):
-        difference = compare_outcomes(recipe, found.outcomes[family, recipe, "tp=1"], found.outcomes[family, other, "tp=1"])
+        difference = compare_outcomes(
+            recipe, found.outcomes[family, recipe, "tp=1"], found.outcomes[family, other, "tp=1"]
+        )
         print(difference)
         assert 1e-3 < difference.logprobs < 0.3, (recipe, other, difference)
 
 
 @pytest.mark.parametrize(("family", "recipe", "layout"), parameters([case for case in CASES if "cp=" in case[2]]))
 def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: str, recipe: str, layout: str) -> None:
-    """Compare the L2 norm of log-probs, the loss of each update, and the gradient norm of the first update. Gradient norms of
-    later updates depend on the tokens that earlier updates clipped.
+    """Compare the L2 norm of log-probs, the loss of each update, and the gradient norm of the first update. Gradient
+    norms of later updates depend on the tokens that earlier updates clipped.
 
-    Over four models (seeds 3 to 6) in bf16: log-probs 1.4e-3 to 1.8e-3 with p2p (2.0e-3 with tp=2), at most 1.6e-4 with a2a;
-    loss 1.7e-3, gradient norm 0.7e-3. In FP8, attention rounds differently and this changes scales: log-probs 1.6e-2 to 2.3e-2,
-    which is the distance of FP8 from bf16 (2.0e-2 to 2.2e-2), gradient norm 1.4e-2.
+    Over four models (seeds 3 to 6) in bf16: log-probs 1.4e-3 to 1.8e-3 with p2p (2.0e-3 with tp=2), at most 1.6e-4 with
+    a2a; loss 1.7e-3, gradient norm 0.7e-3. In FP8, attention rounds differently and this changes scales: log-probs
+    1.6e-2 to 2.3e-2, which is the distance of FP8 from bf16 (2.0e-2 to 2.2e-2), gradient norm 1.4e-2.
     """
     one_rank, ranks = found.outcomes[family, recipe, "tp=1"], found.outcomes[family, recipe, layout]
     logprobs, own = distance(ranks, one_rank), distance(one_rank, found.outcomes[family, "bf16", "tp=1"])
@@ -231,7 +249,8 @@ def test_context_parallel_ranks_give_the_numbers_of_one(found: Found, family: st
 def test_context_parallel_ranks_are_as_near_to_transformers_as_one(found: Found, recipe: str, layout: str) -> None:
     """Compare the worst logit, and the mean over tensors of the worst gradient element, with fp64.
 
-    Over four models (seeds 3 to 6) logit errors were 0.83 to 1.23 times the errors of one rank, gradient errors 0.95 to 1.14.
+    Over four models (seeds 3 to 6) logit errors were 0.83 to 1.23 times the errors of one rank, gradient errors 0.95 to
+    1.14.
     """
     (own_logits, own), (logits, gradients) = (mean_differences(found.passes[recipe, text]) for text in ("tp=1", layout))
     print(recipe, layout, logits / own_logits, gradients / own)

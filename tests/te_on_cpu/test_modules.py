@@ -97,7 +97,9 @@ def test_a_module_gives_the_output_and_gradients_of_plain_torch(name: str, dtype
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_a_module_in_fp8_errs_by_the_rounding_of_fp8(name: str, recipe: str) -> None:
-    """e4m3 has 3 mantissa bits: an operand errs by at most 2^-4, on average about half of it. e5m2 gradients err twice that."""
+    """e4m3 has 3 mantissa bits: an operand errs by at most 2^-4, on average about half of it. e5m2 gradients err twice
+    that.
+    """
     module = made(name, torch.bfloat16)
 
     def forward(x: Tensor) -> Tensor:
@@ -128,13 +130,20 @@ def test_attention_of_packed_sequences_is_that_of_each_alone(num_kv_heads: int, 
     )
     upstream = torch.randn(64, heads * dim, generator=random, dtype=torch.float64).to(dtype)
     attention = te.DotProductAttention(
-        heads, dim, num_gqa_groups=num_kv_heads, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+        heads,
+        dim,
+        num_gqa_groups=num_kv_heads,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
     )
     out = attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=46, max_seqlen_kv=46)
     out.backward(upstream)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     alone = [
-        F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in parts), is_causal=True, enable_gqa=True)[0]
+        F.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in parts), is_causal=True, enable_gqa=True
+        )[0]
         for parts in zip(*(t.split(lengths) for t in exact), strict=True)
     ]
     expected = torch.cat([part.transpose(0, 1).reshape(-1, heads * dim) for part in alone])
@@ -147,7 +156,9 @@ def test_attention_of_packed_sequences_is_that_of_each_alone(num_kv_heads: int, 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 def test_rotary_positions_turn_pairs_of_halves(form: str) -> None:
-    """Compare with complex multiplication. The last 6 of 22 values do not rotate. Each packed sequence starts at position 0."""
+    """Compare with complex multiplication. The last 6 of 22 values do not rotate. Each packed sequence starts at
+    position 0.
+    """
     dim, turned, lengths = 22, 16, (5, 1, 9)
     angles = torch.outer(torch.arange(12).float(), 10_000 ** (-torch.arange(0, turned, 2) / turned))
     freqs = torch.cat((angles, angles), -1)[:, None, None]

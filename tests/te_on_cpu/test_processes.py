@@ -1,7 +1,7 @@
 """Run the tests that need Transformer Engine's emulated kernels, each set in a separate process, and show the failures.
 
-Only these processes have TE's wheel on their path. The default version runs all tests; other versions run the tests that depend
-most on TE.
+Only these processes have TE's wheel on their path. The default version runs all tests; other versions run the tests
+that depend most on TE.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> No
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
     environment = os.environ | {"PYTHONPATH": str(launcher.wheel(launcher.DEFAULT))}
-    bare = subprocess.run([sys.executable, "-c", "import megatron.core"], env=environment, capture_output=True, text=True)
+    bare = subprocess.run(
+        [sys.executable, "-c", "import megatron.core"], env=environment, capture_output=True, text=True
+    )
     assert bare.returncode != 0 and "empty `transformer-engine` meta package" in bare.stderr
 
 

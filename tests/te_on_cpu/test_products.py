@@ -56,7 +56,9 @@ def test_plain_products_round_once(layout: str) -> None:
 @pytest.mark.parametrize("kinds", ["tensorwise", "2d 1d", "1d 2d", "1d 1d"])
 @pytest.mark.parametrize("layout", SHAPES)
 def test_fp8_products_are_those_of_the_numbers_that_the_bits_stand_for(layout: str, kinds: str) -> None:
-    """Products read the row-wise or the transposed copy. With 1 x 128 blocks the two copies encode different numbers."""
+    """Products read the row-wise or the transposed copy. With 1 x 128 blocks the two copies encode different
+    numbers.
+    """
     a, b = operands(layout, 48, 176, 272, torch.bfloat16)
     if kinds == "tensorwise":
         a8, b8 = tensorwise()(a), tensorwise()(b)
@@ -90,7 +92,9 @@ def test_leading_dimensions_of_fp8_must_be_multiples_of_16() -> None:
         with pytest.raises(RuntimeError, match=r"Leading dimension requirement on A for FP8 GEMM\. Caller must pad"):
             general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="NT")
     a, b = operands("TN", 24, 64, 48, torch.bfloat16)
-    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")  # in the forward pass it need not be a multiple
+    general_gemm(
+        tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN"
+    )  # in the forward pass it need not be a multiple
 
 
 def test_blocks_need_16_inside_and_8_outside() -> None:

@@ -1,8 +1,8 @@
 """The quickstart's recipe in FP8 with a real SGLang server through whole steps: sampling, update, verified sync, guard.
 
-Two runs start at once, with models that are bit-identical in bf16. In the second model the middle layers have an outlier: one
-channel of the norm before the MLP is 2**SHIFT times larger, and the weights that read it are 2**-SHIFT times smaller. FP8 has
-one scale per tensor, which must fit this channel, so it loses every other channel.
+Two runs start at once, with models that are bit-identical in bf16. In the second model the middle layers have an
+outlier: one channel of the norm before the MLP is 2**SHIFT times larger, and the weights that read it are 2**-SHIFT
+times smaller. FP8 has one scale per tensor, which must fit this channel, so it loses every other channel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, 
 MIDDLE, CHANNEL, SHIFT = (1, 2), 5, 17  # middle of 4 layers, outlier channel, log2 of its factor
 WARN = 0.15  # nats per token; above FP8's mismatch without the outlier, below its mismatch with the outlier
 PRECISION = {"fp8": "hybrid", "guard": {"fall_back": True, "layers": 1, "steps": 1}}
-# The weights that read the outlier are small, but an Adam step is not: at the quickstart's rate one step would ruin the model.
-SETTINGS: dict[str, dict[str, Any]] = {"plain": {"steps": 2}, "outlier": {"steps": 4, "changes": {"optimizer.lr": 1e-6}}}
+# The weights that read the outlier are small, but an Adam step is not: at the quickstart's rate one step would ruin the
+# model.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"steps": 2},
+    "outlier": {"steps": 4, "changes": {"optimizer.lr": 1e-6}},
+}
 
 
 def make_policy(*, has_outlier: bool) -> torch.nn.Module:

@@ -1,9 +1,11 @@
-"""Runs of the quickstart's recipe on emulated kernels with a real SGLang server, to measure the mismatch of each FP8 recipe.
+"""Runs of the quickstart's recipe on emulated kernels with a real SGLang server, to measure the mismatch of each FP8
+recipe.
 
     python -m tests.te_on_cpu.whole_steps OUT [--steps 3]
 
-For each recipe, run a bf16 server and a server with FP8 block weights: STEPS steps of a random model, at a learning rate too
-small to change a response. Prints one JSON row per run: mismatch/k3, the mean over the steps, in nats per token.
+For each recipe, run a bf16 server and a server with FP8 block weights: STEPS steps of a random model, at a learning
+rate too small to change a response. Prints one JSON row per run: mismatch/k3, the mean over the steps, in nats per
+token.
 """
 
 from __future__ import annotations
@@ -79,7 +81,11 @@ def write_inputs(folder: Path, model: torch.nn.Module, changes: Mapping[str, Any
     rows = [{"prompt": f"{i}+{i + 3}=?", "answer": str(2 * i + 3)} for i in range(10, 40)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = yaml.safe_load((launcher.ROOT / "examples" / "quickstart.yaml").read_text())
-    own = {"run_dir": str(folder / "run"), "model.path": str(folder / "model"), "data.train": str(folder / "train.jsonl")}
+    own = {
+        "run_dir": str(folder / "run"),
+        "model.path": str(folder / "model"),
+        "data.train": str(folder / "train.jsonl"),
+    }
     for key, value in {**changes, **own}.items():
         section, _, name = key.rpartition(".")
         (config.setdefault(section, {}) if section else config)[name] = value
@@ -103,7 +109,11 @@ def main() -> None:
     for recipe in RECIPES:
         started = {}
         for server, quantization in SERVERS.items():
-            changes = {"precision": precision_of(recipe), "rollout.quantization": quantization, "rollout.mismatch_stop": None}
+            changes = {
+                "precision": precision_of(recipe),
+                "rollout.quantization": quantization,
+                "rollout.mismatch_stop": None,
+            }
             folder = options.out / f"{recipe or 'bf16'}-{server}"
             folder.mkdir(parents=True)
             started[server] = start(folder, model, options.steps, changes | {"optimizer.lr": 1e-7})

@@ -112,7 +112,9 @@ def test_only_linear_layers_of_attention_and_mlp_are_quantized(model_type: str) 
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
     latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
     attention = latent | {"q_proj", "o_proj"} if "deepseek" in model_type else {f"{x}_proj" for x in "qkvo"}
-    assert ends == attention | ({"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"})
+    assert ends == attention | (
+        {"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"}
+    )
     assert all(name.endswith(".weight") for name in found)
 
 
@@ -135,8 +137,10 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             2,
             1,
             "sglang",
-            "layout.tp=2 cuts model.layers.{i}.mlp.gate_proj.weight at row 14784 of 29568 (blocks of 128: 231), inside a block "
-            "of rollout.quantization='fp8'; use layout.tp=1, or leave rollout.quantization out",
+            (
+                "layout.tp=2 cuts model.layers.{i}.mlp.gate_proj.weight at row 14784 of 29568 (blocks of 128: 231),"
+                " inside a block of rollout.quantization='fp8'; use layout.tp=1, or leave rollout.quantization out"
+            ),
         ),
         (
             QWEN_72B,
@@ -150,15 +154,20 @@ def test_layouts_that_cut_between_blocks_are_taken() -> None:
             1,
             1,
             "embedded",
-            "layout.tp=1 cuts model.layers.{i}.self_attn.q_proj.weight at row 448 of 896 (blocks of 128: 7), inside a block of "
-            "rollout.quantization='fp8'; leave rollout.quantization out",
+            (
+                "layout.tp=1 cuts model.layers.{i}.self_attn.q_proj.weight at row 448 of 896 (blocks of 128: 7), inside"
+                " a block of rollout.quantization='fp8'; leave rollout.quantization out"
+            ),
         ),
         (
             replace(LLAMA_70B, ffn=300),
             1,
             1,
             "sglang",
-            "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight starts at row 300, inside a block",
+            (
+                "rollout.tp=1 cuts fused layers so that model.layers.{i}.mlp.up_proj.weight starts at row 300, inside a"
+                " block"
+            ),
         ),
     ],
 )
@@ -189,7 +198,9 @@ def test_refused_layouts_cannot_be_planned_either(shape: ModelShape) -> None:
         ("float32", (9, 0), "needs rollout.dtype=bfloat16"),
     ],
 )
-def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(dtype: str, capability: tuple[int, int], message: str) -> None:
+def test_a_server_on_a_gpu_that_cannot_hold_blocks_is_refused(
+    dtype: str, capability: tuple[int, int], message: str
+) -> None:
     rollout = RolloutConfig(engine="sglang", quantization="fp8")
     with pytest.raises(ConfigError, match=message):
         raise_all(served_card_problems(rollout, dtype, capability, "A100"))

@@ -77,7 +77,8 @@ def test_swapped_words_that_differ_in_one_bit_are_noticed(exponent: int) -> None
     bit = 1 << exponent if exponent < 63 else -(1 << 63)
     words = torch.tensor([5, 5 ^ bit, 7, 5 ^ bit, 5])
     sums = {
-        checksum(words[list(order)]).item() for order in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (1, 0, 2, 4, 3), (0, 1, 2, 4, 3))
+        checksum(words[list(order)]).item()
+        for order in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (1, 0, 2, 4, 3), (0, 1, 2, 4, 3))
     }
     assert len(sums) == 4
 
@@ -97,7 +98,9 @@ def test_length_counts_and_shape_strides_and_place_in_memory_do_not() -> None:
     assert checksum(torch.nn.Parameter(values)) == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 3)])
 def test_any_dtype_and_shape_has_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(dtype)

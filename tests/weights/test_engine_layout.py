@@ -109,7 +109,9 @@ def sglang_model(tensors: Tensors, shape: ModelShape, tp: int, ep: int = 1) -> l
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tp", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 4), (4, 8), (2, 8), (8, 1)])
 @pytest.mark.parametrize("family_name", [*DENSE, *MIXTURES])
-def test_every_parameter_of_a_server_is_cut_as_sglang_cuts_it(family_name: str, tp: int, num_kv_heads: int, tied: bool) -> None:
+def test_every_parameter_of_a_server_is_cut_as_sglang_cuts_it(
+    family_name: str, tp: int, num_kv_heads: int, tied: bool
+) -> None:
     family = family_of(family_name)
     shape = shape_of(family_name, num_kv_heads=num_kv_heads, tied=tied)
     tensors = numbered(family, shape)
@@ -135,7 +137,9 @@ def together(tensors: Tensors) -> Tensors:
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 @pytest.mark.parametrize(("family_name", "q_lora"), [*((name, 0) for name in MIXTURES), ("deepseek_v3", 5)])
-def test_the_experts_of_a_server_are_spread_over_ranks_and_then_cut(family_name: str, q_lora: int, tp: int, ep: int) -> None:
+def test_the_experts_of_a_server_are_spread_over_ranks_and_then_cut(
+    family_name: str, q_lora: int, tp: int, ep: int
+) -> None:
     family, shape = family_of(family_name), shape_of(family_name, num_kv_heads=2, q_lora=q_lora)
     tensors = numbered(family, shape)
     assert not list(engine_layout_problems(shape, tp, ep))
@@ -183,7 +187,9 @@ def test_the_vocabulary_is_padded_to_64_or_if_needed_to_64_per_rank(vocab: int, 
         ({"num_experts": 2, "moe_ffn": 6}, 4, "^tp=4 does not divide the model's 6 rows of an expert; use 1, 2$"),
     ],
 )
-def test_a_size_that_does_not_fit_is_refused_with_sizes_that_fit(changes: dict[str, int], tp: int, message: str) -> None:
+def test_a_size_that_does_not_fit_is_refused_with_sizes_that_fit(
+    changes: dict[str, int], tp: int, message: str
+) -> None:
     [problem] = engine_layout_problems(replace(shape_of("llama", num_kv_heads=2), **changes), tp)
     assert re.search(message, problem)
 
@@ -244,7 +250,11 @@ def test_a_trainer_rank_holds_a_run_of_the_experts_and_the_whole_router() -> Non
         (4, 0),
         (0, 0),
     )
-    assert (up.box.tensor, up.box.start, up.offset) == ("model.layers.1.block_sparse_moe.experts.3.w3.weight", (4, 0), (4, 0))
+    assert (up.box.tensor, up.box.start, up.offset) == (
+        "model.layers.1.block_sparse_moe.experts.3.w3.weight",
+        (4, 0),
+        (4, 0),
+    )
     assert held["chunk0.decoder.layers.1.mlp.router.weight"].shape == (4, 6)
 
 

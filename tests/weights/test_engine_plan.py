@@ -63,9 +63,13 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
 
 
 def hard_case(model_type: str, layout: MegatronLayout, *, tied: bool, ep: int = 1) -> Case:
-    """Return a case with an engine of four ranks, one key-value head, and a vocabulary that SGLang pads in its last ranks."""
+    """Return a case with an engine of four ranks, one key-value head, and a vocabulary that SGLang pads in its last
+    ranks.
+    """
     num_experts = 4 if model_type in ("mixtral", "qwen3_moe") else 0
-    shape = ModelShape(model_type, 5, 3, 8, 8, 1, 4, vocab=101, tied=tied, num_experts=num_experts, moe_ffn=2 * num_experts)
+    shape = ModelShape(
+        model_type, 5, 3, 8, 8, 1, 4, vocab=101, tied=tied, num_experts=num_experts, moe_ffn=2 * num_experts
+    )
     return Case(shape, (layout,), fused_norms=False, engine=EngineLayout(4, 2, ep), num_idle=0)
 
 
@@ -121,9 +125,21 @@ def test_the_ranks_of_an_engine_hold_every_element_once_per_replica(case: Case) 
         assert side.rank_shards(rank) == expected
 
 
-LLAMA = ModelShape("llama", num_layers=7, hidden=4, ffn=32, num_heads=8, num_kv_heads=8, head_dim=2, vocab=64, tied=False)
+LLAMA = ModelShape(
+    "llama", num_layers=7, hidden=4, ffn=32, num_heads=8, num_kv_heads=8, head_dim=2, vocab=64, tied=False
+)
 MIXTURE = ModelShape(
-    "qwen3_moe", 4, hidden=4, ffn=8, num_heads=8, num_kv_heads=2, head_dim=2, vocab=64, tied=False, num_experts=8, moe_ffn=8
+    "qwen3_moe",
+    4,
+    hidden=4,
+    ffn=8,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=2,
+    vocab=64,
+    tied=False,
+    num_experts=8,
+    moe_ffn=8,
 )
 
 
@@ -131,7 +147,9 @@ def plan_for(shape: ModelShape, layout: MegatronLayout, engines: EngineLayout, r
     family = family_of(shape.model_type)
     world_size = max(layout.world_size, engines.world_size)
     return plan_transfers(
-        megatron_shards(family, shape, layout), engine_shards(family, shape, engines, world_size), ranks_per_node=ranks_per_node
+        megatron_shards(family, shape, layout),
+        engine_shards(family, shape, engines, world_size),
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -162,7 +180,9 @@ def test_replicas_share_the_sending_however_few_the_engines(shape: ModelShape, n
 
 def test_plans_are_deterministic_and_do_not_grow_with_the_layers() -> None:
     layout, engines = MegatronLayout(tp=2, pp=2, dp=2), EngineLayout(2, 4)
-    made, again, deep = (plan_for(replace(LLAMA, num_layers=num_layers), layout, engines) for num_layers in (40, 40, 4000))
+    made, again, deep = (
+        plan_for(replace(LLAMA, num_layers=num_layers), layout, engines) for num_layers in (40, 40, 4000)
+    )
     assert made == again
     assert len(deep.templates) == len(made.templates)
     assert len(list(made.transfers())) > 4 * sum(len(t.transfers) for t in made.templates)
@@ -179,7 +199,9 @@ def test_a_side_that_lacks_layers_is_refused() -> None:
     shallow = replace(LLAMA, num_layers=6)
     family = family_of("llama")
     targets = engine_shards(family, LLAMA, EngineLayout(), 1)
-    with pytest.raises(WeightMappingError, match=r"layers 0 to 6, .* and the sources lack some; plan for one and the same"):
+    with pytest.raises(
+        WeightMappingError, match=r"layers 0 to 6, .* and the sources lack some; plan for one and the same"
+    ):
         plan_transfers(megatron_shards(family, shallow, MegatronLayout()), targets, ranks_per_node=1)
 
 

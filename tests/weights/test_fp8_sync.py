@@ -25,9 +25,23 @@ from grpo_mega.run.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, RankShards, region
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.layout import (
+    EngineLayout,
+    MegatronLayout,
+    ShardLayout,
+    engine_shards,
+    hf_shards,
+    megatron_shards,
+)
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tensors, scales_name, subtensor, write_entries
+from grpo_mega.weights.receive import (
+    Entry,
+    mismatched_blocks,
+    mismatched_tensors,
+    scales_name,
+    subtensor,
+    write_entries,
+)
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import Tensors, slice_of
 from tests.helpers.ranks import ranks
@@ -112,7 +126,9 @@ def quantised_of(shape: ModelShape) -> Quantised:
 
 
 class Engine:
-    """Tensors that receive weights. `keeps_blocks`: like a server on a GPU. `flip` may change one byte before a load."""
+    """Tensors that receive weights. `keeps_blocks`: like a server on a GPU. `flip` may change one byte before a
+    load.
+    """
 
     def __init__(self, side: ShardLayout, rank: int, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
         self.holding, self.version, self.flipped = side.rank_shards(rank), -1, ""
@@ -123,7 +139,9 @@ class Engine:
         }
         for name, tensor in self.quantised.items() if keeps_blocks else ():
             self.tensors[scales_name(name)] = torch.full([-(-n // 128) for n in tensor.shape], torch.nan)
-        self.flip: Callable[[Bucket, Entry], int] | None = None  # selects the byte to flip, in the first quantized entry
+        self.flip: Callable[[Bucket, Entry], int] | None = (
+            None  # selects the byte to flip, in the first quantized entry
+        )
         self._entries, self._problems = list[Entry](), list[str]()
 
     def start_update(self) -> list[str]:
@@ -290,7 +308,14 @@ class ServedEngine(Engine):
                 self.flip = None
         size, dtype = bucket.values.numel(), str(bucket.dtype)
         self._problems += self.ask(
-            bucket.values, action="fill", slot=0, opens=True, entries=bucket.entries, used_bytes=size, dtype=dtype, verify=True
+            bucket.values,
+            action="fill",
+            slot=0,
+            opens=True,
+            entries=bucket.entries,
+            used_bytes=size,
+            dtype=dtype,
+            verify=True,
         )
         self._entries += [entry for entry in bucket.entries if not entry.is_quantised]
 
@@ -305,7 +330,9 @@ def test_without_verification_the_same_arrives(rank: int, folder: Path) -> None:
     made = plan_transfers(trainer, targets, ranks_per_node=2)
     engine = Engine(targets, rank, case.dtype, keeps_blocks=True)
     engine.end_update = lambda version: []  # type: ignore[method-assign]
-    received = WeightSync(made, case.dtype, BUCKETS[1], meet, verify=False).sync_weights(policy.tensors(), engine, version=8)
+    received = WeightSync(made, case.dtype, BUCKETS[1], meet, verify=False).sync_weights(
+        policy.tensors(), engine, version=8
+    )
     assert received == made.traffic(2).received[rank]
     check_tensors(case, engine, quantised_of(case.shape), keeps_blocks=True)
 

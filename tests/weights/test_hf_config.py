@@ -111,7 +111,9 @@ def test_the_table_has_the_fields_types_and_defaults_of_transformers(model_type:
     declared = CONFIG_MAPPING[model_type]
     shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     fields = [field for field in dataclasses.fields(declared) if field.name not in shared | {"rope_parameters"}]
-    kinds = {field.name: TYPES[field.type.__name__ if isinstance(field.type, type) else str(field.type)] for field in fields}
+    kinds = {
+        field.name: TYPES[field.type.__name__ if isinstance(field.type, type) else str(field.type)] for field in fields
+    }
     defaults = {
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
         for field in fields
@@ -185,7 +187,9 @@ def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -
         *(n for n in sizes if "token" in n),
     }
     for name in {*sizes} - skipped - {"num_experts_per_tok"} | {"num_hidden_layers"}:
-        with pytest.raises(WeightMappingError, match=rf"^config.json has {name}=[^\n]*; correct the file$|no field '{name}'"):
+        with pytest.raises(
+            WeightMappingError, match=rf"^config.json has {name}=[^\n]*; correct the file$|no field '{name}'"
+        ):
             resolve_config(MODELS[model_type] | {name: value})
 
 
@@ -197,8 +201,14 @@ def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -
             for value in (0, -1e4, math.nan, math.inf, "10000", None, True, [1.0], 10**400)
         ),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta=0.0: must be a positive number"),
-        ({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4}, "rope_theta=10000.0, which contradicts 1000000.0 in"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, "contradicts"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4},
+            "rope_theta=10000.0, which contradicts 1000000.0 in",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "contradicts",
+        ),
         ({"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "and type='linear'"),
         ({"rope_scaling": {"type": "linear"}}, "without factor; add it"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5: must be at least 1"),
@@ -209,7 +219,10 @@ def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -
         ),
         ({"rope_scaling": "linear"}, "rope_scaling='linear': must be an object"),
         ({"rope_parameters": [1]}, "rope_parameters=[1]: must be an object"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "rope_parameters.full_attention, of one kind"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            "rope_parameters.full_attention, of one kind",
+        ),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0: must be above 0"),
         ({"partial_rotary_factor": "x"}, "partial_rotary_factor='x'"),
         *(({"rms_norm_eps": value}, "rms_norm_eps=") for value in (0.0, -1e-6, 2.0, math.nan, math.inf, "1e-6", 1)),
@@ -254,7 +267,9 @@ def same_as(expected: dict[str, Any], found: dict[str, Any], model_type: str) ->
     """Return the first of transformers' values that differs in a resolved config."""
     for name, value in expected.items():
         if name in found and found[name] != value and name not in ("layer_types", "transformers_version"):
-            if (name, value) == ("head_dim", None) and found[name] == found["hidden_size"] // found["num_attention_heads"]:
+            if (name, value) == ("head_dim", None) and found[name] == found["hidden_size"] // found[
+                "num_attention_heads"
+            ]:
                 continue  # transformers' modules then use this width
             return f"{name}: {value!r} is {found[name]!r} here"
     return difference(model_type, found, resolve_config(expected))

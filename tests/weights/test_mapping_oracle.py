@@ -37,7 +37,11 @@ def mbridge_core() -> Any:
         importlib.import_module("grpo_mega.megatron")  # import its patches before Megatron
         models = importlib.import_module("mbridge.models")
         states = importlib.import_module("mbridge.core.parallel_states")
-    return {"llama": models.LLaMABridge, "qwen2": models.Qwen2Bridge, "qwen3": models.Qwen3Bridge}, states.ParallelStates
+    return {
+        "llama": models.LLaMABridge,
+        "qwen2": models.Qwen2Bridge,
+        "qwen3": models.Qwen3Bridge,
+    }, states.ParallelStates
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")

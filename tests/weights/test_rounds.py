@@ -1,4 +1,6 @@
-"""Rounds: within their limit, complete, in the same order at both ends of any two ranks, and with work for all stages."""
+"""Rounds: within their limit, complete, in the same order at both ends of any two ranks, and with work for all
+stages.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,26 @@ def test_both_ends_of_any_two_ranks_have_their_transfers_in_the_same_order(case:
         of_rank = [rounds.of(index, rank) for rank in range(made.world_size)]
         for rank, transfers in enumerate(of_rank):
             for peer in {t.target_rank for t in transfers} - {rank}:
-                assert [t for t in transfers if t.target_rank == peer] == [t for t in of_rank[peer] if t.source_rank == rank]
+                assert [t for t in transfers if t.target_rank == peer] == [
+                    t for t in of_rank[peer] if t.source_rank == rank
+                ]
 
 
-LLAMA = ModelShape("llama", num_layers=16, hidden=64, ffn=256, num_heads=16, num_kv_heads=8, head_dim=4, vocab=512, tied=False)
+LLAMA = ModelShape(
+    "llama", num_layers=16, hidden=64, ffn=256, num_heads=16, num_kv_heads=8, head_dim=4, vocab=512, tied=False
+)
 MIXTURE = ModelShape(
-    "qwen3_moe", 16, hidden=64, ffn=8, num_heads=8, num_kv_heads=4, head_dim=8, vocab=512, tied=False, num_experts=8, moe_ffn=64
+    "qwen3_moe",
+    16,
+    hidden=64,
+    ffn=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    vocab=512,
+    tied=False,
+    num_experts=8,
+    moe_ffn=64,
 )
 
 
@@ -76,7 +92,9 @@ def plan_for(shape: ModelShape, layout: MegatronLayout) -> TransferPlan:
     family = family_of(shape.model_type)
     engines = EngineLayout(tp=4, num_engines=layout.world_size // 4)
     return plan_transfers(
-        megatron_shards(family, shape, layout), engine_shards(family, shape, engines, layout.world_size), ranks_per_node=4
+        megatron_shards(family, shape, layout),
+        engine_shards(family, shape, engines, layout.world_size),
+        ranks_per_node=4,
     )
 
 

@@ -1,13 +1,15 @@
 """Measure the gain of separate engine ranks that generate ahead while the trainer trains.
 
-`python tools/benchmarks/async.py [--engine embedded|sglang] [--repeats 3] [--steps 8]` trains a tiny random model with a
-geometric tail of response lengths. One trainer rank is pinned to one core, one engine rank to another. They alternate
-(rollout.max_staleness=0) and run one step ahead (1), `repeats` times each. One more run is colocated: one rank on both cores.
-`epochs` passes over each rollout balance training and generation. `balance` is seconds of training divided by seconds of
-generation when they alternate. Seconds per step are medians over the steps after the first two, then over repeats.
+`python tools/benchmarks/async.py [--engine embedded|sglang] [--repeats 3] [--steps 8]` trains a tiny random model with
+a geometric tail of response lengths. One trainer rank is pinned to one core, one engine rank to another. They alternate
+(rollout.max_staleness=0) and run one step ahead (1), `repeats` times each. One more run is colocated: one rank on both
+cores. `epochs` passes over each rollout balance training and generation. `balance` is seconds of training divided by
+seconds of generation when they alternate. Seconds per step are medians over the steps after the first two, then over
+repeats.
 
 The last line is JSON: seconds by placement, `ratio` (ahead / in turns; the goal is 0.7), `colocated_ratio` (ahead /
-colocated), `staleness` (mean over tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one core.
+colocated), `staleness` (mean over tokens, ahead). Exit code 1 if a token is older than allowed, 2 on a machine with one
+core.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--epochs", type=int, help="passes over each rollout; default: 1, with sglang 3, to balance the load")
+    parser.add_argument(
+        "--epochs", type=int, help="passes over each rollout; default: 1, with sglang 3, to balance the load"
+    )
     options = parser.parse(arguments, repeats=1, steps=WARM_UP + 1, epochs=1)
     options.epochs = options.epochs or {"embedded": 1, "sglang": 3}[options.engine]
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -66,16 +70,27 @@ def main(arguments: list[str] | None) -> int:
         "within_staleness": is_young,
     }
     rows = [("", "seconds per step"), *((placement, f"{value:.3f}") for placement, value in seconds.items())]
-    return harness.report(rows, result, problems=[] if is_young else ["a token is older than rollout.max_staleness allows"])
+    return harness.report(
+        rows, result, problems=[] if is_young else ["a token is older than rollout.max_staleness allows"]
+    )
 
 
 def write_config(folder: Path, options: argparse.Namespace) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+    }
     path = kills.write_inputs(folder, "dp=1", ROLLOUT | {"engine": options.engine}, **sizes)
     config = json.loads(path.read_text())
     rows = [{"prompt": f"Say {i}.", "answer": str(i)} for i in range(512)]
     Path(config["data"]["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config |= {"steps": options.steps, "checkpoint": {"interval": 0}, "eval": {"interval": options.steps, "num_prompts": 1}}
+    config |= {
+        "steps": options.steps,
+        "checkpoint": {"interval": 0},
+        "eval": {"interval": options.steps, "num_prompts": 1},
+    }
     config["algorithm"] |= {"recipe": "partial", "group_size": 8}
     config["optimizer"] |= {"lr": 1e-7}  # so low that lengths stay the same, in every placement
     config["batch"] = {"prompts_per_step": 16, "epochs": options.epochs, "tokens_per_micro_batch": 4096}
@@ -84,7 +99,9 @@ def write_config(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def run(config: Path, placement: str, cores: list[int]) -> harness.Figures:
-    """Train in a process that starts the ranks and pins them for the placement. Return seconds by activity, and staleness."""
+    """Train in a process that starts the ranks and pins them for the placement. Return seconds by activity, and
+    staleness.
+    """
     engine_ranks, staleness = LAYOUTS[placement]
     run_dir = Path(tempfile.mkdtemp(dir=config.parent)) / placement.replace(" ", "-")
     pinned = "/".join(map(str, cores)) if engine_ranks else ",".join(map(str, cores))
@@ -111,7 +128,9 @@ def run(config: Path, placement: str, cores: list[int]) -> harness.Figures:
 
 
 def pinned(logs: str, cores: str, *arguments: str) -> int:
-    """Run `grpo-mega ARGUMENTS` with each rank pinned to its cores: "0/1" has two ranks, "0,1" has one on both cores."""
+    """Run `grpo-mega ARGUMENTS` with each rank pinned to its cores: "0/1" has two ranks, "0,1" has one on both
+    cores.
+    """
     by_rank: list[Any] = [[int(core) for core in part.split(",")] for part in cores.split("/")]
     if "RANK" not in os.environ:
         return run_ranks([sys.executable, *sys.argv], len(by_rank), Path(logs))

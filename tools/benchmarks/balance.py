@@ -1,20 +1,22 @@
 """Measure how evenly the micro-batches of a step are balanced, and the time to plan them. Takes a few seconds on a CPU.
 
-`python tools/benchmarks/balance.py` plans 8,192 samples (512 prompts x 16) for 64 data-parallel ranks, as batching/pack.py does
-for a mini-batch, with several budgets and length limits. Prompts and responses have log-normal lengths; responses are truncated
-at the limit. Figures are the worst over --seeds draws; times are the median of --repeat plans of each draw.
- waste      share of padding in all micro-batches; each is as long as the longest, rounded up to 16 x tensor-parallel ranks
- bound      lower bound of the waste of any plan with as few micro-batches: a micro-batch is at least as long as the longest
-            sample, and at least as long as the mean, rounded up
+`python tools/benchmarks/balance.py` plans 8,192 samples (512 prompts x 16) for 64 data-parallel ranks, as
+batching/pack.py does for a mini-batch, with several budgets and length limits. Prompts and responses have log-normal
+lengths; responses are truncated at the limit. Figures are the worst over --seeds draws; times are the median of
+--repeat plans of each draw.
+ waste      share of padding in all micro-batches; each is as long as the longest, rounded up to 16 x tensor-parallel
+            ranks
+ bound      lower bound of the waste of any plan with as few micro-batches: a micro-batch is at least as long as the
+            longest sample, and at least as long as the mean, rounded up
  imbalance  tokens of the fullest rank / the mean - 1, without padding
  work       FLOPs of the busiest rank / the mean - 1, without padding, by batching/flops.py for Qwen3-8B
  ms, cpu    wall and CPU time of one plan; it uses one thread, so both are equal on an idle machine
 The work of attention grows with the square of a sample's length, so the ranks get equal work, not equal tokens.
 
-The headline is the first case: responses of up to 15k tokens and a budget of two longest samples, so rounding to 16 tokens
-costs at most 0.05%. With the config's default budget of 16,384 the rounding alone costs up to 0.1%. The last line is JSON with
-the headline's figures, and the work of responses of up to 32k tokens. Exit code 1 if waste is above 0.1%, the work of either
-case is above 2%, or planning takes more than 50 ms of CPU time.
+The headline is the first case: responses of up to 15k tokens and a budget of two longest samples, so rounding to 16
+tokens costs at most 0.05%. With the config's default budget of 16,384 the rounding alone costs up to 0.1%. The last
+line is JSON with the headline's figures, and the work of responses of up to 32k tokens. Exit code 1 if waste is above
+0.1%, the work of either case is above 2%, or planning takes more than 50 ms of CPU time.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def draw_lengths(case: Case, num_samples: int, seed: int) -> list[int]:
     for index in range(num_samples):
         if index % GROUP_SIZE == 0:
             prompt = min(case.max_prompt, 1 + int(generator.lognormvariate(math.log(200), 0.6)))
-        lengths.append(prompt + min(case.max_response, 1 + int(generator.lognormvariate(math.log(case.median_response), 0.8))))
+        lengths.append(
+            prompt + min(case.max_response, 1 + int(generator.lognormvariate(math.log(case.median_response), 0.8)))
+        )
     return lengths
 
 

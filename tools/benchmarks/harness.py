@@ -1,12 +1,13 @@
-"""The common part of the benchmarks: arguments, variants that take turns, medians, a table, a JSON line and the exit code.
+"""The common part of the benchmarks: arguments, variants that take turns, medians, a table, a JSON line and the exit
+code.
 
     options = Parser(__doc__).parse(arguments, repeat=1)  # after add_argument("--repeat", ...); it must be at least 1
     found = medians(take_turns({"ours": ours, "peer": peer}, options.repeat, warm_up=1))
     return report(rows, {"ratio": found["ours"]["seconds"] / found["peer"]["seconds"]}, limits={"ratio": 1.2})
 
-A variant is a function that returns its figures by name. Each round runs all variants, every other round in reverse order, so
-other work on the machine disturbs all of them alike. The last line of output is a JSON object. The exit code is 0, or 1 if a
-figure is above its limit or a result is wrong, or 2 with one line for an error that the user can fix.
+A variant is a function that returns its figures by name. Each round runs all variants, every other round in reverse
+order, so other work on the machine disturbs all of them alike. The last line of output is a JSON object. The exit code
+is 0, or 1 if a figure is above its limit or a result is wrong, or 2 with one line for an error that the user can fix.
 """
 
 from __future__ import annotations
@@ -112,13 +113,21 @@ def timed(act: Callable[[], object], finish: Callable[[], object] = lambda: None
 
 def medians(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
     """Return each variant's median of each figure."""
-    return {name: {key: statistics.median(one[key] for one in all_) for key in all_[0]} for name, all_ in rounds.items()}
+    return {
+        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]} for name, all_ in rounds.items()
+    }
 
 
-def run_child(name: str, command: Sequence[object], *, timeout: float | None = None, **environment: str) -> dict[str, Any]:
+def run_child(
+    name: str, command: Sequence[object], *, timeout: float | None = None, **environment: str
+) -> dict[str, Any]:
     """Run a Python process. Return the JSON of its last line. Its stderr goes to ours. Raises RunFailed."""
     result = subprocess.run(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, timeout=timeout, env=os.environ | environment
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
     )
     if result.returncode:
         raise RunFailed(f"the process of {name} ended with code {result.returncode}; see above")
@@ -144,7 +153,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """Align the columns: the first one to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(f"{cell:{'>' if i else '<'}{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            f"{cell:{'>' if i else '<'}{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )
 

@@ -1,11 +1,13 @@
-"""Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted run.
+"""Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted
+run.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--engine sglang] [--jobs 2] [--seed 0]`:
-each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly between first step and
-end, resumes, and compares every metric (except times) and every exported weight with an uninterrupted run. With engine ranks
-that generate ahead (--separate), or with servers, runs are not reproducible. Then no token may be older than allowed, each step
-must train its groups, and the ledger must balance exactly in every step. The last line is JSON with kills, identical or sound,
-before_checkpoint (killed before anything was saved) and seconds. Exit code 1 unless all runs are identical or sound.
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--engine sglang] [--jobs 2]
+[--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
+between first step and end, resumes, and compares every metric (except times) and every exported weight with an
+uninterrupted run. With engine ranks that generate ahead (--separate), or with servers, runs are not reproducible. Then
+no token may be older than allowed, each step must train its groups, and the ledger must balance exactly in every step.
+The last line is JSON with kills, identical or sound, before_checkpoint (killed before anything was saved) and seconds.
+Exit code 1 unless all runs are identical or sound.
 
 Other benchmarks and the tests use `write_inputs`, `start` and `finish` for their small runs."""
 
@@ -103,8 +105,12 @@ def main(arguments: list[str] | None) -> int:
     return harness.report(rows, result, problems=[f"{num_wrong} runs are not {wanted}"] if num_wrong else [])
 
 
-def write_inputs(folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object) -> Path:
-    """Write model, data and config into `folder`. `rollout` has keys of that section, `model` has fields of config.json."""
+def write_inputs(
+    folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object
+) -> Path:
+    """Write model, data and config into `folder`. `rollout` has keys of that section, `model` has fields of
+    config.json.
+    """
     subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
     fields = folder / "model" / "config.json"
     fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
@@ -153,8 +159,8 @@ def wait_for_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
 def killed_run(config: Path, run_dir: Path, moment: float, expected: End | None) -> tuple[bool, int]:
     """Kill a run and resume it. Return True if it ended as expected, and the step from which it resumed.
 
-    If `expected` is None, the run must be sound. `moment` is in seconds after the first step was logged. If it is negative, its
-    absolute value counts from the start of the run.
+    If `expected` is None, the run must be sound. `moment` is in seconds after the first step was logged. If it is
+    negative, its absolute value counts from the start of the run.
     """
     process = start(config, run_dir, [])
     if moment >= 0:
@@ -203,7 +209,9 @@ def finish(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 def read_end(run_dir: Path) -> End:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
-    kept = tuple(json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows)
+    kept = tuple(
+        json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows
+    )
     return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
 
 

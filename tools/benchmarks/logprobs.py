@@ -1,18 +1,20 @@
 """Compare log-probs and entropies from hidden states with TRL and plain log_softmax, forward and backward, on a CPU.
 
-`python tools/benchmarks/logprobs.py` runs each path in a separate process with one thread, at 1,024 tokens x 152,064 vocabulary
-x 1,024 hidden in float32. All paths have the same hidden states, output weight and upstream gradient. They compute log-probs
-and entropies at temperature 0.9, and add the gradients of hidden states and weight to existing buffers, as a trainer does:
+`python tools/benchmarks/logprobs.py` runs each path in a separate process with one thread, at 1,024 tokens x 152,064
+vocabulary x 1,024 hidden in float32. All paths have the same hidden states, output weight and upstream gradient. They
+compute log-probs and entropies at temperature 0.9, and add the gradients of hidden states and weight to existing
+buffers, as a trainer does:
  ours         algorithm.logprobs.vocab_parallel_logprobs
- trl          the code of TRL's GRPOTrainer for its model's last hidden states (trl.kernels.chunked_logprob, with its tiles)
+ trl          the code of TRL's GRPOTrainer for its model's last hidden states (trl.kernels.chunked_logprob, with its
+              tiles)
  log_softmax  torch.log_softmax on full logits, and the entropy from it without gradient
-Memory is the process's peak above its memory just before. CPU time includes all threads. --trained is the share of tokens in
-the loss: for other tokens TRL's path on a CPU discards its results, and ours computes nothing.
+Memory is the process's peak above its memory just before. CPU time includes all threads. --trained is the share of
+tokens in the loss: for other tokens TRL's path on a CPU discards its results, and ours computes nothing.
 
 The last line is JSON with memory_ratio and cpu_ratio (ours / TRL), memory_ratio_log_softmax and cpu_ratio_log_softmax,
-max_error (ours against float64: log-probs, entropies and hidden gradients of a sample of tokens, relative to the largest), and
-for every path its max_error and the medians cpu_seconds, seconds and extra_mib. Exit code 1 if our path needs more memory or
-CPU time than TRL's, 2 for invalid arguments.
+max_error (ours against float64: log-probs, entropies and hidden gradients of a sample of tokens, relative to the
+largest), and for every path its max_error and the medians cpu_seconds, seconds and extra_mib. Exit code 1 if our path
+needs more memory or CPU time than TRL's, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -55,10 +57,14 @@ def main(arguments: list[str] | None) -> int:
     given = [f"--{key}={getattr(options, key)}" for key in (*SIZES, "trained")]
     children = {name: partial(harness.run_child, name, [__file__, "--child", name, *given]) for name in PATHS}
     found = harness.medians(harness.take_turns(children, options.repeat))
-    print(f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32")
+    print(
+        f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32"
+    )
     rows = [("", "extra MiB", "CPU s", "s", "max error")]
     for name, f in found.items():
-        rows.append((name, f"{f['extra_mib']:.1f}", f"{f['cpu_seconds']:.2f}", f"{f['seconds']:.2f}", f"{f['max_error']:.1e}"))
+        rows.append(
+            (name, f"{f['extra_mib']:.1f}", f"{f['cpu_seconds']:.2f}", f"{f['seconds']:.2f}", f"{f['max_error']:.1e}")
+        )
     result: dict[str, Any] = {}
     for peer, suffix in (("trl", ""), ("log_softmax", "_log_softmax")):
         result[f"memory_ratio{suffix}"] = round(found["ours"]["extra_mib"] / found[peer]["extra_mib"], 4)
@@ -68,7 +74,9 @@ def main(arguments: list[str] | None) -> int:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Run one path in this process. A small warm-up run comes first, so one-time allocations of libraries do not count."""
+    """Run one path in this process. A small warm-up run comes first, so one-time allocations of libraries do not
+    count.
+    """
     import torch
 
     torch.set_num_threads(options.threads)
@@ -80,7 +88,9 @@ def run(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def inputs(num_tokens: int, vocab: int, hidden: int, trained: float) -> tuple[Any, ...]:
-    """Return hidden_TH and weight_VH with zeros as gradients, targets_T, needed_T, and the gradient of the log-probs."""
+    """Return hidden_TH and weight_VH with zeros as gradients, targets_T, needed_T, and the gradient of the
+    log-probs.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -132,7 +142,9 @@ def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: An
 def max_error(
     hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any, logprobs_T: Any, entropy_T: Any
 ) -> float:
-    """Return the largest error of log-probs, entropies and hidden gradients against float64, relative to each largest value."""
+    """Return the largest error of log-probs, entropies and hidden gradients against float64, relative to each largest
+    value.
+    """
     import torch
 
     sample_N = needed_T.nonzero().squeeze(1)

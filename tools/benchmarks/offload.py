@@ -1,14 +1,15 @@
 """Compare the time to offload and onload a policy with a plain copy of as many bytes between host and device.
 
-`python tools/benchmarks/offload.py` makes the storages of a trainer's rank, without gradients, because they are freed and not
-copied. The weights are views of one bf16 buffer, as in Megatron. Each parameter has an fp32 master weight and Adam's two
-moments with separate storages. The trainer's own PolicyMemory moves them: it copies, and frees and allocates device memory. The
-plain copy moves one flat tensor to pinned memory and back and frees nothing. Both take turns in the same run; medians count.
-Without a GPU the same code copies from RAM to RAM, and new memory costs page faults. The ratios' target of 1.2 is for a GPU.
+`python tools/benchmarks/offload.py` makes the storages of a trainer's rank, without gradients, because they are freed
+and not copied. The weights are views of one bf16 buffer, as in Megatron. Each parameter has an fp32 master weight and
+Adam's two moments with separate storages. The trainer's own PolicyMemory moves them: it copies, and frees and allocates
+device memory. The plain copy moves one flat tensor to pinned memory and back and frees nothing. Both take turns in the
+same run; medians count. Without a GPU the same code copies from RAM to RAM, and new memory costs page faults. The
+ratios' target of 1.2 is for a GPU.
 
---gib is the size to move: whole layers of --model (14 bytes per parameter), and its embedding if it fits into half of the size.
-The last line is JSON with offload_ratio and onload_ratio (ours / plain), gib, device, num_storages, seconds of each (medians)
-and met (null without a GPU). Exit code 1 if a bit changed, 2 for invalid arguments.
+--gib is the size to move: whole layers of --model (14 bytes per parameter), and its embedding if it fits into half of
+the size. The last line is JSON with offload_ratio and onload_ratio (ours / plain), gib, device, num_storages, seconds
+of each (medians) and met (null without a GPU). Exit code 1 if a bit changed, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ DEFAULTS = {"cpu": ("qwen2.5-0.5b", 1.0), "cuda": ("qwen2.5-1.5b", 8.0)}
 def main(arguments: list[str] | None) -> int:
     parser = harness.Parser(__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--model", choices=sorted(MODELS), help="default: qwen2.5-1.5b on a GPU, qwen2.5-0.5b elsewhere")
+    parser.add_argument(
+        "--model", choices=sorted(MODELS), help="default: qwen2.5-1.5b on a GPU, qwen2.5-0.5b elsewhere"
+    )
     parser.add_argument("--gib", type=float, help="default: 8 on a GPU, 1 elsewhere")
     parser.add_argument("--repeat", type=int, default=5, help="rounds of both; medians count")
     options = parser.parse(arguments, repeat=1)
@@ -65,7 +68,9 @@ def main(arguments: list[str] | None) -> int:
         "seconds": {name: round(value, 6) for name, value in seconds.items()},
     }
     where = torch.cuda.get_device_name() if device.is_cuda else "CPU: from RAM to RAM, which has no target"
-    print(f"{gib:.2f} GiB in {result['num_storages']} storages, {where}; target on a GPU: {TARGET} times the plain copy")
+    print(
+        f"{gib:.2f} GiB in {result['num_storages']} storages, {where}; target on a GPU: {TARGET} times the plain copy"
+    )
     rows = [("", "s", "GiB/s"), *((name, f"{value:.3f}", f"{gib / value:.1f}") for name, value in seconds.items())]
     return harness.report(rows, result, problems=[] if is_whole else ["offloading and onloading changed the values"])
 

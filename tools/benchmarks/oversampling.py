@@ -1,24 +1,25 @@
 """Measure the gain of oversampling with abort of stragglers, and the bias of the kept samples.
 
-`python tools/benchmarks/oversampling.py` samples phases of --prompts whole groups with a tiny random model. Its response
-lengths have a geometric tail (mean --mean-length, truncated at --max-length). Each round has a different step number. First it
-runs all prompts of the largest factor to the end. Then, for each factor of --factors, it runs a phase with the same random
-streams that starts factor * prompts groups and aborts the rest once enough groups are done. Engine, phase and abort are the
-trainer's own.
+`python tools/benchmarks/oversampling.py` samples phases of --prompts whole groups with a tiny random model. Its
+response lengths have a geometric tail (mean --mean-length, truncated at --max-length). Each round has a different step
+number. First it runs all prompts of the largest factor to the end. Then, for each factor of --factors, it runs a phase
+with the same random streams that starts factor * prompts groups and aborts the rest once enough groups are done.
+Engine, phase and abort are the trainer's own.
 
-Gain: seconds of a phase without oversampling divided by seconds with it (median over rounds), and the same in decoding steps,
-because other processes do not disturb steps. Bias: kept groups compared with all started groups, in the run to the end: mean
-response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and mean of a control that does not
-depend on the length (share of even tokens before the last). Waste: the share of sampled tokens that are discarded.
+Gain: seconds of a phase without oversampling divided by seconds with it (median over rounds), and the same in decoding
+steps, because other processes do not disturb steps. Bias: kept groups compared with all started groups, in the run to
+the end: mean response length, mean of a reward that falls with the length (1 up to --mean-length tokens), and mean of a
+control that does not depend on the length (share of even tokens before the last). Waste: the share of sampled tokens
+that are discarded.
 
-Partial rollouts use the smallest factor above 1. They run for --partial-rounds steps, and each step continues the unfinished
-groups of the step before. They alternate with phases without oversampling. At the end the rest is run to the end, so that all
-started groups have a length. The weights do not change, so a continued response must equal the response that is generated in
-one go, because both use the same random stream.
+Partial rollouts use the smallest factor above 1. They run for --partial-rounds steps, and each step continues the
+unfinished groups of the step before. They alternate with phases without oversampling. At the end the rest is run to the
+end, so that all started groups have a length. The weights do not change, so a continued response must equal the
+response that is generated in one go, because both use the same random stream.
 
 --engine sglang starts a real server (about 20 s on a CPU). It has one random stream for all samples. So kept groups are
-compared with another draw, the bias is less exact, and `identical` and the gain in tokens are null. The last line is JSON. Exit
-code 1 if a sample differs from the same sample in the run to the end, 2 for invalid arguments.
+compared with another draw, the bias is less exact, and `identical` and the gain in tokens are null. The last line is
+JSON. Exit code 1 if a sample differs from the same sample in the run to the end, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -80,11 +81,14 @@ def main(arguments: list[str] | None) -> int:
         with tempfile.TemporaryDirectory() as folder, engine_of(options, Path(folder)) as engine:
             bench = Bench(engine, options)
             variants = {
-                str(factor): partial(bench.phase_figures, factor, [*range(-1, options.rounds)]) for factor in options.factors
+                str(factor): partial(bench.phase_figures, factor, [*range(-1, options.rounds)])
+                for factor in options.factors
             }
             rounds = harness.take_turns(variants, options.rounds, warm_up=1)
             found = summary(rounds, options)
-            lengths = sorted(s.response_len for step in range(options.rounds) for s in samples_of(bench.whole(step).values()))
+            lengths = sorted(
+                s.response_len for step in range(options.rounds) for s in samples_of(bench.whole(step).values())
+            )
             found["length_percentiles"] = {
                 str(p): lengths[min(len(lengths) - 1, len(lengths) * p // 100)] for p in (50, 90, 99)
             }
@@ -94,11 +98,14 @@ def main(arguments: list[str] | None) -> int:
     except EngineError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options.prompts} groups of {options.group_size}; response lengths by percentile {found['length_percentiles']}")
+    print(
+        f"{options.prompts} groups of {options.group_size}; response lengths by percentile"
+        f" {found['length_percentiles']}"
+    )
     p = found["partial"]
     print(
-        f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f}; discarded "
-        f"{p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of all started groups"
+        f"partial rollouts at {options.factors[1]}: gain {p['gain_in_seconds']:.2f}, in tokens {p['gain']:.2f};"
+        f" discarded {p['thrown_away']:.1%} of the tokens; mean length {p['length_bias']:+.1%} of all started groups"
     )
     problems = ["a sample differs from the same sample in the run to the end"] if found["identical"] is False else []
     return harness.report(rows_of(found), found, problems=problems)
@@ -235,7 +242,11 @@ def server(config: Qwen2Config, options: argparse.Namespace, num_sequences: int,
     model.mkdir()
     fields = config.to_dict() | {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1, "dtype": "float32"}
     (model / "config.json").write_text(json.dumps(fields))
-    deadlines: dict[str, Any] = {"start_deadline_s": DEADLINE_S, "stall_deadline_s": DEADLINE_S, "phase_deadline_s": DEADLINE_S}
+    deadlines: dict[str, Any] = {
+        "start_deadline_s": DEADLINE_S,
+        "stall_deadline_s": DEADLINE_S,
+        "phase_deadline_s": DEADLINE_S,
+    }
     settings = EngineSettings(
         rollout=RolloutConfig(engine="sglang", max_concurrent=num_sequences, **deadlines),
         model_path=model,
@@ -281,7 +292,9 @@ def summary(rounds: dict[str, list[harness.Figures]], options: argparse.Namespac
     for factor, phases in rounds.items():
 
         def gain(key: str, phases: list[harness.Figures] = phases) -> float:
-            return round(statistics.median(plain[key] / now[key] for plain, now in zip(rounds["1.0"], phases, strict=True)), 3)
+            return round(
+                statistics.median(plain[key] / now[key] for plain, now in zip(rounds["1.0"], phases, strict=True)), 3
+            )
 
         mean = {key: statistics.fmean(phase[key] for phase in phases) for key in phases[0]}
         by_factor[factor] = {

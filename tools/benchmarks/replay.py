@@ -1,8 +1,9 @@
 """Measure the effect of routing replay on the mismatch between engine and trainer: `replay.py [--engine sglang]`.
 
-A random Qwen3-MoE with similar expert scores generates in bf16. The trainer computes the log-probs of the same policy in fp32
-and in bf16, with and without replay. The weights are untrained, so a changed expert changes a prediction less than in a real
-model. The ratio (with / without replay) shows the part of the mismatch that is due to routing. The last line is JSON.
+A random Qwen3-MoE with similar expert scores generates in bf16. The trainer computes the log-probs of the same policy
+in fp32 and in bf16, with and without replay. The weights are untrained, so a changed expert changes a prediction less
+than in a real model. The ratio (with / without replay) shows the part of the mismatch that is due to routing. The last
+line is JSON.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""Compare verdicts per second of the reward pool with plain math-verify and TRL's accuracy reward, and compare the verdicts.
+"""Compare verdicts per second of the reward pool with plain math-verify and TRL's accuracy reward, and compare the
+verdicts.
 
     python tools/benchmarks/rewards.py [--cases 2000] [--workers 2] [--hangs 6] [--seed 0]
 
-The corpus depends only on the seed. It has groups of 8 responses per question, like a rollout. Three quarters of the questions
-have answers like GSM8K's (integers, prices, thousands) or plain numbers like MATH's (fractions, decimals, percentages). A
-quarter have expressions like MATH's (roots, polynomials, pairs, intervals, sets). About half of the responses are right, in one
-of several forms; the others have one of a few wrong answers, or none. Each of the three judges is a warm process that sees each
-case once. They take turns on slices of whole groups. Rates are medians over slices and exclude the communication with a peer's
-process. Then `--hangs` responses that make math-verify hang are scored with a deadline of 1 s.
+The corpus depends only on the seed. It has groups of 8 responses per question, like a rollout. Three quarters of the
+questions have answers like GSM8K's (integers, prices, thousands) or plain numbers like MATH's (fractions, decimals,
+percentages). A quarter have expressions like MATH's (roots, polynomials, pairs, intervals, sets). About half of the
+responses are right, in one of several forms; the others have one of a few wrong answers, or none. Each of the three
+judges is a warm process that sees each case once. They take turns on slices of whole groups. Rates are medians over
+slices and exclude the communication with a peer's process. Then `--hangs` responses that make math-verify hang are
+scored with a deadline of 1 s.
 
-The last line is JSON: speedup (over the faster peer), also by kind; verdict_changes (cases on which the pool and math-verify
-differ, listed above it); hang_ratio (wall time / the time of all deadlines divided over the workers). The exit code is 1 if any
-verdict changes, the speedup is below 20, or hang_ratio is above 1.2.
+The last line is JSON: speedup (over the faster peer), also by kind; verdict_changes (cases on which the pool and
+math-verify differ, listed above it); hang_ratio (wall time / the time of all deadlines divided over the workers). The
+exit code is 1 if any verdict changes, the speedup is below 20, or hang_ratio is above 1.2.
 """
 
 from __future__ import annotations
@@ -84,7 +86,11 @@ def _number(rng: random.Random) -> tuple[str, list[str], list[str]]:
         text = f"{cents / 100:.2f}"
         return text, [text, rf"\frac{{{cents}}}{{100}}"], [f"{(cents + d) / 100:.2f}" for d in (10, -1, 100)]
     percent = rng.randint(1, 99)
-    return rf"{percent}\%", [rf"{percent}\%", str(percent)], [rf"{percent + 1}\%", str(percent + 10), rf"{100 - percent + 1}\%"]
+    return (
+        rf"{percent}\%",
+        [rf"{percent}\%", str(percent)],
+        [rf"{percent + 1}\%", str(percent + 10), rf"{100 - percent + 1}\%"],
+    )
 
 
 def _expression(rng: random.Random) -> tuple[str, list[str], list[str]]:
@@ -228,7 +234,9 @@ def main() -> int:
     return 0 if result["speedup"] >= 20 and not changes and result["hang_ratio"] <= 1.2 else 1
 
 
-def _measure(judges: dict[str, Judge], corpus: Sequence[Case]) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
+def _measure(
+    judges: dict[str, Judge], corpus: Sequence[Case]
+) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
     """Return verdicts per second by kind (or "all") and judge, and all verdicts in the corpus's order."""
     seconds: dict[str, dict[str, list[float]]] = {
         kind: {name: [] for name in judges} for kind in ("number", "expression", "all")

@@ -1,12 +1,13 @@
 """Measure the speedup of an update that computes a group's prompt once (batch.share_prompts), by response length.
 
-`python tools/benchmarks/share_prompts.py` runs updates of the trainer's own policy, a dense model of 4 layers in fp32 on one
-CPU process. A batch has two groups of 8 samples, with prompts of 512 tokens and responses of 64. The same samples are packed
-with and without shared prompts. Both take turns in the same run; medians count. Their losses and gradients are compared.
+`python tools/benchmarks/share_prompts.py` runs updates of the trainer's own policy, a dense model of 4 layers in fp32
+on one CPU process. A batch has two groups of 8 samples, with prompts of 512 tokens and responses of 64. The same
+samples are packed with and without shared prompts. Both take turns in the same run; medians count. Their losses and
+gradients are compared.
 
-The last line is JSON with ratio (seconds with / without), tokens (the same ratio for computed tokens), gradient and loss
-(differences relative to norm and value), and seconds of both. Exit code 1 if a difference is above 2e-6 or the ratio is above
-0.45.
+The last line is JSON with ratio (seconds with / without), tokens (the same ratio for computed tokens), gradient and
+loss (differences relative to norm and value), and seconds of both. Exit code 1 if a difference is above 2e-6 or the
+ratio is above 0.45.
 """
 
 from __future__ import annotations

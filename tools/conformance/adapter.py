@@ -1,7 +1,7 @@
 """Compute a conformance case with the oracles (`expected`) or with this trainer (`ours`), and compare two results.
 
-A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs, settings) ->
-result with the keys of `expected`. All numbers are Python floats, in lists:
+A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs,
+settings) -> result with the keys of `expected`. All numbers are Python floats, in lists:
 
 kind        inputs                                                    result
 kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
@@ -10,13 +10,13 @@ loss        responses: logprobs, old_logprobs, ref_logprobs,          loss; grad
             rollout_logprobs, entropy, advantages, mask, and                d loss / d logprobs_t
             for positive_nll a reward, for distill_beta
             teacher_logprobs
-advantages  groups: lists of samples with length, reward (None if     advantages: for each group, for each sample, a list of
-            not scored), step_rewards, step_ends, logprobs,                 `length` numbers
-            ref_logprobs, and for gdpo scores by reward function
+advantages  groups: lists of samples with length, reward (None if     advantages: for each group, for each sample, a
+            list of not scored), step_rewards, step_ends, logprobs,                 `length` numbers ref_logprobs, and
+            for gdpo scores by reward function
 beta        kl, num_samples: a list of steps                          betas: kl_beta after each step
 
-`settings` has keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by function.
-Tokens with mask 0 may hold NaN and must not be read.
+`settings` has keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by
+function. Tokens with mask 0 may hold NaN and must not be read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def _expected_correction(inputs: Json, settings: Json) -> Json:
 
 def _expected_loss(inputs: Json, settings: Json) -> Json:
     responses = [
-        oracle_losses.Response(**(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])}))
+        oracle_losses.Response(
+            **(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])})
+        )
         for item in inputs["responses"]
     ]
     loss = oracle_losses.minibatch_loss(responses, oracle_settings(settings))
@@ -185,7 +187,9 @@ def _our_advantages(inputs: Json, settings: Json) -> Json:
         penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, kl_clamp=most) for own, ref in pairs]
     longest, weights = settings["max_response_length"], settings.get("reward_weights", {})
     a = algorithm_config(settings)
-    samples = iter(assign_advantages(groups, a, max_response_length=longest, kl_penalties=penalties, reward_weights=weights))
+    samples = iter(
+        assign_advantages(groups, a, max_response_length=longest, kl_penalties=penalties, reward_weights=weights)
+    )
     rows = [[next(samples).advantages for _ in group] for group in inputs["groups"]]
     return {"advantages": [[[] if row is None else row.tolist() for row in group] for group in rows]}
 
@@ -199,10 +203,14 @@ def _our_beta(inputs: Json, settings: Json) -> Json:
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
-    """Pack the responses as in training. After each response comes a position outside of the loss; here it holds NaN."""
+    """Pack the responses as in training. After each response comes a position outside of the loss; here it holds
+    NaN.
+    """
     names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
     names += ["teacher_logprobs"] if settings.get("distill_beta") else []
-    vectors: dict[str, Any] = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
+    vectors: dict[str, Any] = {
+        name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names
+    }
     weights = token_weights.token_weights(
         [sum(item["mask"]) for item in responses],
         settings.get("loss_agg_func", "token-mean"),
@@ -226,7 +234,9 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
         rows = torch.tensor(token_weights.positive_weights(scored, a), dtype=torch.float64).repeat_interleave(lengths)
         packed = replace(packed, nll_weights=rows)
     if a.is_by_covariance:
-        packed = replace(packed, covariance_mask=losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0)))
+        packed = replace(
+            packed, covariance_mask=losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0))
+        )
     if a.correction.batch_normalize:
         packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
     return packed

@@ -85,7 +85,8 @@ def all_cases() -> list[Json]:
 def kl_cases() -> Iterator[Json]:
     gaps = [0.0, 1e-4, -0.001, 0.3, -0.7, 2.0, -2.5, 5.0, -12.0, 12.0, 30.0, -30.0]
     moves = [round(-0.2 * math.sin(i), 4) for i in range(len(gaps))]
-    # The weighted penalty is a product. These pairs have a factor beyond its limit but not the product, and the reverse.
+    # The weighted penalty is a product. These pairs have a factor beyond its limit but not the product, and the
+    # reverse.
     gaps += [-3.0, -5.0, -2.0, 1.5, 15.0, -24.0, -24.0, 24.0]
     moves += [-0.9, -6.0, 2.5, 4.0, -3.0, -18.0, -27.0, 22.0]
     logprobs = [round(-0.1 - 0.3 * i, 4) for i in range(len(gaps))]
@@ -97,12 +98,16 @@ def kl_cases() -> Iterator[Json]:
     for kind in PENALTIES:
         yield case(f"kl: {kind}", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": 10.0})
     for kind in PENALTIES[3:]:
-        yield case(f"kl: {kind} without a clamp on its value", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": None})
+        yield case(
+            f"kl: {kind} without a clamp on its value", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": None}
+        )
 
 
 def correction_cases() -> Iterator[Json]:
     names = ("old_logprobs", "rollout_logprobs", "mask")
-    inputs = {"responses": [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]}
+    inputs = {
+        "responses": [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]
+    }
     for name, correction in CORRECTIONS.items():
         if name != "off-policy mask":  # this mask needs log-probs from after an update
             yield case(f"correction: {name}", "correction", inputs, {"correction": correction})
@@ -116,7 +121,12 @@ def loss_cases() -> Iterator[Json]:
             settings = LOSS_SETTINGS | own | {"loss_type": loss_type, "loss_agg_func": aggregation}
             yield case(f"loss: {loss_type}, {aggregation}", "loss", inputs, settings)
         kind = PENALTIES[number % len(PENALTIES)]
-        settings = LOSS_SETTINGS | {"loss_type": loss_type, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
+        settings = LOSS_SETTINGS | {
+            "loss_type": loss_type,
+            "kl_beta": 0.3,
+            "kl_penalty_type": kind,
+            "entropy_bonus": 0.1,
+        }
         settings |= OWN_SETTINGS[loss_type] if loss_type in ("clip_cov", "kl_cov") else {}
         with_gaps = {"responses": responses(10 + number, [5, 2, 4], has_gaps=True)}
         yield case(f"loss: {loss_type}, {kind} and entropy, tokens masked", "loss", with_gaps, settings)
@@ -130,10 +140,14 @@ def loss_cases() -> Iterator[Json]:
         for loss_type in ("actor", "gspo") if number < 8 or name == "off-policy mask" else ("actor",):
             settings = LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "token-mean", "correction": correction}
             yield case(f"loss: {loss_type}, {name}", "loss", {"responses": responses(30 + number, [4, 3, 5])}, settings)
-    right = [item | {"reward": reward} for item, reward in zip(responses(70, [3, 6, 1, 4]), (1.0, 0.4, 0.7, 0.5), strict=True)]
+    right = [
+        item | {"reward": reward}
+        for item, reward in zip(responses(70, [3, 6, 1, 4]), (1.0, 0.4, 0.7, 0.5), strict=True)
+    ]
     for number, loss_type in enumerate(("actor", "cispo", "reinforce")):
         items = [
-            item | {"teacher_logprobs": [round(value + 0.5 * (-1) ** t, 4) for t, value in enumerate(item["old_logprobs"])]}
+            item
+            | {"teacher_logprobs": [round(value + 0.5 * (-1) ** t, 4) for t, value in enumerate(item["old_logprobs"])]}
             for item in responses(80 + number, [3, 6, 1], has_gaps=True)
         ]
         items[1]["teacher_logprobs"][2] = -40.0
@@ -200,7 +214,9 @@ def advantage_cases() -> Iterator[Json]:
         ("pass_at_k", "k = 3, not divided by the deviation", {"pass_k": 3, "normalize_by_std": False}),
     ]
     for kind, name, change in more:
-        yield case(f"advantages: {kind}, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": kind} | change)
+        yield case(
+            f"advantages: {kind}, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": kind} | change
+        )
 
 
 def advantage_edges() -> Iterator[Json]:
@@ -216,7 +232,9 @@ def advantage_edges() -> Iterator[Json]:
     yield case("advantages: grpo_process, overlong responses punished, no outcomes", "advantages", steps, alone)
     lengths = {"groups": [outcomes([0.0] * 9, lengths=[0, 7, 8, 9, 10, 11, 13, 15, 16])]}
     punished = ADVANTAGE_SETTINGS | {"normalize_by_std": False, "overlong_buffer": 0.5, "overlong_penalty": 0.5}
-    yield case("advantages: grpo, DAPO's punishment by length", "advantages", lengths, punished | {"max_response_length": 16})
+    yield case(
+        "advantages: grpo, DAPO's punishment by length", "advantages", lengths, punished | {"max_response_length": 16}
+    )
     others = {"groups": [outcomes([0.3, 0.3, 0.3, 0.9]), outcomes([0.9, 0.9, 0.3])]}
     for adv_type in ("grpo_leave_one_out", "pass_at_k"):
         settings = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
@@ -233,7 +251,9 @@ def advantage_edges() -> Iterator[Json]:
 
 def beta_cases() -> Iterator[Json]:
     inputs = {"kl": [0.02, 0.5, 0.09, 0.1, 0.11, 0.0], "num_samples": [512, 512, 511, 512, 7, 512]}
-    yield case("beta: towards 0.1 nats per token", "beta", inputs, {"kl_beta": 0.05, "kl_target": 0.1, "kl_horizon": 10000.0})
+    yield case(
+        "beta: towards 0.1 nats per token", "beta", inputs, {"kl_beta": 0.05, "kl_target": 0.1, "kl_horizon": 10000.0}
+    )
 
 
 KL_IN_REWARD: Json = {"kl_in": "reward", "kl_beta": 0.2}
@@ -245,7 +265,9 @@ def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Make ratios of 0.4 to 2.5. Advantages are constant per response and alternate in sign. `has_gaps` puts NaN at masks."""
+    """Make ratios of 0.4 to 2.5. Advantages are constant per response and alternate in sign. `has_gaps` puts NaN at
+    masks.
+    """
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:

@@ -1,8 +1,9 @@
-"""Check a trainer's advantages, KL penalties, corrections and losses against oracles. Print `N of N agree`, or exit with 1.
+"""Check a trainer's advantages, KL penalties, corrections and losses against oracles. Print `N of N agree`, or exit
+with 1.
 
-oracle_losses.py and oracle_advantages.py computed the expected numbers in vectors.json, token by token in float64. The default
-is to check this trainer. `--implementation package.module:function` checks another function (kind, inputs, settings) -> result.
-It is called once per case with plain Python values:
+oracle_losses.py and oracle_advantages.py computed the expected numbers in vectors.json, token by token in float64. The
+default is to check this trainer. `--implementation package.module:function` checks another function (kind, inputs,
+settings) -> result. It is called once per case with plain Python values:
 
   kind "kl"          inputs {logprobs, old_logprobs, ref_logprobs}: lists of numbers
                      result {values, gradients}: the penalty of each token, and its derivative by the token's log-prob
@@ -11,18 +12,18 @@ It is called once per case with plain Python values:
   kind "loss"        inputs {responses}: a list of {logprobs, old_logprobs, ref_logprobs, rollout_logprobs, entropy,
                      advantages, mask}, all responses of one mini-batch; for positive_nll also a reward
                      result {loss, gradients}: a number; for each response the loss's derivatives by its log-probs
-  kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends, logprobs,
-                     ref_logprobs}; reward is None for a sample without a reward; log-probs are from before the update; for
-                     gdpo also scores by reward function
-                     result {advantages}: for each group and sample a list of `length` numbers
+  kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends,
+                     logprobs, ref_logprobs}; reward is None for a sample without a reward; log-probs are from before
+                     the update; for gdpo also scores by reward function result {advantages}: for each group and sample
+                     a list of `length` numbers
   kind "beta"        inputs {kl, num_samples}: one number for each of a series of steps
                      result {betas}: kl_beta after each step
 
-`settings` has max_response_length and keys of the config's section `algorithm` (see grpo_mega/config/algorithm.py); for gdpo
-also reward_weights by reward function.
-Tokens with mask 0 may hold NaN (null in the file) and must not be read. A number may be off by --tolerance times the largest
-number of its case. If a function does not support a case, it raises NotImplementedError. The tool prints the case's name and
-does not count it as agreed. If nothing can be checked, the tool prints one line and exits with 2.
+`settings` has max_response_length and keys of the config's section `algorithm` (see grpo_mega/config/algorithm.py); for
+gdpo also reward_weights by reward function. Tokens with mask 0 may hold NaN (null in the file) and must not be read. A
+number may be off by --tolerance times the largest number of its case. If a function does not support a case, it raises
+NotImplementedError. The tool prints the case's name and does not count it as agreed. If nothing can be checked, the
+tool prints one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -54,11 +55,15 @@ DIGITS = 12  # precision of expected numbers in the file, so rounding difference
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)")
+    parser.add_argument(
+        "--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)"
+    )
     parser.add_argument("--tolerance", type=float, help="for all kinds; default: 1e-6 for advantages, otherwise 1e-9")
     parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
     parser.add_argument("--file", type=user_path, default=FILE, help="the cases (%(default)s)")
-    parser.add_argument("--write", action="store_true", help="compute the expected numbers with the oracles and write the file")
+    parser.add_argument(
+        "--write", action="store_true", help="compute the expected numbers with the oracles and write the file"
+    )
     options = parser.parse_args(arguments)
     if options.write:
         options.file.write_text(dumps(computed_cases()))
@@ -86,7 +91,9 @@ def check(cases: list[dict[str, Any]], implementation: adapter.Implementation, t
         except NotImplementedError:
             unknown.append(case["name"])
             continue
-        except Exception as error:  # another trainer's code may raise anything, and the other cases must still be checked
+        except (
+            Exception
+        ) as error:  # another trainer's code may raise anything, and the other cases must still be checked
             differing = [f"raised {type(error).__name__}: {error}"]
         num_agreed += not differing
         for line in differing[:3]:
@@ -110,7 +117,8 @@ def load_implementation(name: str) -> adapter.Implementation:
 
 def computed_cases() -> list[dict[str, Any]]:
     return [
-        case | {"expected": rounded(adapter.expected(case["kind"], case["inputs"], case["settings"]))} for case in all_cases()
+        case | {"expected": rounded(adapter.expected(case["kind"], case["inputs"], case["settings"]))}
+        for case in all_cases()
     ]
 
 
@@ -123,7 +131,9 @@ def rounded(value: Any) -> Any:
 
 
 def dumps(cases: list[dict[str, Any]]) -> str:
-    """Return the cases as JSON with one line per response, group or set of settings, for readable diffs. NaN becomes null."""
+    """Return the cases as JSON with one line per response, group or set of settings, for readable diffs. NaN becomes
+    null.
+    """
     return "[\n" + ",\n".join(_case_text(case) for case in cases) + "\n]\n"
 
 
@@ -140,7 +150,9 @@ def _case_text(case: dict[str, Any]) -> str:
 
 
 def _block(value: Any, indent: str) -> str:
-    """Return the JSON of a value. Arrays of arrays or objects have one line per item, objects of arrays one line per name."""
+    """Return the JSON of a value. Arrays of arrays or objects have one line per item, objects of arrays one line per
+    name.
+    """
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
         return "[\n" + ",\n".join(f"{indent} {_line(item)}" for item in value) + f"\n{indent}]"
     if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
@@ -165,7 +177,9 @@ def _null_to_nan(value: Any) -> Any:
     """Replace null by NaN, but only in arrays, because {"reward": null} means that there is no reward."""
     if isinstance(value, dict):
         return {name: _null_to_nan(item) if isinstance(item, list | dict) else item for name, item in value.items()}
-    return [_null_to_nan(item) if isinstance(item, list | dict) else math.nan if item is None else item for item in value]
+    return [
+        _null_to_nan(item) if isinstance(item, list | dict) else math.nan if item is None else item for item in value
+    ]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Oracle of the advantages: compute them sample by sample in Python floats, as written in the papers.
 
-Input: the groups of one step, each a list of `Scored`. Output: for each sample of each group a list with one advantage per
-response token. This module shares no code with the vectorized advantages. A sample without a reward gets zeros, and statistics
-ignore it.
+Input: the groups of one step, each a list of `Scored`. Output: for each sample of each group a list with one advantage
+per response token. This module shares no code with the vectorized advantages. A sample without a reward gets zeros, and
+statistics ignore it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class AdvantageSettings:
 
 Groups = Sequence[Sequence[Scored]]
 Advantages = list[list[list[float]]]  # [group][sample][token]
-Score = Callable[[Sequence[float], Sequence[int], "AdvantageSettings"], list[float]]  # rewards and lengths of a group -> values
+Score = Callable[
+    [Sequence[float], Sequence[int], "AdvantageSettings"], list[float]
+]  # rewards and lengths of a group -> values
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
@@ -88,7 +90,9 @@ def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def zscores(values: Sequence[float], *, by_std: bool, ddof: int, eps: float) -> list[float]:
-    """Return (r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; r - mean for Dr. GRPO (arXiv 2503.20783)."""
+    """Return (r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; r - mean for Dr. GRPO (arXiv
+    2503.20783).
+    """
     if len(values) <= ddof or max(values) == min(values):
         return [0.0 for _ in values]
     mean = math.fsum(values) / len(values)
@@ -134,7 +138,9 @@ def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
 
 
 def outcome(sample: Scored, settings: AdvantageSettings) -> float:
-    """Return the sample's reward plus the overlong penalty, minus the sum of its KL penalties if they are in the reward."""
+    """Return the sample's reward plus the overlong penalty, minus the sum of its KL penalties if they are in the
+    reward.
+    """
     assert sample.reward is not None
     return sample.reward + overlong_penalty(sample.length, settings) - math.fsum(penalties(sample, settings))
 
@@ -146,7 +152,9 @@ def counts(sample: Scored, settings: AdvantageSettings) -> bool:
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
-    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var divides by their number minus 1."""
+    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var divides by their number minus
+    1.
+    """
     tokens = []
     for group, rows in zip(groups, values, strict=True):
         for sample, row in zip(group, rows, strict=True):
@@ -178,10 +186,11 @@ def _of_group_scores(groups: Groups, settings: AdvantageSettings, *, is_leave_on
 
 
 def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """For each token, add the normalized rewards of steps that end at or after it (DeepSeekMath, arXiv 2402.03300, 4.1.3).
+    """For each token, add the normalized rewards of steps that end at or after it (DeepSeekMath, arXiv 2402.03300,
+    4.1.3).
 
-    Step rewards are normalized over all steps of the group. The outcome advantage is added too. In a group without outcome
-    rewards, the overlong penalty is the outcome.
+    Step rewards are normalized over all steps of the group. The outcome advantage is added too. In a group without
+    outcome rewards, the overlong penalty is the outcome.
     """
     result = _of_outcomes_if_any(groups, settings)
     for group, rows in zip(groups, result, strict=True):
@@ -191,7 +200,9 @@ def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def _grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """As _grpo_process, but normalize each reward over rewards of the same turn in the group (MT-GRPO, arXiv 2505.11821)."""
+    """As _grpo_process, but normalize each reward over rewards of the same turn in the group (MT-GRPO, arXiv
+    2505.11821).
+    """
     result = _of_outcomes_if_any(groups, settings)
     for group, rows in zip(groups, result, strict=True):
         own: list[list[float]] = [[] for _ in group]
@@ -234,7 +245,9 @@ def deviation(values: Sequence[float], ddof: int) -> float:
 
 
 def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return (r_i - mean) / (std + eps) with mean and std of the other rewards. Return r_i - mean if the others are equal."""
+    """Return (r_i - mean) / (std + eps) with mean and std of the other rewards. Return r_i - mean if the others are
+    equal.
+    """
     result = []
     for i, centered in enumerate(leave_one_out(rewards)):
         std = deviation([reward for j, reward in enumerate(rewards) if j != i], settings.std_ddof)
@@ -278,7 +291,9 @@ def _of_group(groups: Groups, settings: AdvantageSettings, score: Score) -> Adva
 
 
 def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r minus its group's mean, divided by the deviation of all rewards of the step (Lite PPO, arXiv 2508.08221)."""
+    """Return r minus its group's mean, divided by the deviation of all rewards of the step (Lite PPO, arXiv
+    2508.08221).
+    """
     rewards = [outcome(sample, settings) for group in groups for sample in group if sample.reward is not None]
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps
     centered = _of_group_scores(groups, replace(settings, normalize_by_std=False), is_leave_one_out=False)
@@ -286,7 +301,9 @@ def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advant
 
 
 def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return the weighted sum of z-scores, one per reward function, normalized over all responses (GDPO, arXiv 2601.05242)."""
+    """Return the weighted sum of z-scores, one per reward function, normalized over all responses (GDPO, arXiv
+    2601.05242).
+    """
     sums: list[list[float]] = []
     for group in groups:
         totals = [0.0 for _ in group]
@@ -312,7 +329,9 @@ def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Sum token rewards from each token to the last: -beta KL_t, plus r at the last token (arXiv 2501.03262, gamma 1)."""
+    """Sum token rewards from each token to the last: -beta KL_t, plus r at the last token (arXiv 2501.03262, gamma
+    1).
+    """
     result: Advantages = []
     for group in groups:
         result.append([])

@@ -1,10 +1,10 @@
 """Oracle of the losses: compute them response by response and token by token, as written in the papers.
 
-This module shares no code with the vectorized losses that it checks. A mini-batch is a ragged list of `Response` without
-padding. Tokens that need a gradient are 0-dimensional float64 tensors; other numbers are Python floats.
+This module shares no code with the vectorized losses that it checks. A mini-batch is a ragged list of `Response`
+without padding. Tokens that need a gradient are 0-dimensional float64 tensors; other numbers are Python floats.
 
-A token with mask 0 is never read. Only the correction reads a token that it drops: the mean ratio of a response (gspo, gmpo)
-covers the remaining tokens. Aggregations divide by all tokens with mask 1, or by all responses.
+A token with mask 0 is never read. Only the correction reads a token that it drops: the mean ratio of a response (gspo,
+gmpo) covers the remaining tokens. Aggregations divide by all tokens with mask 1, or by all responses.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
             if settings.kl_beta > 0:
                 assert response.ref_logprobs is not None
                 ref, old = response.ref_logprobs[t], response.old_logprobs[t]
-                kl = kl_penalty(response.logprobs[t], ref, settings.kl_penalty_type, old=old, kl_clamp=settings.kl_clamp)
+                kl = kl_penalty(
+                    response.logprobs[t], ref, settings.kl_penalty_type, old=old, kl_clamp=settings.kl_clamp
+                )
                 token = token + settings.kl_beta * kl
             if response.teacher_kl and settings.distill_kl != "sampled":
                 token = token + settings.distill_beta * response.teacher_kl[t]
@@ -138,7 +140,9 @@ def token_weights(responses: Sequence[Response], settings: Settings) -> list[flo
 # KL
 
 
-def kl_penalty(logprob: Tensor, ref: float, kind: str, *, old: float | None = None, kl_clamp: float | None = 10.0) -> Tensor:
+def kl_penalty(
+    logprob: Tensor, ref: float, kind: str, *, old: float | None = None, kl_clamp: float | None = 10.0
+) -> Tensor:
     """Return the penalty of one token. Only low_var_kl_weighted needs `old`, the log-prob before the update."""
     if kind == "kl":
         return logprob - ref
@@ -198,7 +202,9 @@ def gspo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
 
 
 def gspo_token(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient and advantage."""
+    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient and
+    advantage.
+    """
     if not kept:
         return {}
     ratio = sequence_ratio(response, kept).detach()
@@ -250,7 +256,9 @@ def reinforce(response: Response, kept: Sequence[int], settings: Settings) -> di
 
 
 def by_covariance(response: Response, kept: Sequence[int], settings: Settings, chosen: set[int]) -> dict[int, Tensor]:
-    """arXiv 2505.22617, 4.2: clip_cov removes the chosen tokens unless they are clipped; kl_cov adds |log r| to them."""
+    """arXiv 2505.22617, 4.2: clip_cov removes the chosen tokens unless they are clipped; kl_cov adds |log r| to
+    them.
+    """
     terms = {}
     for t in kept:
         ratio, advantage = token_ratio(response.logprobs[t], response.old_logprobs[t]), response.advantages[t]
@@ -270,10 +278,11 @@ def by_covariance(response: Response, kept: Sequence[int], settings: Settings, c
 
 
 def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tuple[int, int]]:
-    """Return (response, token) for the tokens that clip_cov or kl_cov chooses by the covariance of log-prob and advantage.
+    """Return (response, token) for the tokens that clip_cov or kl_cov chooses by the covariance of log-prob and
+    advantage.
 
-    Means and share are over the mini-batch; log-probs are from before its update. If there are more candidates than the share,
-    clip_cov selects at random. No case here has so many candidates.
+    Means and share are over the mini-batch; log-probs are from before its update. If there are more candidates than the
+    share, clip_cov selects at random. No case here has so many candidates.
     """
     tokens = [(i, t) for i, response in enumerate(responses) for t in range(len(response.mask)) if response.mask[t]]
     if not tokens:
@@ -281,7 +290,8 @@ def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tupl
     mean_logprob = math.fsum(responses[i].old_logprobs[t] for i, t in tokens) / len(tokens)
     mean_advantage = math.fsum(responses[i].advantages[t] for i, t in tokens) / len(tokens)
     covs = {
-        (i, t): (responses[i].old_logprobs[t] - mean_logprob) * (responses[i].advantages[t] - mean_advantage) for i, t in tokens
+        (i, t): (responses[i].old_logprobs[t] - mean_logprob) * (responses[i].advantages[t] - mean_advantage)
+        for i, t in tokens
     }
     num = max(1, int(settings.cov_share * len(tokens)))
     if settings.loss_type == "kl_cov":
@@ -309,11 +319,12 @@ POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[in
 def correct(response: Response, settings: Settings) -> tuple[dict[int, float], list[int]]:
     """Return the factor of each token's policy term, and the tokens that are kept.
 
-    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence), clamped to
-    min_importance .. max_importance. With IcePop (arXiv 2510.18855) it is m_t inside mask_low .. mask_high, otherwise 0. mask
-    drops tokens with m_t outside mask_low .. mask_high, or responses whose product (sequence) or geometric mean (geometric) of
-    m_t is outside. reject drops tokens with k2 = log^2 m / 2 or k3 = m - 1 - log m above reject_above, or responses by the sum,
-    mean or maximum over their tokens. veto_below drops responses with any smaller m_t.
+    m_t = exp(old_logprobs_t - rollout_logprobs_t). Importance is m_t (token) or the product of all m_t (sequence),
+    clamped to min_importance .. max_importance. With IcePop (arXiv 2510.18855) it is m_t inside mask_low .. mask_high,
+    otherwise 0. mask drops tokens with m_t outside mask_low .. mask_high, or responses whose product (sequence) or
+    geometric mean (geometric) of m_t is outside. reject drops tokens with k2 = log^2 m / 2 or k3 = m - 1 - log m above
+    reject_above, or responses by the sum, mean or maximum over their tokens. veto_below drops responses with any
+    smaller m_t.
     """
     unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
     if not unmasked:
@@ -337,7 +348,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
 
     kept = []
     for t in unmasked:
-        measured = {"none": None, "token": math.exp(logs[t]), "sequence": product, "geometric": geometric}[settings.mask]
+        measured = {"none": None, "token": math.exp(logs[t]), "sequence": product, "geometric": geometric}[
+            settings.mask
+        ]
         if measured is None or settings.mask_low <= measured <= settings.mask_high:
             kept.append(t)
     if settings.reject != "none":
@@ -353,7 +366,9 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
 
 
 def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
-    """Return the mean weight over unmasked tokens, or over non-empty responses if each has one weight; 1 if the mean is 0."""
+    """Return the mean weight over unmasked tokens, or over non-empty responses if each has one weight; 1 if the mean is
+    0.
+    """
     weights = [list(correct(response, settings)[0].values()) for response in responses]
     if settings.importance == "sequence":
         weights = [row[:1] for row in weights]

@@ -2,11 +2,11 @@
 
     python tools/conformance/reward_agreement.py [--misses ours] [--rows FILE]
 
-The checkers are ours, math-verify (with default settings, and as open-r1 calls it) and TRL's accuracy reward. The table has
-the share of rows that get the reader's verdict: of all rows, of right and of wrong answers, and of the batches that did not
-exist when our code was written. A gold answer that a checker cannot read is a miss. `--misses NAME` lists the misses of NAME.
-The last line is JSON, with the number of wrong answers that each checker pays. A line of FILE has "gold", "response",
-"correct" and "kind".
+The checkers are ours, math-verify (with default settings, and as open-r1 calls it) and TRL's accuracy reward. The table
+has the share of rows that get the reader's verdict: of all rows, of right and of wrong answers, and of the batches that
+did not exist when our code was written. A gold answer that a checker cannot read is a miss. `--misses NAME` lists the
+misses of NAME. The last line is JSON, with the number of wrong answers that each checker pays. A line of FILE has
+"gold", "response", "correct" and "kind".
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def by_open_r1(rows: Sequence[Row]) -> list[float | None]:
     normalization = NormalizationConfig(
         nits=False, malformed_operators=False, basic_latex=True, equations=True, boxed="all", units=True
     )
-    config = LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False)
+    config = LatexExtractionConfig(
+        normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+    )
     found: list[float | None] = []
     for row in rows:
         gold = parse(_boxed(row.gold), extraction_mode="first_match")

@@ -1,18 +1,18 @@
 """The accuracy reward: compare the response's answer with the gold answer.
 
-`answer` and `normalize` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0),
-"unparsable" (0.0, the response has no readable answer) and "gold_unparsable" (None). "gold_unparsable" depends only on the gold
-answer, so all samples of a prompt get it and the caller can drop the prompt.
+`answer` and `normalize` read both answers. Verdicts: "correct" (1.0), "wrong" (0.0), "unparsable" (0.0, the response
+has no readable answer) and "gold_unparsable" (None). "gold_unparsable" depends only on the gold answer, so all samples
+of a prompt get it and the caller can drop the prompt.
 
-Two plain numbers are compared exactly, and so are pairs, intervals and sets of plain numbers (`numbers`). Two times of day and
-two phrases are compared by their text. math-verify compares everything else: equations by their right-hand side, sets in any
-order, tuples and intervals in order, expressions up to algebra. If the gold answer has plain numbers, arithmetic on numerals
-does not count as an answer (`arithmetic`). If the response ended at the length limit (extras["finish_reason"] is "length"),
-only an explicit and complete answer counts (`answer`). There is no timeout here, because no timeout inside the process can
-stop every input: run the function in the pool.
+Two plain numbers are compared exactly, and so are pairs, intervals and sets of plain numbers (`numbers`). Two times of
+day and two phrases are compared by their text. math-verify compares everything else: equations by their right-hand
+side, sets in any order, tuples and intervals in order, expressions up to algebra. If the gold answer has plain numbers,
+arithmetic on numerals does not count as an answer (`arithmetic`). If the response ended at the length limit
+(extras["finish_reason"] is "length"), only an explicit and complete answer counts (`answer`). There is no timeout here,
+because no timeout inside the process can stop every input: run the function in the pool.
 
-The training process calls `quick`. It returns the same verdict if exact arithmetic and text decide. It only looks at short
-answers, so that no regex or number takes long, and does not import math-verify.
+The training process calls `quick`. It returns the same verdict if exact arithmetic and text decide. It only looks at
+short answers, so that no regex or number takes long, and does not import math-verify.
 """
 
 import re
@@ -72,8 +72,8 @@ def quick(
 ) -> tuple[Score | None, tuple[str, str] | None]:
     """Return (the Score, None) if it is clear without math-verify, else (None, the texts that determine it).
 
-    The texts are the normalized gold answer and answer; None if one is too long. Time is linear in the length of the texts,
-    plus some dozen microseconds for the answers, whatever they contain.
+    The texts are the normalized gold answer and answer; None if one is too long. Time is linear in the length of the
+    texts, plus some dozen microseconds for the answers, whatever they contain.
     """
     try:
         gold, text = _read_gold(answer), _read_if_short(response, finish_reason == CUT)
@@ -94,8 +94,8 @@ def read_answer(text: str, is_cut: bool = False) -> str:
 def _without_choices(gold: str, text: str) -> tuple[str, str]:
     """Return the parts of two normalized answers to compare, with units only if both have one.
 
-    For "(C) 12" the part is the letter if the other answer is a letter, or if both have different letters; else it is the
-    value.
+    For "(C) 12" the part is the letter if the other answer is a letter, or if both have different letters; else it is
+    the value.
     """
     if _WITH_UNIT in gold or _WITH_UNIT in text:
         if (
@@ -127,7 +127,9 @@ def _is_plain(gold: str) -> bool:
 def _judge(gold: str, text: str, unevaluated: bool) -> Score | None:
     """Return the Score of a normalized answer against a normalized gold answer; None if only math-verify can decide."""
     if _WITH_UNIT in gold:
-        (value, _, unit), (other, _, other_unit) = (side.replace("¢", "").partition(_WITH_UNIT) for side in (gold, text))
+        (value, _, unit), (other, _, other_unit) = (
+            side.replace("¢", "").partition(_WITH_UNIT) for side in (gold, text)
+        )
         return CORRECT if values_agree(Fraction(value), unit, Fraction(other), other_unit) else WRONG
     if _EVALUATED.fullmatch(text) and (gold_number := parse_number(gold)) and (number := parse_number(text)):
         return CORRECT if numbers_equal(gold_number, number) else WRONG
@@ -167,7 +169,9 @@ def _judge_by_math_verify(gold: str, text: str) -> Score:
 
 @lru_cache(maxsize=256)
 def _parse_gold(gold: str) -> tuple[Any, ...]:
-    """Parse a gold answer; () if it takes more than GOLD_SECONDS of processor time. Cached, because a group shares it."""
+    """Parse a gold answer; () if it takes more than GOLD_SECONDS of processor time. Cached, because a group shares
+    it.
+    """
     from grpo_mega.rewards.math import mathverify
 
     with mathverify.cpu_limit(GOLD_SECONDS):
@@ -204,7 +208,9 @@ def _compare(gold: str, text: str) -> bool | None:
 
 
 def _right_side(gold: str, text: str) -> str:
-    """Return the part of `text` to compare: 18 for "x = 9*2 = 18", but the whole text if the gold answer is an equation."""
+    """Return the part of `text` to compare: 18 for "x = 9*2 = 18", but the whole text if the gold answer is an
+    equation.
+    """
     if _EQUALS.search(gold) or _LIST.search(text):
         return text
     first, *others = _EQUALS.split(text)

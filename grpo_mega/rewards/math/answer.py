@@ -1,8 +1,8 @@
 """Find the answer of a response, as text (`locate_answer`, then `read_located`).
 
-Only the text after the thought (`</think>`) counts, or the whole text if there is no thought. A response that was cut off
-inside its thought has no answer. Pass `whole_turn`: if the chat template opens the thought, the response itself has no
-`<think>`.
+Only the text after the thought (`</think>`) counts, or the whole text if there is no thought. A response that was cut
+off inside its thought has no answer. Pass `whole_turn`: if the chat template opens the thought, the response itself has
+no `<think>`.
 
 The first of these that exists is the answer:
 - the last complete `<answer>...</answer>`;
@@ -10,11 +10,12 @@ The first of these that exists is the answer:
 - the rest of the line after the last `####`, unless it is a heading with text below it;
 - the answer that the text states (`prose`).
 
-If the last box is never closed, there is no answer. In a response that was cut at the length limit, only these count: a closed
-box or tag, a complete `####` line, and an announced answer with the text after it. The last expression does not count.
+If the last box is never closed, there is no answer. In a response that was cut at the length limit, only these count: a
+closed box or tag, a complete `####` line, and an announced answer with the text after it. The last expression does not
+count.
 
-Gold answers are read by the same rules, so a bare `1/2`, a worked solution ending in `#### 18` and one ending in `\\boxed{18}`
-all work. Time is linear in the length of the text.
+Gold answers are read by the same rules, so a bare `1/2`, a worked solution ending in `#### 18` and one ending in
+`\\boxed{18}` all work. Time is linear in the length of the text.
 """
 
 import re
@@ -24,7 +25,12 @@ from typing import Any
 from grpo_mega.rewards.math.notation import plain
 from grpo_mega.rewards.math.prose import is_prose, other_answer, read_announced, read_passage, read_start
 
-_THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]"))
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+)
 _TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\] *){0,2}\{|\\.|[{}]", re.DOTALL)
 _COMMANDS = ("\\boxed", "\\fbox", "\\framebox", "\\bbox")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
@@ -32,22 +38,26 @@ _JOIN = re.compile(
     r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?"
     r"\\(?:boxed|fbox|framebox) *\{$"
 )
-_JOIN_OPEN = re.compile(r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?")
+_JOIN_OPEN = re.compile(
+    r"(?:[,;]|[,;]?\s*(?:an?d?|or?\b|\\text ?\{ ?(?:and|or) ?\}))[\s$]*(?:[A-Za-z] ?= ?)?(?:\\[a-z]*)?"
+)
 _JOIN_CHARS, _MAX_JOINED = 40, 10
 _NUMBERED, _NUMBER = re.compile(r"\d+[.)]\s"), re.compile(r"[-$€£\\(*_ ]*\d")
 _MAX_HASHED = 400  # length limit of a line after ####; a longer line is not an answer
 
 
 def whole_turn(response: str, extras: Mapping[str, Any]) -> str:
-    """Return the assistant's turn: the text that the chat template wrote into it (extras["prefill"]), then the response."""
+    """Return the assistant's turn: the text that the chat template wrote into it (extras["prefill"]), then the
+    response.
+    """
     return str(extras.get("prefill") or "") + response
 
 
 def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]:
     """Return (the text marked as the answer, ""), or (None, the text that may state it).
 
-    If the response `is_cut` at the length limit, only a complete mark counts. No regex that could backtrack over the whole text
-    is used.
+    If the response `is_cut` at the length limit, only a complete mark counts. No regex that could backtrack over the
+    whole text is used.
     """
     conclusion = _conclusion(response)
     tagged = _last_tagged(conclusion)

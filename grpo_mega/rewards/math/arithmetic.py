@@ -1,13 +1,14 @@
 r"""Read the arithmetic in a normalized answer without computing it: is it left to the reader, and is it too large?
 
-A policy that is rewarded for 40+11 in place of 51 stops calculating within a few steps. So if the gold answer consists of
-plain numbers, a sum, difference, product or quotient of numerals does not count (`is_unevaluated`). A power, factorial,
-binomial or radical counts, and so do 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4 is accepted for
-1/2, but 84/2 is not accepted for 42. An answer that ends in an operator (`is_open`) is unfinished, whatever the gold answer is.
+A policy that is rewarded for 40+11 in place of 51 stops calculating within a few steps. So if the gold answer consists
+of plain numbers, a sum, difference, product or quotient of numerals does not count (`is_unevaluated`). A power,
+factorial, binomial or radical counts, and so do 3\times 10^8, 6!-180 (one numeral) and a fraction in lowest terms. 2/4
+is accepted for 1/2, but 84/2 is not accepted for 42. An answer that ends in an operator (`is_open`) is unfinished,
+whatever the gold answer is.
 
-sympy computes 9^{9^{9}}, 1000000! and \binom{10^9}{5\cdot 10^8} as soon as it reads them, and math-verify's parser needs time
-exponential in the depth of brackets. `is_bounded` refuses such answers. One pass over the text computes an upper bound on the
-digits of the value.
+sympy computes 9^{9^{9}}, 1000000! and \binom{10^9}{5\cdot 10^8} as soon as it reads them, and math-verify's parser
+needs time exponential in the depth of brackets. `is_bounded` refuses such answers. One pass over the text computes an
+upper bound on the digits of the value.
 """
 
 import re
@@ -98,7 +99,9 @@ class _Tokens:
     """The tokens of a normalized answer without spaces. The kinds are the keys of _TOKENS, and "" after the end."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._tokens = [
+            (match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"
+        ]
         self._tokens += [("", "")] * 2
         self._next = 0
 

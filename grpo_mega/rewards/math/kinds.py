@@ -1,12 +1,13 @@
-r"""Compare answers that are neither plain numbers nor formulas, in normalized form: `compare_kinds` and quantities with units.
+r"""Compare answers that are neither plain numbers nor formulas, in normalized form: `compare_kinds` and quantities with
+units.
 
-The kinds are residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset, a
-number with a decimal comma, and a column vector against a tuple. The gold answer or the answer must be of the kind. The result
-is None if no kind applies.
+The kinds are residues (3 \pmod{7}), times of day, names in any order ("Bob and Alice"), no solution against \emptyset,
+a number with a decimal comma, and a column vector against a tuple. The gold answer or the answer must be of the kind.
+The result is None if no kind applies.
 
-`unit_after` finds the unit of a number, `values_agree` compares two quantities. Only units of the table count, and only if both
-the gold answer and the answer have one: 45 minutes are not 45 hours, 2 m are 200 cm, and 75 cents are \$0.75. Everything else
-is compared without its unit.
+`unit_after` finds the unit of a number, `values_agree` compares two quantities. Only units of the table count, and only
+if both the gold answer and the answer have one: 45 minutes are not 45 hours, 2 m are 200 cm, and 75 cents are \$0.75.
+Everything else is compared without its unit.
 """
 
 import re
@@ -24,7 +25,8 @@ _JOINED = re.compile(rf" (?:{_AND}|&) ")
 _DECIMAL_COMMA = re.compile(r"-?\d{1,3}(?:[ .]?\d{3})*,\d+")
 _PART = r"(?:,? (?:and )?|,|$)"
 _SPAN = re.compile(
-    rf"(?:(\d{{1,6}}) ?d(?:ays?)?{_PART})?(?:(\d{{1,6}}) ?h(?:(?:ou)?rs?)?{_PART})?(?:(\d{{1,6}}) ?min(?:ute)?s?{_PART})?"
+    rf"(?:(\d{{1,6}}) ?d(?:ays?)?{_PART})?(?:(\d{{1,6}}) ?h(?:(?:ou)?rs?)?{_PART})?(?:(\d{{1,6}})"
+    rf" ?min(?:ute)?s?{_PART})?"
     r"(?:(\d{1,6}) ?s(?:ec(?:ond)?s?)?)?"
 )
 _MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
@@ -124,7 +126,17 @@ _PATTERNS = [
     (re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), dimension, Fraction(factor))
     for dimension, factor, names in (line.split(maxsplit=2) for line in _UNITS.strip().splitlines())
 ]
-_SIGNS = {"$": "usd", "US$": "usd", "USD": "usd", "R$": "brl", "€": "eur", "EUR": "eur", "£": "gbp", "GBP": "gbp", "₹": "inr"}
+_SIGNS = {
+    "$": "usd",
+    "US$": "usd",
+    "USD": "usd",
+    "R$": "brl",
+    "€": "eur",
+    "EUR": "eur",
+    "£": "gbp",
+    "GBP": "gbp",
+    "₹": "inr",
+}
 _SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
 _SIGN = re.compile(r"(?:(?P<sign>USD|EUR|GBP|Rs\.?|[€£₹¥])|(?P<country>[A-Z]{0,2})(?P<escape>\\?)\$) ?[-*]{0,3}\Z")
 _CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # matches the end of a formula
@@ -174,7 +186,9 @@ def seconds_of(text: str) -> int | None:
 
 
 def unit_after(text: str, number: str) -> str:
-    """Return the unit of the last `number` in the text as "{dimension}{power}:{factor}", such as "length2:1"; else ""."""
+    """Return the unit of the last `number` in the text as "{dimension}{power}:{factor}", such as "length2:1"; else
+    "".
+    """
     whole, point, decimals = number.partition(".")
     grouped = f"{int(whole or 0):,}"
     spellings = (number, grouped + point + decimals, grouped.replace(",", ".") + (point and "," + decimals))
@@ -213,7 +227,9 @@ def values_agree(gold: Fraction, gold_unit: str, value: Fraction, unit: str) -> 
 
 def _same_residue(gold: str, text: str) -> bool | None:
     """Compare 3 mod 7 with 10 mod 7 by residue. Compare a residue with a plain number by the number."""
-    sides = [[int(part[:100]) for part in match.groups()] for side in (gold, text) if (match := _RESIDUE.fullmatch(side))]
+    sides = [
+        [int(part[:100]) for part in match.groups()] for side in (gold, text) if (match := _RESIDUE.fullmatch(side))
+    ]
     if len(sides) == 2:
         (residue, modulus), (other, other_modulus) = sides
         return modulus == other_modulus and modulus > 0 and not (residue - other) % modulus
@@ -277,7 +293,9 @@ def _names(text: str) -> frozenset[str] | None:
 
 
 def _currency(text: str, place: int) -> str:
-    """Return the dimension of the currency sign before `place`; "" if there is none. A dollar sign may open a formula."""
+    """Return the dimension of the currency sign before `place`; "" if there is none. A dollar sign may open a
+    formula.
+    """
     sign = _SIGN.search(text[max(0, place - 8) : place])
     if sign is None or (not sign["sign"] and not sign["escape"] and _CLOSING.match(text, place)):
         return ""

@@ -1,9 +1,9 @@
 r"""math-verify for the accuracy reward: `parse` and `verify`, without timeouts. The import takes one to two seconds.
 
-Most of math-verify's time goes into its parser, ANTLR in Python. The parser's decisions depend only on the token types, so the
-decisions for 5x^2+3 are reused for 7y^2+4. A new form is first parsed without the rule stack ("SLL"), which returns the same
-tree or a syntax error. Only after an error is it parsed with the stack ("LL"), which is much slower. Comparing wrong answers is
-mostly sympy's `simplify`, so it is not called if values at one point differ.
+Most of math-verify's time goes into its parser, ANTLR in Python. The parser's decisions depend only on the token types,
+so the decisions for 5x^2+3 are reused for 7y^2+4. A new form is first parsed without the rule stack ("SLL"), which
+returns the same tree or a syntax error. Only after an error is it parsed with the stack ("LL"), which is much slower.
+Comparing wrong answers is mostly sympy's `simplify`, so it is not called if values at one point differ.
 
 The import builds the parser's tables from common forms of answers. Raises ImportError if math-verify cannot be used.
 """
@@ -51,11 +51,13 @@ _FORMS = (
 
 
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; () if it cannot read the answer."""
+    """Return math-verify's readings of a normalized answer, taken as one LaTeX formula; () if it cannot read the
+    answer.
+    """
     if not text:
         return ()
-    # With units=True math-verify would read "3t" as "3". Its search for boxes and its fallback to a string would extract a
-    # second time.
+    # With units=True math-verify would read "3t" as "3". Its search for boxes and its fallback to a string would
+    # extract a second time.
     config = math_verify.LatexExtractionConfig(
         boxed_match_priority=-1,
         normalization_config=math_verify.LatexNormalizationConfig(

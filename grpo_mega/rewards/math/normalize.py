@@ -1,13 +1,15 @@
 """Bring an answer's text into canonical form (`normalize_answer`), for exact comparison or for math-verify.
 
-Input: text from `answer.read_located`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words around
-the expression, math delimiters, Markdown, LaTeX spacing, currency signs, units, degree signs, thousands separators and a final
-full stop. Kept are the percent sign as `%` (whether it matters depends on the other answer), `x = `, brackets and letters.
+Input: text from `answer.read_located`. Output: one line of LaTeX-like text, "" if nothing is left. Removed are words
+around the expression, math delimiters, Markdown, LaTeX spacing, currency signs, units, degree signs, thousands
+separators and a final full stop. Kept are the percent sign as `%` (whether it matters depends on the other answer), `x
+= `, brackets and letters.
 
-A comma in `1,234` separates thousands. In brackets it separates elements: (100,200) is a pair and [1,234] an interval. In
-brackets it separates thousands only if another comma has a space after it: (1,234, 5). `1{,}000`, `1\\,000` and `1,\\!000` are
-always one number, and so is `10 000` if it is the whole answer.
+A comma in `1,234` separates thousands. In brackets it separates elements: (100,200) is a pair and [1,234] an interval.
+In brackets it separates thousands only if another comma has a space after it: (1,234, 5). `1{,}000`, `1\\,000` and
+`1,\\!000` are always one number, and so is `10 000` if it is the whole answer.
 """
+
 # ruff: noqa: RUF001 -- this module normalizes characters that look like others
 
 import re
@@ -78,13 +80,14 @@ _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 
-# Matches most answers, which are canonical except for a backslash before the percent sign. The rules below would not change
-# them.
+# Matches most answers, which are canonical except for a backslash before the percent sign. The rules below would not
+# change them.
 _CANONICAL = re.compile(r"-?(?:\d+(?:\.\d+)?|\d+/\d+|\\[dt]?frac\{-?\d+\}\{\d+\})(?:\\?%)?", re.ASCII)
 
 # Matches formulas that no rule of `plain` or `notation` changes, so most expressions skip these rules.
 _ORDINARY = re.compile(
-    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+ ])\\infty(?![A-Za-z])|\\\{(?=[-\d]|\\(?!\}))|\\\}"
+    r"(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right|cup)(?![A-Za-z])|(?<![+"
+    r" ])\\infty(?![A-Za-z])|\\\{(?=[-\d]|\\(?!\}))|\\\}"
     r"|(?<![A-Za-z])[abcdefkmnrtxyz](?![A-Za-z])|\d|[-+/^()}]|\{(?![ ,]*\})|,(?!\d\d,)|(?<!\d) "
     r"|\[(?=[^\[\]]*[\])])|\](?!.*[\[\]]))*",
     re.ASCII,
@@ -99,7 +102,10 @@ _REWRITES = tuple(
         (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
         (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
         (
-            r"(?<=[\d}%]) *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$",
+            (
+                r"(?<=[\d}%])"
+                r" *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$"
+            ),
             "",
         ),
         (r"[\^_] ?\{ ?\}", ""),

@@ -1,13 +1,13 @@
 r"""Other notations for answers, converted into the form that the other rules and math-verify read.
 
-`plain` removes emphasis (bold, italic, code), tokens such as <|im_end|>, and characters without width. Full-width characters
-and digits of other scripts become ASCII. A Unicode line separator becomes a newline. Stars between operands stay: 2**10 is a
-power, 3*4 a product. In text of a language with a decimal comma, 1.234,5 becomes 1234.5.
+`plain` removes emphasis (bold, italic, code), tokens such as <|im_end|>, and characters without width. Full-width
+characters and digits of other scripts become ASCII. A Unicode line separator becomes a newline. Stars between operands
+stay: 2**10 is a power, 3*4 a product. In text of a language with a decimal comma, 1.234,5 becomes 1234.5.
 
 `rewrite` converts the text of an answer without Markdown. It covers units in \text with powers, magnitude words, cents,
-ordinals, reversed and angle brackets, empty sets, combinations, sines of degrees, polar form, residues, segments, repeating
-decimals, and numbers in European form. Every pattern is linear in the text, and `normalize` has cut the text to a bounded
-length.
+ordinals, reversed and angle brackets, empty sets, combinations, sines of degrees, polar form, residues, segments,
+repeating decimals, and numbers in European form. Every pattern is linear in the text, and `normalize` has cut the text
+to a bounded length.
 """
 # ruff: noqa: RUF001 -- this module replaces characters that look like others
 
@@ -34,13 +34,19 @@ _MARKUP = tuple(
         (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
         (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
         (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
-        (r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?", lambda match: _of_myriads(match)),
+        (
+            r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?",
+            lambda match: _of_myriads(match),
+        ),
         # The next rule removes Indian thousands separators.
         (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),
         (r"(?<=\S) (?:veya|oder|ou|oppure|lub|или|または|或) (?=[A-Za-z] ?=)", " or "),
         (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
         (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
-        (r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)", lambda match: re.sub(r"\s", "", match[1])),
+        (
+            r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)",
+            lambda match: re.sub(r"\s", "", match[1]),
+        ),
         (
             r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+)(?= ?(?:€|\\?[Ee]uros?\b|EUR\b|kr\b|reais\b))"
             r"|(?:(?<=€)|(?<=€ )|(?<=R\$)|(?<=R\$ ))([1-9]\d{0,2}(?:\.\d{3})+)(?![\d.,])",
@@ -123,7 +129,8 @@ _WORDS = {
 }
 _TRANSLATIONS = tuple((re.compile(words, re.IGNORECASE), word) for word, words in _WORDS.items())
 _REALS = re.compile(
-    r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s", re.IGNORECASE
+    r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s",
+    re.IGNORECASE,
 )
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
@@ -137,7 +144,10 @@ _REWRITES = tuple(
         (r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])", r"\1"),
         (r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))", "."),
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
-        (r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$", lambda match: _angle(match)),
+        (
+            r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$",
+            lambda match: _angle(match),
+        ),
         (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
         (r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
         (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
@@ -223,7 +233,12 @@ def rewrite_phrase(text: str) -> str:
 def is_single_word(text: str) -> bool:
     """Return whether a text is one word that can be an answer within a sentence: true, a weekday, seventh, zero."""
     word = text.lower()
-    return word in _WORDS or word in _ORDINAL_WORD or word == "zero" or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
+    return (
+        word in _WORDS
+        or word in _ORDINAL_WORD
+        or word == "zero"
+        or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
+    )
 
 
 def _of_myriads(match: re.Match[str]) -> str:

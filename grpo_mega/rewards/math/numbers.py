@@ -1,13 +1,14 @@
 """Plain numbers and lists of plain numbers, read from normalized answers and compared exactly.
 
 Input: text from `normalize.normalize_answer`. A plain number is an integer, decimal (0.5, .5, 1.5e3, 1.5\\times10^{3}),
-fraction (1/2, \\frac{1}{2}), mixed number (1 1/2, 1\\frac{1}{2}) or repeating decimal (0.\\overline{3}), with an optional sign
-and percent sign. The comparison is exact, because math-verify rounds decimals to six places: it accepts 1e-7 for 2e-7.
+fraction (1/2, \\frac{1}{2}), mixed number (1 1/2, 1\\frac{1}{2}) or repeating decimal (0.\\overline{3}), with an
+optional sign and percent sign. The comparison is exact, because math-verify rounds decimals to six places: it accepts
+1e-7 for 2e-7.
 
-Pairs, intervals and sets of plain numbers, as (1,-2), [0,1/2), \\{1,2,3\\}, are compared here only if the verdict is beyond
-doubt and equals math-verify's: both sides have the same brackets, and simple numbers that are equal or clearly differ. Some
-lists have a special meaning in math-verify and are left to it: one element, equal ends, an interval's ends in descending order,
-a repeated element.
+Pairs, intervals and sets of plain numbers, as (1,-2), [0,1/2), \\{1,2,3\\}, are compared here only if the verdict is
+beyond doubt and equals math-verify's: both sides have the same brackets, and simple numbers that are equal or clearly
+differ. Some lists have a special meaning in math-verify and are left to it: one element, equal ends, an interval's ends
+in descending order, a repeated element.
 """
 
 import re
@@ -24,7 +25,10 @@ _FRAC = r"\\[dtc]?frac(?: ?\{ ?(?P<n>-?\d+) ?\} ?\{ ?(?P<d>\d+) ?\}| ?(?P<n1>\d)
 _FORMS = tuple(
     re.compile(_SIGN + form, re.ASCII)
     for form in (
-        r"(?P<decimal>\d+\.?\d*|\.\d+)(?:[eE](?P<e>[-+]?\d{1,3})| ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{?(?P<t>-?\d{1,3})\}?)?",
+        (
+            r"(?P<decimal>\d+\.?\d*|\.\d+)(?:[eE](?P<e>[-+]?\d{1,3})| ?(?:\\times|\\cdot|\*) ?10 ?\^"
+            r" ?\{?(?P<t>-?\d{1,3})\}?)?"
+        ),
         r"10 ?\^ ?\{? ?(?P<power>-?\d{1,3}) ?\}?",
         r"(?:(?P<whole>\d+) )?(?P<n>\d+) ?/ ?(?P<d>\d+)",
         r"(?:(?P<whole>\d+) ?)?" + _FRAC,
@@ -32,11 +36,13 @@ _FORMS = tuple(
     )
 )
 _ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-    "nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
 )
 _TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety"
-_WORDS = {word: value for value, word in enumerate(_ONES.split())} | {w: 10 * n for n, w in enumerate(_TENS.split()) if n > 1}
+_WORDS = {word: value for value, word in enumerate(_ONES.split())} | {
+    w: 10 * n for n, w in enumerate(_TENS.split()) if n > 1
+}
 _WORDS |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1_000_000}
 _DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 _DENOMINATORS |= {f"{word}s": value for word, value in _DENOMINATORS.items()} | {"halves": 2}
@@ -83,8 +89,8 @@ def parse_number(text: str) -> PlainNumber | None:
 def numbers_equal(gold: PlainNumber, response: PlainNumber) -> bool:
     """Return whether two plain numbers are the same answer.
 
-    If both sides have a percent sign, or neither, it does not matter. If only one side has it, p% stands for both p and p/100,
-    because a question "how many percent" has the answers 50, 50% and 0.5.
+    If both sides have a percent sign, or neither, it does not matter. If only one side has it, p% stands for both p and
+    p/100, because a question "how many percent" has the answers 50, 50% and 0.5.
     """
     if gold.is_cents != response.is_cents:  # without a unit, 75 means cents and 0.75 means dollars
         cents, plain = (gold, response) if gold.is_cents else (response, gold)
@@ -106,7 +112,9 @@ def numbers_contradict(a: PlainNumber, b: PlainNumber) -> bool:
 
 
 def in_words(text: str) -> PlainNumber | None:
-    """Return the number that `text` spells, ignoring one noun after it: "twelve", "twenty-five eggs", "three quarters"."""
+    """Return the number that `text` spells, ignoring one noun after it: "twelve", "twenty-five eggs", "three
+    quarters".
+    """
     parts = text.lower().replace("-", " ").split()
     if len(parts) > 1 and parts[-1].endswith("s") and parts[-1] not in _DENOMINATORS:
         parts.pop()

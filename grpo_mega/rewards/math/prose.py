@@ -1,10 +1,10 @@
 """Find the answer that a text states: the last one announced, else the last one in bold, else the last expression.
 
-`read_passage` reads the conclusion of a response. `read_marked` reads the content of a tag, a box or a `####` line that holds
-more than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students out of 20"
-announces 16: after an announcement the first expression counts, elsewhere the last one. An expression that the text denies
-("not 5", "more than 5") is not an answer, and a text with two answers ("6 or 9", "2 hours and 30 minutes") keeps both. Only the
-last TAIL characters are read, so time is bounded.
+`read_passage` reads the conclusion of a response. `read_marked` reads the content of a tag, a box or a `####` line that
+holds more than an expression. Both return text for `normalize.normalize_answer`, or None. "The answer is 16 students
+out of 20" announces 16: after an announcement the first expression counts, elsewhere the last one. An expression that
+the text denies ("not 5", "more than 5") is not an answer, and a text with two answers ("6 or 9", "2 hours and 30
+minutes") keeps both. Only the last TAIL characters are read, so time is bounded.
 """
 
 import re
@@ -60,7 +60,8 @@ _COMPOUND = re.compile(  # matches 2 hours and 30 minutes; 40 plus 11; 40 apples
 )
 _OPERATOR_BEFORE = re.compile(  # matches x + 11, 40 plus 11, 40 apples - 11, but not a bullet or a dash
     rf"(?:\S ?(?:{_TIMES}|\\pm)|(?:[\d)}}\]]|\b[A-Za-z]|\d\s[A-Za-z]+) ?-|\b{_WORD_FOR_OPERATOR})[ $(]*$"
-    r"|\b(?:sum|product|difference|quotient) (?:of|between) [\d\s.,$-]*(?:and )?$|\b(?:half|twice|double|triple|%) (?:of )?$"
+    r"|\b(?:sum|product|difference|quotient) (?:of|between) [\d\s.,$-]*(?:and )?$|\b(?:half|twice|double|triple|%)"
+    r" (?:of )?$"
 )
 _OPERATOR_AFTER = re.compile(
     r"[$)]* ?(?:[+*^\u00d7÷·]|\\times\b|\\cdot\b|\\div\b|/ ?[\d(\\]|/ ?[A-Za-z]\b|- ?(?:[\d$(\\]|[A-Za-z]\b))"
@@ -76,10 +77,12 @@ _WORDS_OF_NUMBERS = (
 )
 
 _HEDGE = re.compile(
-    r"(?:\b(?:could|might|may)(?: also| well| just as well| instead)* be|\b(?:or )?(?:possibly|perhaps|maybe)|\balternatively,?"
+    r"(?:\b(?:could|might|may)(?: also| well| just as well| instead)* be|\b(?:or"
+    r" )?(?:possibly|perhaps|maybe)|\balternatively,?"
     r"|\b(?:actually|wait|correction|sorry|rather),?(?: no,?)?(?: the)?(?: (?:correct"
     r"|right|final))?(?: (?:answer|it|that|this))?"
-    r"(?: (?:is|should be|must be))?|könnte auch|podría(?: también)? ser|pourrait(?: aussi)? être|potrebbe(?: anche)? essere"
+    r"(?: (?:is|should be|must be))?|könnte auch|podría(?: también)? ser|pourrait(?: aussi)? être|potrebbe(?: anche)?"
+    r" essere"
     r"|может быть|也?可能是)[ :]*[$€£*(\\]{0,3}(-?\d[\d.,]*\d|-?\d)(?![\w(]| ?[-+*/=^])",
     re.IGNORECASE,
 )
@@ -91,7 +94,9 @@ _WORD = re.compile(
     rf"(?<![{_LETTER}\\])(?:[{_LETTER}]{{3,}}|(?i:it|is|so|we|he|be|of|by|at|on|as)(?![{_LETTER}]))|[{_CJK}]+|[\u0400-\u04ff\u0600-\u06ff\u0900-\u097f]{{2,}}"
 )
 _BESIDE = frozenset("$%.,:;}")  # characters that end the formula or the clause before a word
-_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
+_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+"
+)
 
 _KEYWORD = (
     r"(?<![A-Za-z])(?:answers?|ans|(?:correct|right|best) (?:option|choice)s?)\b|\b(?:option|choice)(?=:| is\b)"
@@ -102,7 +107,9 @@ _ANNOUNCED = re.compile(
     rf"(?:{_KEYWORD})(?P<link>[^\n.:=]{{0,40}}?(?:{_IS})\s*:?|[^\n.:=!?]{{0,20}}(?::|=|→|->)|[ \t]*(?=\n))[:=\s]*",
     re.IGNORECASE,
 )
-_SOUGHT = re.compile(r"\b(?:find|get|check|verify|compute|calculate|determine|obtain|reach|round|simplify|write)\b[^.:]*$")
+_SOUGHT = re.compile(
+    r"\b(?:find|get|check|verify|compute|calculate|determine|obtain|reach|round|simplify|write)\b[^.:]*$"
+)
 _REASON = re.compile(  # matches the start of an explanation after an answer
     r"[,;]? (?=(?:because|since|as|for|given|when|if)\b)"
     rf"|, ?(?=(?!and\b|or\b)(?:[a-z]{{3,}}|[{_CJK}]))"
@@ -110,7 +117,8 @@ _REASON = re.compile(  # matches the start of an explanation after an answer
 )
 _NAME = re.compile(r"[A-Za-z]{3,}(?=, \d)")  # matches Monday in "Monday, 3 days after Friday"
 _OFFER = re.compile(  # matches closing offers of chat models
-    r"\s(?:Would you|Do you (?:want|have|need)|Shall I|Want me|Let me know|Feel free|I hope|Hope (?:this|that)|Please let"
+    r"\s(?:Would you|Do you (?:want|have|need)|Shall I|Want me|Let me know|Feel free|I hope|Hope"
+    r" (?:this|that)|Please let"
     r"|If you (?:have|need|want|would))\b[^\n]*$"
 )
 _NOTE = re.compile(
@@ -132,7 +140,8 @@ _NUMBER_WORD = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<!\bRs)(?<!\bNo)(?<!\bvs)(?<![ap]\.m)[.!?](?=\s|$)|\n")
 _FILLER = re.compile(
-    r"(?:(?:the|either|both|approximately|about|around|roughly|exactly|simply|just|only|equal to|option|choice|therefore|thus"
+    r"(?:(?:the|either|both|approximately|about|around|roughly|exactly|simply|just|only|equal"
+    r" to|option|choice|therefore|thus"
     r"|indeed)\b|≈|\\approx|[:=,*\s])+",
     re.IGNORECASE,
 )
@@ -225,7 +234,8 @@ def read_start(text: str) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether `text` has words apart from formulas: "18 dollars" and "It is x" do, "x + 1" and "cost = 18" do not.
+    """Return whether `text` has words apart from formulas: "18 dollars" and "It is x" do, "x + 1" and "cost = 18" do
+    not.
 
     A single word without a number is not prose but an answer ("Friday").
     """
@@ -284,7 +294,9 @@ def _read_start(clause: str) -> str | None:
 
 
 def _leading(clause: str) -> str | None:
-    """Return the expressions at the start of the clause: "3, 5 and 7", or 16 for "2 * 8 = 16"; the clause if units join two."""
+    """Return the expressions at the start of the clause: "3, 5 and 7", or 16 for "2 * 8 = 16"; the clause if units join
+    two.
+    """
     items: list[str] = []
     end = position = 0
     while item := _FORMULA.match(clause, position) or _EXPRESSION.match(clause, position):
@@ -307,7 +319,9 @@ def _emphasized(text: str) -> str | None:
     line = text.rstrip().rpartition("\n")[2]
     found = [plain(bold) for bold in _EMPHASIS.findall(line) if not _LIST_MARKER.fullmatch(bold.strip())]
     answers = [
-        bold for bold in found if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
+        bold
+        for bold in found
+        if _FORMULA.match(bold) or _EXPRESSION.match(bold) or ("=" in bold and not is_prose(bold))
     ]
     word = found[0].strip(" .!") if len(found) == 1 and not answers and not _NO_ANSWER.match(found[0]) else ""
     if _BOLD_WORDS.fullmatch(word) and (line.rstrip(" .!*").endswith(word) or is_single_word(word)):
@@ -316,7 +330,9 @@ def _emphasized(text: str) -> str | None:
 
 
 def _last_expression(text: str) -> str | None:
-    """Return the last formula, or the last number or expression after it. Skip denied ones and ones only in a remark."""
+    """Return the last formula, or the last number or expression after it. Skip denied ones and ones only in a
+    remark.
+    """
     if _OPEN.search(text[-_DENIED_CHARS:]):
         return None
     if verdict := _YES_OR_NO.match(text.rpartition("\n")[2]):
@@ -360,7 +376,9 @@ def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -
         # Skip 7.389 in "$e^2$, roughly 7.389".
         if 0 <= formula_end <= match.start() and _ROUNDED.fullmatch(text, formula_end, match.start()):
             continue
-        if is_remark and (formula_end > line or (found and line <= found[-1].start())):  # 4 in "16 eggs (4 boxes)" is skipped
+        if is_remark and (
+            formula_end > line or (found and line <= found[-1].start())
+        ):  # 4 in "16 eggs (4 boxes)" is skipped
             continue
         return match[match.lastgroup or 0].strip()
     return None

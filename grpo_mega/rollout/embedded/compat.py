@@ -1,4 +1,6 @@
-"""A patch of the models of transformers 5.12. tests/rollout/test_embedded.py fails when the patch is no longer needed."""
+"""A patch of the models of transformers 5.12. tests/rollout/test_embedded.py fails when the patch is no longer
+needed.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The engine inside each rank's process: the transformers model with a KV cache, one replica per rank.
 
-It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping, because
-its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent` sequences, and finished
-sequences leave the batch. A phase that is stopped early ends between two tokens and discards the cache with the batch.
+It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping,
+because its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent`
+sequences, and finished sequences leave the batch. A phase that is stopped early ends between two tokens and discards
+the cache with the batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live 
 
 
 class EmbeddedEngine(Engine):
-    """An engine without a server. A failure ends the rank. `sleep` frees no memory, so policy and engine must fit together."""
+    """An engine without a server. A failure ends the rank. `sleep` frees no memory, so policy and engine must fit
+    together.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class EmbeddedEngine(Engine):
         verify: bool,
         quantise: bool = False,
     ) -> None:
-        """`verify`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8 blocks."""
+        """`verify`: compare checksums after each sync. `quantise`: linear layers store the dequantised values of FP8
+        blocks.
+        """
         super().__init__(hf_shards(family, shape, world_size, quantise=quantise))
         self.device = device.torch_device
         self.max_concurrent = max_concurrent
@@ -84,12 +89,14 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
-        """Generate every world_size-th group. The clock of `stop` counts this rank's decoding steps over all batches."""
+        """Generate every world_size-th group. The clock of `stop` counts this rank's decoding steps over all
+        batches.
+        """
         sampling, stop = request.sampling, request.stop
         mine = list(request.groups)[self._rank :: self._world_size]
         if stop is None:
-            # Batches of prompts of similar length need less padding. With `stop` there is no sorting, because the last batches
-            # may never start, and they must not always have the longest prompts.
+            # Batches of prompts of similar length need less padding. With `stop` there is no sorting, because the last
+            # batches may never start, and they must not always have the longest prompts.
             mine.sort(key=lambda prompt_index: len(request.groups[prompt_index].prompt.token_ids))
         per_batch = self.max_concurrent
         if not sampling.longest_first:  # batches of whole groups run each prompt once
@@ -108,11 +115,15 @@ class EmbeddedEngine(Engine):
     def _generate_batch(
         self, batch: Sequence[tuple[int, Sample]], request: RolloutRequest, schedule: Schedule, clock: int
     ) -> int:
-        """Decode until all samples end or the phase stops. Return the clock. Unfinished samples go back to the schedule."""
+        """Decode until all samples end or the phase stops. Return the clock. Unfinished samples go back to the
+        schedule.
+        """
         samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
         longest, first_clock = sampling.max_response_length, clock
         self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
-        rows_by_kind = [[row for row, s in enumerate(samples) if (s.response_len > 0) == earlier] for earlier in (False, True)]
+        rows_by_kind = [
+            [row for row, s in enumerate(samples) if (s.response_len > 0) == earlier] for earlier in (False, True)
+        ]
         states = [_Decoding.prefill(self._model, samples, rows, self._recorder) for rows in rows_by_kind if rows]
         streams = _streams(samples, sampling, request.step, self.device)
         is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
@@ -165,7 +176,9 @@ def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: t
     if sampling.temperature == 0:
         return None
     rows = [
-        uniforms(sampling.seed, s.first_version if s.spans else step, s.prompt.id, s.index, sampling.max_response_length)
+        uniforms(
+            sampling.seed, s.first_version if s.spans else step, s.prompt.id, s.index, sampling.max_response_length
+        )
         for s in samples
     ]
     return torch.from_numpy(np.stack(rows)).to(device)
@@ -185,7 +198,9 @@ class _Decoding:
 
     @classmethod
     def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: RouteRecorder) -> _Decoding:
-        """Run each prompt once and copy its cache for each sample of the group. Run each continued response separately."""
+        """Run each prompt once and copy its cache for each sample of the group. Run each continued response
+        separately.
+        """
         contexts: list[tuple[int, ...]] = []
         source: list[int] = []  # index of each sample's context
         shared: Prompt | None = None
@@ -204,7 +219,12 @@ class _Decoding:
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
         cache = DynamicCache(config=model.config)
         out = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
         recorder.prefilled(rows, source, [len(context) for context in contexts])
         source_B = torch.tensor(source, device=device)
@@ -220,7 +240,9 @@ class _Decoding:
         )
 
     def advance(self, model: Any) -> None:
-        """Feed the sampled tokens to the model. First drop finished sequences from the cache, if there are enough of them."""
+        """Feed the sampled tokens to the model. First drop finished sequences from the cache, if there are enough of
+        them.
+        """
         if self.is_live.float().mean() < COMPACT_BELOW:
             keep = self.is_live.nonzero().squeeze(1)
             self.cache.batch_select_indices(keep)

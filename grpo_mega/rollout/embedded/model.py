@@ -45,8 +45,8 @@ def speed_up(model: nn.Module) -> None:
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply a layer to [..., in] and return [..., out]. On a CPU multiply one tile of the weight's rows at a time.
 
-    For the few rows of decoding and a whole vocabulary torch takes up to twice as long, because its library is tuned for
-    products of many rows.
+    For the few rows of decoding and a whole vocabulary torch takes up to twice as long, because its library is tuned
+    for products of many rows.
     """
     rows_RI = x.reshape(-1, x.shape[-1])
     num_rows = len(rows_RI)
@@ -68,9 +68,11 @@ def _padded(num_rows: int) -> int:
 
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
-    """Return the parameters of `model`, views of expert parameters, and router biases, by the names of `family.hf_tensors`.
+    """Return the parameters of `model`, views of expert parameters, and router biases, by the names of
+    `family.hf_tensors`.
 
-    transformers stores all experts of an MoE layer in one parameter, and the bias of DeepSeek-V3's router in a float32 buffer.
+    transformers stores all experts of an MoE layer in one parameter, and the bias of DeepSeek-V3's router in a float32
+    buffer.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
@@ -85,7 +87,9 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
     return tensors | parameters
 
 
-def _moe_layer(parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int) -> Iterator[tuple[str, Tensor]]:
+def _moe_layer(
+    parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int
+) -> Iterator[tuple[str, Tensor]]:
     """Remove a layer's router and experts from `parameters` and yield them under their names in the family's table."""
     router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
     block = f"model.layers.{layer}.mlp"
@@ -105,7 +109,9 @@ class RouteRecorder:
         """`routers`: the model's routers; None for a dense model."""
         self._routers, self._is_on = routers, False
         blocks = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-        self._chosen: list[Tensor | None] = [None] * len(blocks)  # experts chosen in the last forward pass, by MoE layer
+        self._chosen: list[Tensor | None] = [None] * len(
+            blocks
+        )  # experts chosen in the last forward pass, by MoE layer
         for number, experts in enumerate(blocks):
             experts.register_forward_pre_hook(partial(self._note, number))
 
@@ -118,7 +124,9 @@ class RouteRecorder:
             self._fed_BT = torch.empty((num_sequences, longest, *of_token), dtype=torch.int16, device=device)
 
     def prefilled(self, rows: Sequence[int], source: Sequence[int], lengths: Sequence[int]) -> None:
-        """Record a prefill of contexts with these lengths, padded on the left. `source` has the index of each row's context."""
+        """Record a prefill of contexts with these lengths, padded on the left. `source` has the index of each row's
+        context.
+        """
         if self._is_on:
             taken = self._take(len(lengths))
             for row, context in zip(rows, source, strict=True):
@@ -130,7 +138,9 @@ class RouteRecorder:
             self._fed_BT[rows, position] = self._take(len(rows))[:, 0]
 
     def routes(self, row: int, sample: Sample, num_fed: int) -> Routes | None:
-        """Return the sample's routes, extended by its context and the tokens fed. Return them unchanged if recording is off."""
+        """Return the sample's routes, extended by its context and the tokens fed. Return them unchanged if recording is
+        off.
+        """
         if not self._routers or not self._is_on:
             return sample.routes
         experts = torch.cat((self._contexts[row], self._fed_BT[row, :num_fed])).cpu().numpy()

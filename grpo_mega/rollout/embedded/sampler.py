@@ -10,17 +10,21 @@ _BLOCK = 256  # tokens per partial sum; only these sums need double precision, n
 
 
 def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: int) -> np.ndarray:
-    """Return [length] float64 in [0, 1): a sample's random stream (Philox). It depends only on the first four arguments."""
+    """Return [length] float64 in [0, 1): a sample's random stream (Philox). It depends only on the first four
+    arguments.
+    """
     sequence = np.random.SeedSequence((seed, step, prompt_id, sample_index))
     return np.random.Generator(np.random.Philox(sequence)).random(length)
 
 
-def draw(logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
+def draw(
+    logits_BV: Tensor, uniform_B: Tensor | None, *, temperature: float, top_p: float, top_k: int
+) -> tuple[Tensor, Tensor]:
     """Return the next tokens [B] and their log-probs [B] float32.
 
-    Log-probs are log-softmax(logits / temperature), before top-p and top-k, as in the trainer. The token is the inverse of the
-    cumulative distribution at `uniform_B`. Without `uniform_B`, or at temperature 0, it is the most likely token. If logits
-    have NaN, it is any token of the vocabulary, with log-prob NaN.
+    Log-probs are log-softmax(logits / temperature), before top-p and top-k, as in the trainer. The token is the inverse
+    of the cumulative distribution at `uniform_B`. Without `uniform_B`, or at temperature 0, it is the most likely
+    token. If logits have NaN, it is any token of the vocabulary, with log-prob NaN.
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
@@ -55,7 +59,9 @@ def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
     cumulative_BN = sums_BN.cumsum(dim=-1)
     block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
     before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
-    within_BK = masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
+    within_BK = (
+        masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
+    )
     # A block's sum was rounded in float32; the sum within the block is in double precision.
     share_B1 = (wanted_B1 - before_B1) / sums_BN.gather(1, block_B1)
     place_B1, _ = _search(within_BK, share_B1.clamp(min=0) * within_BK[:, -1:])
@@ -63,7 +69,9 @@ def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index [B, 1] with a cumulative mass above the wanted mass, and the wanted mass, kept below the total."""
+    """Return the first index [B, 1] with a cumulative mass above the wanted mass, and the wanted mass, kept below the
+    total.
+    """
     whole_B1 = cumulative_BX[:, -1:]
     wanted_B1 = torch.minimum(wanted_B1, torch.nextafter(whole_B1, torch.zeros_like(whole_B1)))
     # If the masses are NaN, searchsorted returns an index beyond the end.

@@ -1,9 +1,10 @@
-"""The trainer's side of a sync to a server on the same machine: buffers of buckets, and tables of the server's parameters.
+"""The trainer's side of a sync to a server on the same machine: buffers of buckets, and tables of the server's
+parameters.
 
 Buffers are anonymous shared memory on a CPU, CUDA IPC on a GPU.
 
-A rank fills the buffers, and its engine's process on the same device opens them. Memory on the CPU belongs to file descriptors
-of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
+A rank fills the buffers, and its engine's process on the same device opens them. Memory on the CPU belongs to file
+descriptors of the rank (memfd), so nothing is left in /dev/shm, however the processes end.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class HostBuckets:
             if file is None:
                 file = self._files[slot] = os.memfd_create(f"grpo_mega_bucket_{slot}")
             os.ftruncate(file, num_bytes)
-            self._buffers[slot] = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
+            self._buffers[slot] = torch.from_file(
+                f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
+            )
         return self._buffers[slot][:num_bytes]
 
     def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
         """Return the slot's buffer, a description of how the server opens it, and the tensor to send.
 
-        The tensor is empty, because the server opens a file. The buffer is a new object if the server must open it again.
+        The tensor is empty, because the server opens a file. The buffer is a new object if the server must open it
+        again.
         """
         file = f"/proc/{os.getpid()}/fd/{self._files[slot]}"
         return self._buffers[slot], {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)

@@ -16,7 +16,9 @@ STUBBED = ("torchvision", "sgl_kernel")  # SGLang imports these; a CPU-only torc
 
 
 def hide_megatron() -> None:
-    """Keep SGLang's debug dumper from importing Megatron-core, because the import takes a second, and memory on a GPU."""
+    """Keep SGLang's debug dumper from importing Megatron-core, because the import takes a second, and memory on a
+    GPU.
+    """
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail
 
 
@@ -36,8 +38,8 @@ def fork_children() -> None:
 def drop_idle_warnings() -> None:
     """Keep two irrelevant messages out of the log, because users look there for the cause of a failure.
 
-    One is a warning for each endpoint with GET and POST, every time the list of endpoints is read. The other is a traceback: a
-    server that skips its warm-up calls its /freeze_gc before it listens. server.py makes this call later.
+    One is a warning for each endpoint with GET and POST, every time the list of endpoints is read. The other is a
+    traceback: a server that skips its warm-up calls its /freeze_gc before it listens. server.py makes this call later.
     """
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
     server_log = logging.getLogger("sglang.srt.entrypoints.http_server")
@@ -54,14 +56,17 @@ def allow_routes_on_cpu() -> None:
 def install_stubs() -> None:
     """Make packages that do not exist for a CPU-only torch importable but not callable. A second call does nothing.
 
-    Call this only in the server's processes. In other processes transformers would assume that torchvision is installed.
+    Call this only in the server's processes. In other processes transformers would assume that torchvision is
+    installed.
     """
     if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
         sys.meta_path.append(StubFinder())  # the last finder, so real packages win
 
 
 class StubFinder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in STUBBED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,14 +1,16 @@
 """An SGLang server as the engine of `rollout.tp` neighbouring ranks, on the devices of these ranks.
 
-The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill their
-buckets of a sync. The first failure of a server is stored in `failure`, with the phase and the end of the server's log. It is
-never raised, because other ranks wait for this one; they learn of it at the next rendezvous. After a failure, calls do nothing
-until `restart`. The job's store only counts the prompts, because the engine's ranks have a separate group (EngineRanks).
+The first of these ranks, the leader, starts, calls and stops the server. The other ranks release memory for it and fill
+their buckets of a sync. The first failure of a server is stored in `failure`, with the phase and the end of the
+server's log. It is never raised, because other ranks wait for this one; they learn of it at the next rendezvous. After
+a failure, calls do nothing until `restart`. The job's store only counts the prompts, because the engine's ranks have a
+separate group (EngineRanks).
 
-In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and posts them
-as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one bucket is loaded while
-the next is filled. After the last bucket, the checksums in the buckets are compared with the server's parameters. FP8 blocks
-are compared after each bucket, before the server can process them. Their differences are also reported at the end.
+In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and
+posts them as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one
+bucket is loaded while the next is filled. After the last bucket, the checksums in the buckets are compared with the
+server's parameters. FP8 blocks are compared after each bucket, before the server can process them. Their differences
+are also reported at the end.
 """
 
 from __future__ import annotations
@@ -111,9 +113,10 @@ class SGLangEngine(Engine):
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
         """Generate on the leader. Take at most an equal share of the groups at once, so no engine takes all of them.
 
-        All engines share a counter of groups. Each engine takes the next group while its schedule wants one, so no engine is
-        idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are aborted, and the server
-        is idle with an empty cache. If the server fails, even during the abort, only its complete groups are returned.
+        All engines share a counter of groups. Each engine takes the next group while its schedule wants one, so no
+        engine is idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are
+        aborted, and the server is idle with an empty cache. If the server fails, even during the abort, only its
+        complete groups are returned.
         """
         self._check_lengths(request)
         self._num_phases += 1
@@ -156,21 +159,23 @@ class SGLangEngine(Engine):
         return {index: group for index, group in schedule.finish().items() if group.is_complete(group_size)}
 
     def _check_lengths(self, request: RolloutRequest) -> None:
-        """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent yet."""
+        """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent
+        yet.
+        """
         for prompt in (group.prompt for group in request.groups.values()):
             longest = len(prompt.token_ids) + request.sampling.max_response_length
             if longest > self._settings.context_length:
                 raise EngineError(
-                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of "
-                    f"{request.sampling.max_response_length} exceed the engine's {self._settings.context_length}; lower "
-                    "data.max_prompt_length"
+                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of"
+                    f" {request.sampling.max_response_length} exceed the engine's {self._settings.context_length};"
+                    " lower data.max_prompt_length"
                 )
 
     def _check_alive(self, phase: str, heard: float, started_at: float, server: Server) -> float:
         """Check that the server is alive, and check its health if there was no event since `heard` for too long.
 
-        Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the phase's
-        deadline. Times are from time.monotonic.
+        Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the
+        phase's deadline. Times are from time.monotonic.
         """
         now, deadline = time.monotonic(), self._rollout.stall_deadline_s
         if not server.is_alive():
@@ -178,13 +183,17 @@ class SGLangEngine(Engine):
         elif now - started_at > self._rollout.phase_deadline_s:
             self._fail(f"{server.url} is not done after {now - started_at:.0f} s, {phase}")
         elif now - heard > deadline:
-            if self._await(f"{phase}, asked for its health", self._start(lambda session: session.is_healthy(deadline / 2))):
+            if self._await(
+                f"{phase}, asked for its health", self._start(lambda session: session.is_healthy(deadline / 2))
+            ):
                 return time.monotonic()
             self._fail(f"{server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
         return heard
 
     def _abort(self, phase: str, schedule: Schedule, session: Session) -> bool:
-        """Abort the running samples and return them to the schedule with their tokens. Return False if the server fails."""
+        """Abort the running samples and return them to the schedule with their tokens. Return False if the server
+        fails.
+        """
         started_at, session.is_aborting = time.monotonic(), schedule.num_running > 0
         while schedule.num_running and self.failure is None:
             # Repeat the call, because a request may reach the server after an abort.
@@ -285,7 +294,9 @@ class SGLangEngine(Engine):
             self._num_loaded += 1
 
     def _request(self, request: dict[str, Any], version: str | None = None) -> list[str]:
-        """Send a request to all processes of the server. Return their problems, identical on all ranks of the engine."""
+        """Send a request to all processes of the server. Return their problems, identical on all ranks of the
+        engine.
+        """
         phase = f"at {request['action']}"
         found, _ = self._reports(phase, self._send(request, torch.empty(0), version))
         problems: list[str] = json.loads(
@@ -339,7 +350,9 @@ class SGLangEngine(Engine):
         return self._session.start(call(self._session))
 
     def _await(self, phase: str, response: Future[Any] | None) -> Any:
-        """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return None."""
+        """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return
+        None.
+        """
         deadline_s = self._rollout.stall_deadline_s
         until = time.monotonic() + deadline_s
         while response is not None and self.failure is None and self._server:

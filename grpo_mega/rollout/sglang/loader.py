@@ -1,18 +1,18 @@
 """Load buckets into the parameters and verify them. This code runs in each tensor-parallel process of the server.
 
-SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is a request in JSON. Its value is the buffer of
-buckets, if it is sent by CUDA IPC. A buffer is sent once and stays open. An exception here would end the server, so problems
-are written to a file in the server's folder, and the trainer reads the file. Differences in FP8 blocks are reported with their
-bucket; the trainer keeps them until the update ends.
+SGLang calls `load` (--custom-weight-loader) with one named tensor. Its name is a request in JSON. Its value is the
+buffer of buckets, if it is sent by CUDA IPC. A buffer is sent once and stays open. An exception here would end the
+server, so problems are written to a file in the server's folder, and the trainer reads the file. Differences in FP8
+blocks are reported with their bucket; the trainer keeps them until the update ends.
 
-After a load SGLang may rearrange FP8 blocks for its kernels (`process_weights_after_loading`). On Hopper, and with its Triton
-kernels on any GPU, it does not change 128 x 128 blocks with float32 scales. A sync then writes the blocks in place, so the
-addresses in CUDA graphs stay valid. Other kernels change shapes and dtypes or move bytes: DeepGEMM on Blackwell packs scales as
-powers of two, and Marlin, on GPUs older than an L40, repacks the weights. `check_formats` detects all such changes before the
-first bucket, by processing a pattern.
+After a load SGLang may rearrange FP8 blocks for its kernels (`process_weights_after_loading`). On Hopper, and with its
+Triton kernels on any GPU, it does not change 128 x 128 blocks with float32 scales. A sync then writes the blocks in
+place, so the addresses in CUDA graphs stay valid. Other kernels change shapes and dtypes or move bytes: DeepGEMM on
+Blackwell packs scales as powers of two, and Marlin, on GPUs older than an L40, repacks the weights. `check_formats`
+detects all such changes before the first bucket, by processing a pattern.
 
-A model with FP8 weights also has scales for an FP8 KV cache. No checkpoint has these scales. A dummy load leaves random values,
-and sleep loses them, so this module sets them to SGLang's default, 1.
+A model with FP8 weights also has scales for an FP8 KV cache. No checkpoint has these scales. A dummy load leaves random
+values, and sleep loses them, so this module sets them to SGLang's default, 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ MAX_NAMED = 20  # maximum number of problems in a report
 REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"
 NUM_BUFFERS = 2  # one buffer is loaded while the other is filled
 _CACHE_SCALES = ("k_scale", "v_scale")
-_buffers: dict[int, Tensor] = {}  # the trainer's buffers by slot; a global, because SGLang passes no state between calls
+_buffers: dict[
+    int, Tensor
+] = {}  # the trainer's buffers by slot; a global, because SGLang passes no state between calls
 
 
 @torch.no_grad()
@@ -50,7 +52,9 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Return how the server's parameters differ from the trainer's table. Zero the padding, because no bucket fills it."""
+    """Return how the server's parameters differ from the trainer's table. Zero the padding, because no bucket fills
+    it.
+    """
     parameters, without = _parameters(model), "none"
     wanted = {name: f"{tuple(shape)} of {dtype}" for name, (shape, dtype) in request["parameters"].items()}
     actual = {name: f"{tuple(p.shape)} of {p.dtype}" for name, p in parameters.items()}
@@ -69,12 +73,18 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
 
 
 def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
-    """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the trainer's."""
+    """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the
+    trainer's.
+    """
     if request["opens"]:
         if "file" in request:
             values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
         _buffers[request["slot"]] = values
-    used, entries, parameters = _buffers[request["slot"]][: request["used_bytes"]], _entries(request), _parameters(model)
+    used, entries, parameters = (
+        _buffers[request["slot"]][: request["used_bytes"]],
+        _entries(request),
+        _parameters(model),
+    )
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["verify"] else []
     if used.is_cuda:
@@ -85,8 +95,8 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
 def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return the names of tensors with a piece whose checksum differs from the trainer's.
 
-    First update the values that the model derives from its parameters. Multi-latent attention keeps copies of kv_b_proj's
-    halves; without the update they would be from the previous sync.
+    First update the values that the model derives from its parameters. Multi-latent attention keeps copies of
+    kv_b_proj's halves; without the update they would be from the previous sync.
     """
     derive: Callable[[], None] = getattr(model, "post_load_weights", lambda: None)
     derive()
@@ -98,7 +108,9 @@ def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[st
 
 @torch.no_grad()
 def check_formats(model: torch.nn.Module) -> list[str]:
-    """Set the cache's scales and return the FP8 parameters that SGLang rearranges. The model must not have weights yet."""
+    """Set the cache's scales and return the FP8 parameters that SGLang rearranges. The model must not have weights
+    yet.
+    """
     problems = []
     for path, module in model.named_modules():
         method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
@@ -114,7 +126,9 @@ def check_formats(model: torch.nn.Module) -> list[str]:
         problems += [
             f"{path}.{name}: SGLang rearranges it on this device, so it cannot be filled in place; {REMEDY}"
             for name, p in sent.items()
-            if name not in after or after[name].data_ptr() != p.data_ptr() or not torch.equal(_bytes(after[name]), before[name])
+            if name not in after
+            or after[name].data_ptr() != p.data_ptr()
+            or not torch.equal(_bytes(after[name]), before[name])
         ]
     return problems
 
@@ -152,8 +166,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 def report_path(folder: Path, number: int, tp_rank: int) -> Path:
     """Return the file where a process of the server reports on request `number`.
 
-    The trainer reads it before it posts request `number` + 2, so names may repeat. `folder` is the server's folder, closed to
-    other users.
+    The trainer reads it before it posts request `number` + 2, so names may repeat. `folder` is the server's folder,
+    closed to other users.
     """
     return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
 

@@ -1,8 +1,8 @@
 """One SGLang server on this machine: its settings, and its process: start it, wait for it, and always stop it.
 
-The process started here is a guardian (server_main.py) with SGLang below it, all in one process group. If this process, the
-guardian or SGLang ends, even by kill -9, the other two end within a second. The guardian removes left-over files. If it cannot,
-`kill` or the next server on this machine removes them.
+The process started here is a guardian (server_main.py) with SGLang below it, all in one process group. If this process,
+the guardian or SGLang ends, even by kill -9, the other two end within a second. The guardian removes left-over files.
+If it cannot, `kill` or the next server on this machine removes them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,22 @@ MAX_STARTS = 3
 PORTS = range(20000, 30000)  # does not overlap the ports of distributed.launch
 
 # Variables of the trainer's launcher, allocator and NCCL. With torchelastic's variables a server would wait for ever.
-NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS"}
+NOT_INHERITED = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+}
 NOT_INHERITED |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
 NOT_INHERITED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GRPO_MEGA_")
 
-_PORT_CONFLICT = re.compile(r"address already in use|EADDRINUSE|port \S+ is (already in use|not available)", re.IGNORECASE)
+_PORT_CONFLICT = re.compile(
+    r"address already in use|EADDRINUSE|port \S+ is (already in use|not available)", re.IGNORECASE
+)
 _REASONS = (  # the first pattern with a match counts, and its first matching line
     re.compile(r"sglang[\w ]*: error: (?P<text>.*)"),  # an error from the command line's parser
     re.compile(r"(?P<text>[\w.]*(Error|Exception|Interrupt|Exit): .*)"),  # last line of a traceback
@@ -57,7 +67,8 @@ CACHE_MARGIN = 256  # additional tokens of KV cache, for partial pages and the s
 LOADER = "grpo_mega.rollout.sglang.loader.load"
 SEEDED_BY = "enable_deterministic_inference"  # with this server argument SGLang uses a seed per sample
 
-# The quantization_config of an FP8 checkpoint. With it SGLang creates FP8 parameters and scales and quantises nothing itself.
+# The quantization_config of an FP8 checkpoint. With it SGLang creates FP8 parameters and scales and quantises nothing
+# itself.
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -118,7 +129,9 @@ class EngineSettings:
 
     @property
     def holds_blocks(self) -> bool:
-        """Return True if parameters are FP8 blocks. On a CPU they have `dtype`, because SGLang's FP8 blocks need AMX there."""
+        """Return True if parameters are FP8 blocks. On a CPU they have `dtype`, because SGLang's FP8 blocks need AMX
+        there.
+        """
         return self.rollout.quantization is not None and self.device_type == "cuda"
 
     @property
@@ -198,8 +211,8 @@ class Server:
     def wait_until_healthy(self) -> None:
         """Wait until the server has generated a token.
 
-        If the server ends or is not ready in time, stop it and raise EngineError. If another process has taken its port, start
-        it again with another port.
+        If the server ends or is not ready in time, stop it and raise EngineError. If another process has taken its
+        port, start it again with another port.
         """
         started_at = shown = time.monotonic()
         deadline_s = self._settings.rollout.start_deadline_s
@@ -209,12 +222,15 @@ class Server:
                 self.kill()
                 reason = self._reason()
                 if not _PORT_CONFLICT.search(reason) or self._num_starts == MAX_STARTS:
-                    raise EngineError(f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}")
+                    raise EngineError(
+                        f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}"
+                    )
                 self.start()
             elif seconds > deadline_s:
                 self.kill()
                 raise EngineError(
-                    f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s; {self.tail()}"
+                    f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
+                    f" {self.tail()}"
                 )
             if self._settings.shows_progress and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
@@ -228,7 +244,9 @@ class Server:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the guardian, the ancestor of the server's other processes; None if it does not run."""
+        """Return the process id of the guardian, the ancestor of the server's other processes; None if it does not
+        run.
+        """
         return self._process.pid if self._process is not None else None
 
     def is_alive(self) -> bool:
@@ -284,7 +302,9 @@ class Server:
         return True
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> str | None:
-        """Return the answer of a POST, or of a GET if `body` is None. Return None without an answer or for a refusal."""
+        """Return the answer of a POST, or of a GET if `body` is None. Return None without an answer or for a
+        refusal.
+        """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
         try:
@@ -317,7 +337,8 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
 
 
 def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> dict[str, str]:
-    """Return the environment of the server's processes: the trainer's environment without variables only for the trainer.
+    """Return the environment of the server's processes: the trainer's environment without variables only for the
+    trainer.
 
     The processes are all on this machine, so they use the loopback interface.
     """
@@ -327,13 +348,19 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
     # The trainer's temporary folder is removed with the trainer, so the server needs another one.
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(processes.shared_folder())} | loopback_sockets()
+    own = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(processes.shared_folder()),
+    } | loopback_sockets()
     # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
         own |= {"SGLANG_USE_CPU_ENGINE": "1"} | _threads(settings.cores, settings.rollout.tp)
-        own["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
+        own["TORCHDYNAMO_DISABLE"] = (
+            "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
+        )
     else:
         kept.setdefault("SGLANG_CACHE_DIR", str(server_cache(environ)))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own

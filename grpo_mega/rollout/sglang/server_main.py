@@ -1,12 +1,13 @@
-"""Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main PID FOLDER LOCK SGLANG-ARGUMENT ...`.
+"""Run one SGLang server below a guardian: `python -m grpo_mega.rollout.sglang.server_main PID FOLDER LOCK
+SGLANG-ARGUMENT ...`.
 
-PID is the process that owns the server, FOLDER is its temporary folder, and LOCK is the descriptor that locks the folder for
-all processes that inherit it. The server's key is in the environment.
+PID is the process that owns the server, FOLDER is its temporary folder, and LOCK is the descriptor that locks the
+folder for all processes that inherit it. The server's key is in the environment.
 
-The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below it. When
-SGLang ends, the owner is gone or a signal arrives, the guardian kills all processes below it, removes their files and exits,
-with SGLang's exit code, or with 0 if the owner or a signal ended it. When the guardian dies, the kernel kills SGLang, and then
-its children.
+The process forks. The child is SGLang. The parent, the guardian, imports nothing heavy and adopts every orphan below
+it. When SGLang ends, the owner is gone or a signal arrives, the guardian kills all processes below it, removes their
+files and exits, with SGLang's exit code, or with 0 if the owner or a signal ended it. When the guardian dies, the
+kernel kills SGLang, and then its children.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def remove_unused() -> None:
     """Remove the temporary folders and the shared memory of servers that are gone.
 
     SGLang ends its processes with SIGKILL even without an error, so it never cleans up. Each server has a folder of
-    processes.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An unlocked
-    folder, or memory that no process has open, belongs to a dead server, so no record of servers is needed.
+    processes.py. While any of its processes lives, the folder is locked and the server's shared memory is open. An
+    unlocked folder, or memory that no process has open, belongs to a dead server, so no record of servers is needed.
     """
     processes.remove_unused_folders()
     segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]

@@ -1,9 +1,9 @@
 """An HTTP session with one SGLang server: calls to its endpoints, and one event per sample that ends.
 
-The session runs an event loop in a separate thread. Its owner submits samples and takes events from a queue, so rewards and
-bookkeeping stay in the owner's thread. If a connection breaks, the session requests the missing samples again. It does not
-repeat a request that the server refuses, and repeats nothing while samples are aborted. The server of a teacher, which the
-trainer does not start, only returns log-probs.
+The session runs an event loop in a separate thread. Its owner submits samples and takes events from a queue, so rewards
+and bookkeeping stay in the owner's thread. If a connection breaks, the session requests the missing samples again. It
+does not repeat a request that the server refuses, and repeats nothing while samples are aborted. The server of a
+teacher, which the trainer does not start, only returns log-probs.
 
 SGLang 0.5.17, 0.5.21 and 0.5.23 differ. The session reads the server's list of endpoints instead of a version number.
 """
@@ -76,8 +76,8 @@ class Session:
     ) -> None:
         """Open a session.
 
-        `num_connections`: maximum number of concurrent requests. `is_seeded`: the server uses a seed per sample, so a request
-        lists each sample separately. `routers`: the routers of the model, if the server records their choices.
+        `num_connections`: maximum number of concurrent requests. `is_seeded`: the server uses a seed per sample, so a
+        request lists each sample separately. `routers`: the routers of the model, if the server records their choices.
         """
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -133,7 +133,8 @@ class Session:
             await asyncio.sleep(FLUSH_PAUSE_S)
 
     async def is_healthy(self, deadline_s: float) -> bool:
-        """Return True if the scheduler answers. It answers between two batches, whether it is busy, idle, paused or asleep.
+        """Return True if the scheduler answers. It answers between two batches, whether it is busy, idle, paused or
+        asleep.
 
         SGLang's health check generates tokens, which would end a sleeping server.
         """
@@ -188,7 +189,8 @@ class Session:
                     raise
             await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         last = entries[len(entries) - num_last :]
-        # The server reports id 0 for the last token of the vocabulary, because its scheduler takes larger ids for images.
+        # The server reports id 0 for the last token of the vocabulary, because its scheduler takes larger ids for
+        # images.
         pairs = zip((entry[1] for entry in last), token_ids[len(token_ids) - num_last :], strict=True)
         if any(said not in (asked, 0) for said, asked in pairs):
             raise EngineError(f"{self.url}/generate returned log-probs of other tokens than requested")
@@ -209,7 +211,9 @@ class Session:
         except Exception as error:  # without an event the owner would wait for ever
             self.events.put(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
 
-    async def _generate_or_raise(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+    async def _generate_or_raise(
+        self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int
+    ) -> None:
         missing = {sample.index: sample for sample in samples}
         pause = FIRST_PAUSE_S
         for attempt in range(1, ATTEMPTS + 1):
@@ -258,8 +262,12 @@ class Session:
 
 
 def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
-    """Return a teacher's log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request fails."""
-    with contextlib.closing(Session(url, {}, num_connections=TEACHER_CONNECTIONS, deadline_s=TEACHER_DEADLINE_S)) as session:
+    """Return a teacher's log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request
+    fails.
+    """
+    with contextlib.closing(
+        Session(url, {}, num_connections=TEACHER_CONNECTIONS, deadline_s=TEACHER_DEADLINE_S)
+    ) as session:
         gate = asyncio.Semaphore(TEACHER_CONNECTIONS)
 
         async def ask(sample: Sample) -> list[float]:
@@ -277,7 +285,9 @@ def check_server(name: str, url: str) -> None:
     """Raise ConfigError if no SGLang server answers at a teacher's url."""
     with contextlib.closing(Session(url, {})) as session:
         if not session.run(session.is_healthy(30.0)):
-            raise ConfigError(f"teachers.{name}.url={url}: no SGLang server answers there; start it, or correct the url")
+            raise ConfigError(
+                f"teachers.{name}.url={url}: no SGLang server answers there; start it, or correct the url"
+            )
 
 
 def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is_seeded: bool) -> dict[str, Any]:
@@ -298,7 +308,9 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
     each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
     if is_seeded:
         versions = [sample.first_version if sample.spans else step for sample in samples]
-        seeds = [sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(versions, samples, strict=True)]
+        seeds = [
+            sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(versions, samples, strict=True)
+        ]
         each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
     return body | {"input_ids": contexts, "sampling_params": each}
@@ -313,8 +325,8 @@ def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
 def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
     """Return the sample with the tokens of the server's answer. It is unfinished if it was aborted before its end.
 
-    If the server retracted the request for lack of cache, it computed tokens again and reports the experts of the second
-    computation. The log-probs are from the first, so the experts of such a request count as not known.
+    If the server retracted the request for lack of cache, it computed tokens again and reports the experts of the
+    second computation. The log-probs are from the first, so the experts of such a request count as not known.
     """
     meta = answer["meta_info"]
     entries = meta.get("output_token_logprobs") or ()  # None if a request was aborted before its start

@@ -21,8 +21,8 @@ def why_not(version: str) -> str | None:
     if (wheel(version) / "transformer_engine" / "__init__.py").exists():
         return None
     return (
-        f"Transformer Engine's wheel is not in .venv-te/{version}; run tests/run.sh, or python -m pip install --no-deps "
-        f"--target .venv-te/{version} transformer-engine=={version}"
+        f"Transformer Engine's wheel is not in .venv-te/{version}; run tests/run.sh, or python -m pip install --no-deps"
+        f" --target .venv-te/{version} transformer-engine=={version}"
     )
 
 

@@ -1,8 +1,8 @@
 """Import Transformer Engine's wheel over the emulated extension, in this process.
 
-Call `install(version)` before anything imports TE or megatron.core: if the bare wheel can be imported and nothing is loaded,
-Megatron's import raises ("empty meta package"). Only this process gets the wheel's folder, in sys.path, so child processes do
-not find it. torch.compile is off in TE, so TE's elementwise functions round as in eager torch.
+Call `install(version)` before anything imports TE or megatron.core: if the bare wheel can be imported and nothing is
+loaded, Megatron's import raises ("empty meta package"). Only this process gets the wheel's folder, in sys.path, so
+child processes do not find it. torch.compile is off in TE, so TE's elementwise functions round as in eager torch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _import() -> None:
 
 
 def _common() -> Any:
-    """Return transformer_engine.common, imported alone. transformer_engine/__init__.py also imports .pytorch, which would load
-    the extension's shared object through a function of .common; this function is replaced here."""
+    """Return transformer_engine.common, imported alone. transformer_engine/__init__.py also imports .pytorch, which
+    would load the extension's shared object through a function of .common; this function is replaced here."""
     spec = importlib.util.find_spec(TE)
     assert spec is not None and spec.submodule_search_locations, "the wheel contains no package"
     shell = types.ModuleType(TE)
@@ -72,8 +72,8 @@ def _common() -> Any:
 
 
 def _everywhere(name: str, replacement: Callable[[Any], Any]) -> None:
-    """Replace a TE function in all TE modules that imported it by name. `replacement` makes the new function from the old
-    one."""
+    """Replace a TE function in all TE modules that imported it by name. `replacement` makes the new function from the
+    old one."""
     for module in [m for n, m in sys.modules.items() if n.startswith(f"{TE}.") and hasattr(m, name)]:
         setattr(module, name, replacement(getattr(module, name)))
 

@@ -1,7 +1,8 @@
 """The GPU that Transformer Engine sees: one card at a time, with CUDA 12.9 and cuDNN 9.13.
 
-Only code of transformer_engine.* sees it: for all other code torch.cuda.is_available() and Tensor.is_cuda stay false. `put_up`
-builds on the stand-in for torch.cuda in grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do nothing.
+Only code of transformer_engine.* sees it: for all other code torch.cuda.is_available() and Tensor.is_cuda stay false.
+`put_up` builds on the stand-in for torch.cuda in grpo_mega.megatron.compat. Streams, events, CUDA graphs and NVTX do
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def card() -> Card:
 
 @contextlib.contextmanager
 def played(name: str) -> Iterator[Card]:
-    """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the buffers of an H100."""
+    """Emulate another card inside the context, for rules that depend on the card. FP8 buffers stay the buffers of an
+    H100.
+    """
     _played.append(CARDS[name])
     _forget()
     try:
@@ -82,8 +85,8 @@ class _Once:
 
 
 def waited_for_once(communicate: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap a TE function that sends and receives, so that gloo waits for each transfer once. TE waits twice, and the second
-    wait of gloo would never return."""
+    """Wrap a TE function that sends and receives, so that gloo waits for each transfer once. TE waits twice, and the
+    second wait of gloo would never return."""
     return lambda *args: [_Once(work) for work in communicate(*args)]
 
 
@@ -103,7 +106,9 @@ def _patch_tensors() -> None:
     name_of = tensor.type
 
     def type_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A subclass with __torch_function__ passes through compat's patch twice, and the patch then writes "cuda." twice."""
+        """A subclass with __torch_function__ passes through compat's patch twice, and the patch then writes "cuda."
+        twice.
+        """
         found = name_of(self, *args, **kwargs)
         return found.replace("torch.cuda.cuda.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -112,8 +117,9 @@ def _patch_tensors() -> None:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-    """Replace torch's manager of coalesced collectives. gloo copies the tensors of one call into a buffer of one dtype, so FP8
-    weights (uint8) next to bf16 weights come back as other numbers, without an error. NCCL sends each tensor as it is."""
+    """Replace torch's manager of coalesced collectives. gloo copies the tensors of one call into a buffer of one dtype,
+    so FP8 weights (uint8) next to bf16 weights come back as other numbers, without an error. NCCL sends each tensor as
+    it is."""
     from torch.distributed import distributed_c10d as c10d
 
     group = group or c10d._get_default_group()

@@ -1,7 +1,8 @@
-"""Make the package under test believe that Transformer Engine is installed: replace, from outside, its view of the machine.
+"""Make the package under test believe that Transformer Engine is installed: replace, from outside, its view of the
+machine.
 
-`kernels.choose_kernels` returns TE's kernels, and a CPU device has the card's name and compute capability. The rest of the package is
-unchanged: it takes the branches of a GPU if they depend only on Transformer Engine.
+`kernels.choose_kernels` returns TE's kernels, and a CPU device has the card's name and compute capability. The rest of
+the package is unchanged: it takes the branches of a GPU if they depend only on Transformer Engine.
 """
 
 from __future__ import annotations

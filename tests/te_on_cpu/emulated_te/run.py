@@ -1,4 +1,6 @@
-"""`python -m tests.te_on_cpu.emulated_te.run VERSION MODULE_OR_FILE.py [ARGUMENT ...]`: run a module on the emulation."""
+"""`python -m tests.te_on_cpu.emulated_te.run VERSION MODULE_OR_FILE.py [ARGUMENT ...]`: run a module on the
+emulation.
+"""
 
 from __future__ import annotations
 

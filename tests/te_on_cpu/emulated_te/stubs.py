@@ -1,7 +1,7 @@
 """Stubs of modules that Transformer Engine imports and a CPU lacks: Triton, ONNX and NVIDIA's inspection.
 
-With them TE's Triton kernels (permutation for MoE models, cross-entropy, padding) can be imported. A launch raises with the
-kernel's name. After the import, missing modules are missing again for all other code.
+With them TE's Triton kernels (permutation for MoE models, cross-entropy, padding) can be imported. A launch raises with
+the kernel's name. After the import, missing modules are missing again for all other code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Compare the conversion of a random model with mbridge 0.15.1 and with plain copying. Each runs in turn, in its own process.
+"""Compare the conversion of a random model with mbridge 0.15.1 and with plain copying. Each runs in turn, in its own
+process.
 
-`python tools/benchmarks/convert [--params 2e8 | --full | --tensors 10000] [--rounds N] [--workers N] [--back]`: --full is a
-model of 10^9 parameters, --tensors an MoE model with about that many small tensors; --back converts the other way. Without
-arguments a smaller model is done within a minute. --folder is the place for files. Imports are not measured. Before each run
-the disk has nothing left to write, and as much memory as the model needs is free. Without mbridge its figures are null. The
-last line is JSON: cpu_ratio and wall_ratio (ours / mbridge, including our verification; upper bounds if mbridge_cut_short,
-because it was stopped at --limit), extra_peak_mib and allowed_peak_mib (largest tensor x workers + 64 MiB), copy_speed_share
-(our writing speed / copying speed), read_back_seconds. Exit code 1 if a conversion needed more memory than allowed."""
+`python tools/benchmarks/convert [--params 2e8 | --full | --tensors 10000] [--rounds N] [--workers N] [--back]`: --full
+is a model of 10^9 parameters, --tensors an MoE model with about that many small tensors; --back converts the other way.
+Without arguments a smaller model is done within a minute. --folder is the place for files. Imports are not measured.
+Before each run the disk has nothing left to write, and as much memory as the model needs is free. Without mbridge its
+figures are null. The last line is JSON: cpu_ratio and wall_ratio (ours / mbridge, including our verification; upper
+bounds if mbridge_cut_short, because it was stopped at --limit), extra_peak_mib and allowed_peak_mib (largest tensor x
+workers + 64 MiB), copy_speed_share (our writing speed / copying speed), read_back_seconds. Exit code 1 if a conversion
+needed more memory than allowed."""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def main(arguments: list[str] | None) -> int:
         folder = Path(name)
         config = moe(options.tensors) if options.tensors else dense(FULL_PARAMS if options.full else options.params)
         tensors, num_bytes, largest = make_model(folder / "hf", config)
-        print(f"{config['model_type']}, {num_bytes / 2e9:.3f} billion parameters in {tensors} tensors, bfloat16", flush=True)
+        print(
+            f"{config['model_type']}, {num_bytes / 2e9:.3f} billion parameters in {tensors} tensors, bfloat16",
+            flush=True,
+        )
         source = folder / "hf"
         if options.back:
             source = folder / "megatron"
@@ -87,7 +92,9 @@ def report(rounds: dict[str, list[harness.Figures]], num_bytes: int, allowed_pea
 
 
 def dense(num_params: float) -> dict[str, Any]:
-    """Return the config of a Llama with about `num_params` parameters and a realistic share of them in the vocabulary."""
+    """Return the config of a Llama with about `num_params` parameters and a realistic share of them in the
+    vocabulary.
+    """
     layers = 16
     width = next(w for w in range(128, 8192, 128) if layers * 11.25 * w * w + 2 * 32000 * w >= num_params or w == 8064)
     return {
@@ -132,7 +139,9 @@ def moe(num_tensors: int) -> dict[str, Any]:
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> tuple[int, int, int]:
-    """Write config and one safetensors file of normal numbers. Return number of tensors, total bytes, bytes of the largest."""
+    """Write config and one safetensors file of normal numbers. Return number of tensors, total bytes, bytes of the
+    largest.
+    """
     import torch
 
     from grpo_mega.weights.families import family_of

@@ -1,11 +1,11 @@
 """Run one measured conversion: `child.py KIND SOURCE OUT WORKERS`, started by benchmarks/convert.
 
-KIND is ours, mbridge or copy (HF -> Megatron; copy only copies SOURCE's weights), or ours-back, mbridge-back (Megatron -> HF).
-Imports come before the measurement. The last line is JSON: wall and cpu in seconds, extra_peak_mib above the resident memory
-before, and for ours write_seconds and proof_seconds.
+KIND is ours, mbridge or copy (HF -> Megatron; copy only copies SOURCE's weights), or ours-back, mbridge-back (Megatron
+-> HF). Imports come before the measurement. The last line is JSON: wall and cpu in seconds, extra_peak_mib above the
+resident memory before, and for ours write_seconds and proof_seconds.
 
-mbridge needs a model. It is built without initializing weights, filled by mbridge, and saved by Megatron's dist_checkpointing
-without forking. For mbridge-back, dist_checkpointing loads it and mbridge writes it.
+mbridge needs a model. It is built without initializing weights, filled by mbridge, and saved by Megatron's
+dist_checkpointing without forking. For mbridge-back, dist_checkpointing loads it and mbridge writes it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def _named_as_local(base: Any) -> Any:
 
     class Bridge(base):
         def _build_config(self) -> Any:
-            return type("Config", (), {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads})()
+            return type(
+                "Config", (), {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads}
+            )()
 
         def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
             names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep)

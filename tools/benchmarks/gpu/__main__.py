@@ -5,11 +5,11 @@
  engine    sleep, wake and sync of an SGLang server with the shape of a 4B model (engine.py)
  step      a whole GRPO step by phase, from a run of the trainer                (step.py)
 
-Each section runs in a separate process. It prints a line for each case that it skips because a package or memory is missing.
---only selects sections. --quick uses smaller batches and one model, and takes some minutes. --tiny uses tiny sizes to try the
-code on any machine, even without a GPU; its figures mean nothing. At the end comes a Markdown table of each figure with its
-target. The last line is JSON with date, card, versions, and rows of section, case, name, value, unit, target, met (null without
-a target or a value) and note. Exit code 1 if a section failed, 2 for invalid arguments.
+Each section runs in a separate process. It prints a line for each case that it skips because a package or memory is
+missing. --only selects sections. --quick uses smaller batches and one model, and takes some minutes. --tiny uses tiny
+sizes to try the code on any machine, even without a GPU; its figures mean nothing. At the end comes a Markdown table of
+each figure with its target. The last line is JSON with date, card, versions, and rows of section, case, name, value,
+unit, target, met (null without a target or a value) and note. Exit code 1 if a section failed, 2 for invalid arguments.
 """
 
 from __future__ import annotations

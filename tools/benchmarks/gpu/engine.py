@@ -1,9 +1,10 @@
-"""Measure sleep, wake and sync of an SGLang server that shares its GPU with the trainer's weights, with Qwen3-4B's shape.
+"""Measure sleep, wake and sync of an SGLang server that shares its GPU with the trainer's weights, with Qwen3-4B's
+shape.
 
-Each round does the same as a step. The server sleeps (frees its memory), wakes its weights, receives the trainer's weights by
-CUDA IPC in buckets of sync.bucket_mib, with checksums compared between both ends, and wakes its cache. The trainer is only a
-set of random weights in Megatron's layout for one rank. Engine, plan, buckets and verification are the trainer's own code. The
-first sync is not measured, because it also compares names and shapes.
+Each round does the same as a step. The server sleeps (frees its memory), wakes its weights, receives the trainer's
+weights by CUDA IPC in buckets of sync.bucket_mib, with checksums compared between both ends, and wakes its cache. The
+trainer is only a set of random weights in Megatron's layout for one rank. Engine, plan, buckets and verification are
+the trainer's own code. The first sync is not measured, because it also compares names and shapes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ def run(options: Options) -> list[Figure]:
     case = f"{model}, {weight_bytes(model) / 2**30:.3g} GiB of bf16, {kind}"
     target = SYNC_TARGET_MS if kind == "sglang" and not options.tiny else None
     found = [
-        Figure("engine", case, phase, 1e3 * statistics.median(seconds), "ms", target if phase == "sync with proof" else None)
+        Figure(
+            "engine",
+            case,
+            phase,
+            1e3 * statistics.median(seconds),
+            "ms",
+            target if phase == "sync with proof" else None,
+        )
         for phase, seconds in phases.items()
     ]
     return [*found, Figure("engine", case, "given back while it sleeps", freed, "GiB")]
@@ -107,7 +115,9 @@ def weight_bytes(model: str) -> int:
 
 
 def engine_kind(options: Options) -> str | None:
-    """Return "sglang" if it can be measured. Without a GPU return "embedded", to try the code. Otherwise return None."""
+    """Return "sglang" if it can be measured. Without a GPU return "embedded", to try the code. Otherwise return
+    None.
+    """
     if not torch.cuda.is_available():
         options.say("engine: no GPU here: using the embedded engine, which neither sleeps nor wakes")
         return "embedded"

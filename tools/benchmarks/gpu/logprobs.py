@@ -1,11 +1,13 @@
-"""Measure time and memory of log-probs in bf16, forward and backward: 32,768 tokens x 152,064 vocabulary x 4,096 hidden.
+"""Measure time and memory of log-probs in bf16, forward and backward: 32,768 tokens x 152,064 vocabulary x 4,096
+hidden.
 
- ours               algorithm/logprobs.py, with the weight's gradient added to an existing fp32 buffer, as in the trainer
+ ours               algorithm/logprobs.py, with the weight's gradient added to an existing fp32 buffer, as in the
+                    trainer
  ours with entropy  the same, with entropies
  trl                trl.kernels.chunked_logprob, used by TRL's GRPOTrainer; it always computes entropies
  log_softmax        torch.log_softmax on chunks of 1,024 tokens, each recomputed in its backward pass
-Memory is the peak above the memory before (hidden states, weight, the weight's gradient). It includes the gradient of the
-hidden states (256 MiB). The error is the largest error of the log-probs of some tokens, against float64.
+Memory is the peak above the memory before (hidden states, weight, the weight's gradient). It includes the gradient of
+the hidden states (256 MiB). The error is the largest error of the log-probs of some tokens, against float64.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ PEERS = ("ours", "ours with entropy", "trl", "log_softmax")
 
 
 class Inputs:
-    """The inputs of a peer. `sink_VH` is the buffer for the weight's gradient: fp32 for ours, autograd's bf16 for others."""
+    """The inputs of a peer. `sink_VH` is the buffer for the weight's gradient: fp32 for ours, autograd's bf16 for
+    others.
+    """
 
     def __init__(self, num_tokens: int, vocab: int, hidden: int, device: torch.device, *, is_ours: bool) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -81,7 +85,9 @@ def run(options: Options) -> list[Figure]:
 
 
 def step_of(name: str) -> Callable[[Inputs], Tensor]:
-    """Return a function that computes log-probs [T] and adds gradients to its inputs. Raise ImportError if it is missing."""
+    """Return a function that computes log-probs [T] and adds gradients to its inputs. Raise ImportError if it is
+    missing.
+    """
     if name == "trl":
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 

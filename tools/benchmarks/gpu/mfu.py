@@ -1,10 +1,10 @@
 """Measure the MFU of a training step with the trainer's own Policy.update, on one GPU.
 
-A step has 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them prompt), forward and backward, and one optimizer
-step. Weights are random. batching/flops.py counts its FLOPs with a formula that you can check by hand: 6 per token and weight
-that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is this count divided by the
-median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model does not fit, it gets fewer layers,
-and the case says how many.
+A step has 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them prompt), forward and backward, and one
+optimizer step. Weights are random. batching/flops.py counts its FLOPs with a formula that you can check by hand: 6 per
+token and weight that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is this
+count divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model does
+not fit, it gets fewer layers, and the case says how many.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def run(options: Options) -> list[Figure]:
 
 
 def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
-    """Measure one model in each precision that the card has. All use the layers that fit in bf16, or fewer if needed."""
+    """Measure one model in each precision that the card has. All use the layers that fit in bf16, or fewer if
+    needed.
+    """
     found: list[Figure] = []
     layers: int | None = None
     bf16: tuple[int, float] | None = None  # (layers, throughput) in bf16
@@ -107,8 +109,12 @@ def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure
 def _fitting(
     model: str, layers: int | None, work: Work, settings: dict[str, Any], device: Any, repeat: int
 ) -> tuple[int, float]:
-    """Return the number of layers and median seconds. Each time memory runs out, use fewer layers. Raise ConfigError."""
-    layers = layers or layers_that_fit(shape_of(model), work.tokens, torch.cuda.mem_get_info()[0] if device.is_cuda else None)
+    """Return the number of layers and median seconds. Each time memory runs out, use fewer layers. Raise
+    ConfigError.
+    """
+    layers = layers or layers_that_fit(
+        shape_of(model), work.tokens, torch.cuda.mem_get_info()[0] if device.is_cuda else None
+    )
     while True:
         seconds = _measure(model, layers, work, settings, device, repeat)
         gc.collect()  # a policy has reference cycles
@@ -117,7 +123,9 @@ def _fitting(
         if seconds is not None:
             return layers, seconds
         if layers == 1:
-            raise ConfigError(f"not one layer of {model} fits into the device's memory; free it, or leave the model out")
+            raise ConfigError(
+                f"not one layer of {model} fits into the device's memory; free it, or leave the model out"
+            )
         layers = max(1, layers * 4 // 5)
 
 

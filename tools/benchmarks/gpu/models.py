@@ -9,7 +9,9 @@ from grpo_mega.preflight.cards import CARDS
 from grpo_mega.weights.spec import ModelShape
 
 
-def _config(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:
+def _config(
+    model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Any:
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,
@@ -43,8 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
 BYTES_A_PARAMETER = 18  # trainer in bf16: weight, fp32 gradient, fp32 master weight, Adam's two moments
 ROOM = 0.85  # share of free memory for weights and activations
 
-# Dense TFLOP/s in bf16, and in FP8 or None. The first entry whose name is part of the card's name counts. Variants of a card
-# come first; their peaks are from NVIDIA's data sheets, too.
+# Dense TFLOP/s in bf16, and in FP8 or None. The first entry whose name is part of the card's name counts. Variants of a
+# card come first; their peaks are from NVIDIA's data sheets, too.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H100 PCIe", 756, 1513),
     ("H100 NVL", 835, 1671),

@@ -1,8 +1,9 @@
-"""Measure a whole GRPO step by phase: run `grpo-mega train` on a random model of a known shape and read its metrics.jsonl.
+"""Measure a whole GRPO step by phase: run `grpo-mega train` on a random model of a known shape and read its
+metrics.jsonl.
 
-A step has 64 prompts x 8 samples of at most 1,024 tokens of a random Qwen2.5-1.5B, with a reference. Trainer and SGLang server
-share one GPU and take turns in its memory (rollout.sleep=always). A random model hardly ever ends a response, so nearly all
-have 1,024 tokens. Figures are medians over all steps except the first.
+A step has 64 prompts x 8 samples of at most 1,024 tokens of a random Qwen2.5-1.5B, with a reference. Trainer and SGLang
+server share one GPU and take turns in its memory (rollout.sleep=always). A random model hardly ever ends a response, so
+nearly all have 1,024 tokens. Figures are medians over all steps except the first.
 """
 
 from __future__ import annotations

@@ -1,17 +1,20 @@
-"""Train small models of sums with each built-in reward, and compare the paid responses with a strict oracle of the task.
+"""Train small models of sums with each built-in reward, and compare the paid responses with a strict oracle of the
+task.
 
-    python tools/benchmarks/reward_gap [OUT] [--tasks tagged bare] [--rewards accuracy len ...] [--steps 30] [--unevaluated]
+    python tools/benchmarks/reward_gap [OUT] [--tasks tagged bare] [--rewards accuracy len ...] [--steps 30]
+    [--unevaluated]
 
 A response is paid if the accuracy reward calls it correct, alone or inside `len` and `cosine`. It is wrong if
-examples/arithmetic_oracle.py calls it wrong. The gap is the share of paid responses that are wrong. It must be at most 1% in
-every step of every run; otherwise the exit code is 1. The other built-in rewards do not pay for answers. Policies train on
-them, and the accuracy reward judges with weight 0, so their gap shows accuracy on responses shaped by another reward. The task
-`tagged` is the quickstart's. In `bare` (task.py) responses have no tags, and some stop before the result of the last sum.
-`--unevaluated` lets accuracy accept these responses. It checks the benchmark itself, because the benchmark must report them.
+examples/arithmetic_oracle.py calls it wrong. The gap is the share of paid responses that are wrong. It must be at most
+1% in every step of every run; otherwise the exit code is 1. The other built-in rewards do not pay for answers. Policies
+train on them, and the accuracy reward judges with weight 0, so their gap shows accuracy on responses shaped by another
+reward. The task `tagged` is the quickstart's. In `bare` (task.py) responses have no tags, and some stop before the
+result of the last sum. `--unevaluated` lets accuracy accept these responses. It checks the benchmark itself, because
+the benchmark must report them.
 
-The benchmark writes OUT/TASK (model and data), OUT/TASK-REWARD (one run each) and OUT/reward_gap.json. It prints a table, and
-the JSON as the last line. It skips finished runs. Without OUT it runs `accuracy` on both tasks in a temporary folder, in two
-minutes.
+The benchmark writes OUT/TASK (model and data), OUT/TASK-REWARD (one run each) and OUT/reward_gap.json. It prints a
+table, and the JSON as the last line. It skips finished runs. Without OUT it runs `accuracy` on both tasks in a
+temporary folder, in two minutes.
 """
 
 from __future__ import annotations
@@ -92,7 +95,9 @@ def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated:
 
 
 def gap_of(curves: Mapping[str, Curve], judge: str) -> Gap:
-    """Return the gap of a run. `judge` is the reward with the verdict "correct". Raise SystemExit if a step has no figure."""
+    """Return the gap of a run. `judge` is the reward with the verdict "correct". Raise SystemExit if a step has no
+    figure.
+    """
     gap, trained = curves.get(GAP, {}), sorted(curves["seconds/step"])
     if missing := [step for step in trained if step not in gap]:
         raise SystemExit(f"step {missing[0]} has no {GAP}; is arithmetic_oracle among rewards.functions?")
@@ -104,7 +109,9 @@ def gap_of(curves: Mapping[str, Curve], judge: str) -> Gap:
 
 
 def functions_of(reward: str, unevaluated: bool) -> list[dict[str, object]]:
-    """Return rewards.functions: the reward, accuracy as the judge if the reward does not judge answers, and the oracle."""
+    """Return rewards.functions: the reward, accuracy as the judge if the reward does not judge answers, and the
+    oracle.
+    """
     functions: list[dict[str, object]] = [{"name": reward, "weight": 1.0}]
     if reward not in ANSWERS or (unevaluated and reward != "accuracy"):
         functions.append({"name": "accuracy", "weight": 0.0})
@@ -137,7 +144,15 @@ def _train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) ->
         overrides |= {"algorithm.recipe": "process_supervision", "rewards.step_splitter": "lines"}
     sets = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
     resume = ["--resume"] if (run / "run.json").exists() else []
-    command = [sys.executable, "-m", "grpo_mega.cli", "train", str(ROOT / "examples" / "quickstart.yaml"), *sets, *resume]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_mega.cli",
+        "train",
+        str(ROOT / "examples" / "quickstart.yaml"),
+        *sets,
+        *resume,
+    ]
     _call(command, run.with_suffix(".log"))
 
 
@@ -154,7 +169,9 @@ def _call(command: list[str], log: Path) -> None:
 def _table(gaps: Mapping[str, Gap]) -> str:
     lines = ["| task and reward | paid but wrong, worst step | paid, first to last step |", "|---|---|---|"]
     for name, gap in gaps.items():
-        lines.append(f"| {name} | {gap.worst:.1%} (step {gap.worst_step}) | {gap.paid_first:.2f} to {gap.paid_last:.2f} |")
+        lines.append(
+            f"| {name} | {gap.worst:.1%} (step {gap.worst_step}) | {gap.paid_first:.2f} to {gap.paid_last:.2f} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Make the quickstart's sums without tags: `python tools/benchmarks/reward_gap/task.py OUT [--seed N]`.
 
-So the accuracy reward reads the answer from plain text. With probability UNFINISHED a demonstration stops before the result of
-its last sum, with or without the "=". A reward must not pay for this, and a policy finds it easily.
+So the accuracy reward reads the answer from plain text. With probability UNFINISHED a demonstration stops before the
+result of its last sum, with or without the "=". A reward must not pay for this, and a policy finds it easily.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main() -> None:
     train, heldout = arithmetic.make_problems(rng)
     tokenizer = arithmetic.make_tokenizer()
     model = arithmetic.make_model(tokenizer)
-    arithmetic.train_supervised(model, tokenizer, train, rng, demonstrate, max_tokens=MAX_RESPONSE_TOKENS, is_right=is_right)
+    arithmetic.train_supervised(
+        model, tokenizer, train, rng, demonstrate, max_tokens=MAX_RESPONSE_TOKENS, is_right=is_right
+    )
     arithmetic.save(options.out, model, tokenizer, train, heldout)
 
 

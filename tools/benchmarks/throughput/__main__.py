@@ -1,25 +1,28 @@
-"""Measure the time of a training step by phase: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic LENGTHS]`.
+"""Measure the time of a training step by phase: `python tools/benchmarks/throughput CONFIG [--steps N] [--synthetic
+LENGTHS]`.
 
-The benchmark runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout. It starts the ranks of the layout,
-or is one of them under torchrun. For each phase it prints seconds, the plan's estimate, share, tokens/s, TFLOP/s, MFU and peak
-memory. It does not evaluate or export. It does not touch the run's folder; it makes and removes RUN_DIR-throughput. Without
-CONFIG it runs the quickstart's recipe on a model with random weights, with a checkpoint every other step.
+The benchmark runs the trainer's own steps as `grpo-mega train CONFIG` would, in any layout. It starts the ranks of the
+layout, or is one of them under torchrun. For each phase it prints seconds, the plan's estimate, share, tokens/s,
+TFLOP/s, MFU and peak memory. It does not evaluate or export. It does not touch the run's folder; it makes and removes
+RUN_DIR-throughput. Without CONFIG it runs the quickstart's recipe on a model with random weights, with a checkpoint
+every other step.
 
 --synthetic LENGTHS replaces sampling by random tokens with lengths from a distribution (fixed:512, uniform:16,1024,
-lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; default: log-normal with a mean of a quarter of the longest) and random
-rewards that make every group train. Everything after sampling is real, including the sync of weights to the engine. The rows
-sample and reward are then "-" and the step excludes them. CONFIG must come before --synthetic.
+lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; default: log-normal with a mean of a quarter of the longest)
+and random rewards that make every group train. Everything after sampling is real, including the sync of weights to the
+engine. The rows sample and reward are then "-" and the step excludes them. CONFIG must come before --synthetic.
 
 seconds    mean over ranks and measured steps, so phases sum to the step; median and quartiles are over the steps
-idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the transfer). It
-           excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
+idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the
+           transfer). It excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
-tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs (batching/flops.py)
+tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs
+           (batching/flops.py)
 GiB        peak memory of a rank: its process on a CPU, its tensors on a GPU
 
---against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the quartiles
-overlap. The two runs must have equal settings, except for the layout. The last line is JSON. Exit code 1 if phases and wall
-time are more than 2 % apart, 2 for an error that the user can fix.
+--against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the
+quartiles overlap. The two runs must have equal settings, except for the layout. The last line is JSON. Exit code 1 if
+phases and wall time are more than 2 % apart, 2 for an error that the user can fix.
 """
 
 from __future__ import annotations
@@ -48,13 +51,34 @@ from grpo_mega.run import folder as run_folder
 from grpo_mega.yaml_text import parse_yaml
 from tools.benchmarks import harness
 from tools.benchmarks.throughput import synthetic
-from tools.benchmarks.throughput.result import check_comparable, compare, differing, problem, read_result, result, settings
+from tools.benchmarks.throughput.result import (
+    check_comparable,
+    compare,
+    differing,
+    problem,
+    read_result,
+    result,
+    settings,
+)
 
 RAW_FILE = "throughput.json"  # file in the run's folder with the ranks' measurements
 FOLDER = "GRPO_MEGA_THROUGHPUT"  # variable with the path of config.yaml, set for ranks started here
 HEADLINE = ("checkpoint.interval=2", "model.init=random")
 
-TITLES = ("phase", "seconds", "plan", "share", "median", "quartiles", "slowest", "tokens/s", "/s/GPU", "TFLOP/s", "MFU", "GiB")
+TITLES = (
+    "phase",
+    "seconds",
+    "plan",
+    "share",
+    "median",
+    "quartiles",
+    "slowest",
+    "tokens/s",
+    "/s/GPU",
+    "TFLOP/s",
+    "MFU",
+    "GiB",
+)
 MORE = ("before", "ratio", "verdict")
 GB = 1e9
 
@@ -153,11 +177,16 @@ def write_task(folder: Path) -> None:
 
 
 def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths | None:
-    return None if options.synthetic is None else synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
+    return (
+        None
+        if options.synthetic is None
+        else synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
+    )
 
 
 def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
-    """Return the measurements of ranks started here, or of torchrun's ranks if this is their rank 0; or None and the exit code.
+    """Return the measurements of ranks started here, or of torchrun's ranks if this is their rank 0; or None and the
+    exit code.
 
     If a rank fails, the folder with its logs stays.
     """
@@ -233,7 +262,10 @@ def _title(found: Mapping[str, Any]) -> str:
     )
     what = found["card"] or f"CPU, {found['threads']} threads per rank"
     responses = f"synthetic responses ({found['synthetic']})" if found["synthetic"] is not None else "sampled responses"
-    return f"{found['world_size']} ranks ({layout}) on {what}; {found['steps']} steps of {found['samples']:.0f} {responses}"
+    return (
+        f"{found['world_size']} ranks ({layout}) on {what}; {found['steps']} steps of {found['samples']:.0f}"
+        f" {responses}"
+    )
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -271,13 +303,22 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     mfu, busiest = _percent(found["phases"]["update"]["mfu"]), _percent(found["dp_imbalance"])
     filled, sync = f"{found['sync_bytes'] / 1e6:,.1f} MB", rate("sync_bytes_per_second")
     lines = [
-        f"tokens/s/GPU of the step {_number(step['tokens_per_second_per_gpu'], ',.0f')} (plan {planned_rate}); "
-        f"MFU of the update {mfu} (plan {planned_share})",
-        f"micro-batches per rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
-        f"padding waste {beside('padding_waste', _percent)}; busiest data-parallel rank {busiest} above the mean",
-        f"calculated bubble {beside('bubble', _percent)}; measured, with transfers, {_percent(found['bubble_measured'])}",
-        f"sync fills the engines with {filled} at {sync}; "
-        f"between ranks {moved} MB (plan {planned_moved}) at {rate('sync_received_bytes_per_second')}",
+        (
+            f"tokens/s/GPU of the step {_number(step['tokens_per_second_per_gpu'], ',.0f')} (plan {planned_rate}); "
+            f"MFU of the update {mfu} (plan {planned_share})"
+        ),
+        (
+            f"micro-batches per rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
+            f"padding waste {beside('padding_waste', _percent)}; busiest data-parallel rank {busiest} above the mean"
+        ),
+        (
+            f"calculated bubble {beside('bubble', _percent)}; measured, with transfers,"
+            f" {_percent(found['bubble_measured'])}"
+        ),
+        (
+            f"sync fills the engines with {filled} at {sync}; "
+            f"between ranks {moved} MB (plan {planned_moved}) at {rate('sync_received_bytes_per_second')}"
+        ),
         f"peak: {found['peak']['source']}",
         f"plan: {plan['source']}",
         f"phases cover {found['phases_cover']:.1%} of the step's wall time",

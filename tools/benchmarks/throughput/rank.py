@@ -1,8 +1,9 @@
 """One rank of benchmarks/throughput: run the trainer's own steps and measure each of them.
 
-`measure` is `train.run` without evaluation and export: the same job and the same `train_step`. It records the timers' phases,
-the step's log and groups, the micro-batches passed to `Policy.update`, and the time in functions that wait for other ranks
-(`Waits`). On a GPU it synchronizes at both ends of every phase, so a phase includes the time of its own kernels only.
+`measure` is `train.run` without evaluation and export: the same job and the same `train_step`. It records the timers'
+phases, the step's log and groups, the micro-batches passed to `Policy.update`, and the time in functions that wait for
+other ranks (`Waits`). On a GPU it synchronizes at both ends of every phase, so a phase includes the time of its own
+kernels only.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 
 
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
-    """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective over all ranks."""
+    """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective over all
+    ranks.
+    """
     waits = Waits()
     with waits.installed(), open_job(config) as job:
         log = SeenLog(job.log, waits)
@@ -100,8 +103,8 @@ def work_of(shape: ModelShape, experts_per_token: int, groups: Sequence[GroupLen
 class Waits:
     """The seconds in which this rank waited for others at a rendezvous or between pipeline stages.
 
-    Waiting for pipeline neighbours includes the transfer. Waiting inside collectives of tensors, such as the reduction of
-    gradients, is not measured, nor are pipeline waits if sends overlap with computation (layout.vpp above 1).
+    Waiting for pipeline neighbours includes the transfer. Waiting inside collectives of tensors, such as the reduction
+    of gradients, is not measured, nor are pipeline waits if sends overlap with computation (layout.vpp above 1).
     """
 
     def __init__(self) -> None:
@@ -217,7 +220,9 @@ class SeenLog(RunLog):
 def _replace_sampling(job: Job, lengths: Lengths) -> None:
     layout, config = job.runtime.layout, job.config
     vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model)))
-    made = SyntheticEngine(job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size)
+    made = SyntheticEngine(
+        job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size
+    )
     job.colocation.engine = job.rollouts.engine = cast(Engine, made)
     names = [function.name for function in config.rewards.functions]
     job.rollouts.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
@@ -245,7 +250,9 @@ def _synchronized(phase: str) -> Iterator[None]:
 
 
 def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> dict[str, Any]:
-    """Return the figures of one step on this rank: seconds and peak GiB by phase, bytes, and sizes of the micro-batches."""
+    """Return the figures of one step on this rank: seconds and peak GiB by phase, bytes, and sizes of the
+    micro-batches.
+    """
 
     def below(prefix: str, suffix: str = "") -> dict[str, float]:
         return {
@@ -276,9 +283,9 @@ def _about(job: Job) -> dict[str, Any]:
     assert job.policy is not None
     layout, device = job.runtime.layout, job.runtime.device
     itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
-    traffic = plan_transfers(job.policy.shards, job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()).traffic(
-        itemsize
-    )
+    traffic = plan_transfers(
+        job.policy.shards, job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()
+    ).traffic(itemsize)
     return {
         "device": device.type,
         "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,
@@ -292,7 +299,9 @@ def _about(job: Job) -> dict[str, Any]:
 
 
 def _rates(job: Job) -> dict[str, float | None]:
-    """Measure this rank's device while all ranks do the same: FLOP/s of a matmul, bytes/s copied and bytes/s received."""
+    """Measure this rank's device while all ranks do the same: FLOP/s of a matmul, bytes/s copied and bytes/s
+    received.
+    """
     device, dtype = job.runtime.device, job.model.dtype
     side = SIDES[device.type]
     a = torch.randn(side, side, device=device.torch_device, dtype=dtype)

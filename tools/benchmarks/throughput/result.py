@@ -1,13 +1,13 @@
 """Compute the figures of benchmarks/throughput from the ranks' measurements, the plan's estimates, and a comparison.
 
-The time of a row in a step is its mean over the ranks. `seconds` is the mean of these times over the steps, so rows sum to the
-step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles. `slowest_rank`
-is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases. Tokens are the tokens of
-prompts and responses that a phase passes through the model; sampling counts only responses. FLOPs are the model's
-(batching/flops.py).
+The time of a row in a step is its mean over the ranks. `seconds` is the mean of these times over the steps, so rows sum
+to the step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles.
+`slowest_rank` is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases. Tokens
+are the tokens of prompts and responses that a phase passes through the model; sampling counts only responses. FLOPs are
+the model's (batching/flops.py).
 
-For a known card, MFU and the plan use the card's figures (preflight/cards.py). Otherwise they use the rates that the same run
-measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little.
+For a known card, MFU and the plan use the card's figures (preflight/cards.py). Otherwise they use the rates that the
+same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little.
 
 Compared with an earlier result, a phase is the same if the medians differ by less than 5%, or if the ranges between the
 quartiles of the steps overlap. This module does not import torch.
@@ -128,7 +128,9 @@ def _seconds_by_rank(raw: Mapping[str, Any], skipped: Sequence[str]) -> dict[str
             row in ("idle", OTHER)
             or any(ROW_OF.get(p, OTHER) == row for r in raw["ranks"] for s in r["steps"] for p in s["phases"])
         )
-        found[row] = [[_of_row(step, row, skipped) for step in rank["steps"]] for rank in raw["ranks"]] if is_seen else None
+        found[row] = (
+            [[_of_row(step, row, skipped) for step in rank["steps"]] for rank in raw["ranks"]] if is_seen else None
+        )
     return found
 
 
@@ -206,13 +208,17 @@ def _figures(
 ) -> dict[str, Any]:
     """Return the figures of the batch, the pipeline and the sync."""
     layout = raw["layout"]
-    firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]  # one rank per data-parallel rank
+    firsts = [
+        rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0
+    ]  # one rank per data-parallel rank
     mini_batches = [mini for rank in firsts for step in rank["steps"] for mini in step["micro_batches"]]
     number = fmean(count for count, _, _ in mini_batches) if mini_batches else 0.0
     held = sum(count * tokens for count, tokens, _ in mini_batches)
     filled = sum(tokens for _, _, tokens in mini_batches)
     by_rank = [sum(mini[2] for step in rank["steps"] for mini in step["micro_batches"]) for rank in firsts]
-    received = fmean(sum(values) for values in zip(*([s["received"] for s in r["steps"]] for r in raw["ranks"]), strict=True))
+    received = fmean(
+        sum(values) for values in zip(*([s["received"] for s in r["steps"]] for r in raw["ranks"]), strict=True)
+    )
     sync = phases["sync"]["seconds"]
     return {
         "samples": per_step["samples"],
@@ -231,7 +237,9 @@ def _figures(
 
 
 def _measured_bubble(raw: Mapping[str, Any]) -> float | None:
-    """Return the share of an update in which a stage waits for its neighbours, with transfers; None if not measurable."""
+    """Return the share of an update in which a stage waits for its neighbours, with transfers; None if not
+    measurable.
+    """
     if raw["layout"]["pp"] == 1 or raw["layout"]["vpp"] > 1:
         return None
     steps = [step for rank in raw["ranks"] for step in rank["steps"]]
@@ -265,7 +273,8 @@ def peak_of(raw: Mapping[str, Any], config: Config) -> tuple[float, str]:
 
 
 def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: float, response: float) -> Json:
-    """Return the plan's seconds by row and figures of the step, for the measured mean lengths; None for missing figures.
+    """Return the plan's seconds by row and figures of the step, for the measured mean lengths; None for missing
+    figures.
 
     `gpu` is a card to plan for instead of this machine's.
     """
@@ -370,7 +379,9 @@ def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def compare(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Json]:
-    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step; None if a result lacks the figure."""
+    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step; None if a result lacks the
+    figure.
+    """
     rows = {name: (row, before["phases"].get(name)) for name, row in now["phases"].items()}
     rows["step"] = (now["step"], before["step"])
     return {name: _compared(here, there) for name, (here, there) in rows.items()}

@@ -1,9 +1,9 @@
 """Synthetic responses for benchmarks/throughput: lengths from a distribution, random tokens, random rewards.
 
-The synthetic engine and scorer have the interfaces of the real ones (rollout/engine.py, rewards/scorer.py), so the step is the
-trainer's own. Lengths, tokens and rewards depend only on (seed, step, prompt id, sample index). Rewards differ within a group
-of two or more samples, so every group trains. The real engine handles everything except sampling, including new weights. This
-module does not import torch.
+The synthetic engine and scorer have the interfaces of the real ones (rollout/engine.py, rewards/scorer.py), so the step
+is the trainer's own. Lengths, tokens and rewards depend only on (seed, step, prompt id, sample index). Rewards differ
+within a group of two or more samples, so every group trains. The real engine handles everything except sampling,
+including new weights. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Lengths:
 def lengths_of(text: str, longest: int) -> Lengths:
     """Parse `text` (see KINDS). Raise ConfigError.
 
-    `longest` is the maximum response length. An empty `text` is a log-normal distribution with a mean of a quarter of it.
+    `longest` is the maximum response length. An empty `text` is a log-normal distribution with a mean of a quarter of
+    it.
     """
     text = text or f"lognormal:mean={max(1, longest // 4)},sigma=0.8,max={longest}"
     kind, _, rest = text.partition(":")
@@ -64,8 +65,9 @@ def lengths_of(text: str, longest: int) -> Lengths:
         raise ConfigError(f"--synthetic {text} is not known; give {KINDS}, and the CONFIG before --synthetic")
     if found.longest > longest:
         raise ConfigError(
-            f"--synthetic {text} has responses of up to {found.longest} tokens, above rollout.max_response_length={longest}; "
-            f"lower them, or raise it with --set rollout.max_response_length={found.longest}"
+            f"--synthetic {text} has responses of up to {found.longest} tokens, above"
+            f" rollout.max_response_length={longest}; lower them, or raise it with --set"
+            f" rollout.max_response_length={found.longest}"
         )
     return found
 
@@ -86,7 +88,9 @@ class SyntheticEngine:
         return getattr(self._engine, name)
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
-        """Make the responses of every world_size-th group. A group's clock is its longest response. All groups finish."""
+        """Make the responses of every world_size-th group. A group's clock is its longest response. All groups
+        finish.
+        """
         sampling, found = request.sampling, dict[int, Group]()
         for index in list(request.groups)[self._rank :: self._world_size]:
             prompt = request.groups[index].prompt

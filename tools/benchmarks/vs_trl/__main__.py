@@ -2,15 +2,16 @@
 
     python tools/benchmarks/vs_trl [--rounds 1] [--mean-length 24] [--prompts 2] [--mini-batches 1]
 
-Two processes, TRL and ours, take turns on all cores; the other one waits idle. Each round has three turns. Two turns are
-updates from given responses with a longest response of 8 times and 3 times the mean: rewards, advantages, old log-probs,
-forward, backward and optimizer. The third is a whole step: each generates its own responses (TRL with transformers' generate,
-ours with its embedded engine), scores and updates, and ours also syncs the weights to its engine. An extra first round only
-compares losses and gradient norms. Figures are medians over rounds. Memory is the peak resident size in a turn, including
-children.
+Two processes, TRL and ours, take turns on all cores; the other one waits idle. Each round has three turns. Two turns
+are updates from given responses with a longest response of 8 times and 3 times the mean: rewards, advantages, old
+log-probs, forward, backward and optimizer. The third is a whole step: each generates its own responses (TRL with
+transformers' generate, ours with its embedded engine), scores and updates, and ours also syncs the weights to its
+engine. An extra first round only compares losses and gradient norms. Figures are medians over rounds. Memory is the
+peak resident size in a turn, including children.
 
-The last line is JSON: update_ratio_8, update_ratio_3, step_ratio and memory_ratio (ours / TRL), loss_difference (absolute) and
-norm_difference (relative). The exit code is 1 if a ratio is above its target or the losses differ, 2 for invalid arguments.
+The last line is JSON: update_ratio_8, update_ratio_3, step_ratio and memory_ratio (ours / TRL), loss_difference
+(absolute) and norm_difference (relative). The exit code is 1 if a ratio is above its target or the losses differ, 2 for
+invalid arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 
 from tools.benchmarks import harness, peers
 
-LIMITS = {"update_ratio_8": 0.25, "update_ratio_3": 0.5, "step_ratio": 0.5, "memory_ratio": 0.5, "loss_difference": 1e-4}
+LIMITS = {
+    "update_ratio_8": 0.25,
+    "update_ratio_3": 0.5,
+    "step_ratio": 0.5,
+    "memory_ratio": 0.5,
+    "loss_difference": 1e-4,
+}
 TURNS: dict[str, dict[str, Any]] = {
     "update_ratio_8": {"kind": "update", "ratio": 8},
     "update_ratio_3": {"kind": "update", "ratio": 3},
@@ -100,7 +107,9 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument("--prompts", type=int, default=2, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
-    parser.add_argument("--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this")
+    parser.add_argument(
+        "--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this"
+    )
     parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per step")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward pass of TRL (its default)")
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")

@@ -1,4 +1,5 @@
-"""A contestant's process: `contestant.py trl|ours TASK MICRO_BATCH`, with its channel to the benchmark and its peak memory.
+"""A contestant's process: `contestant.py trl|ours TASK MICRO_BATCH`, with its channel to the benchmark and its peak
+memory.
 
 MICRO_BATCH counts samples for TRL and tokens for ours.
 """
@@ -19,7 +20,9 @@ from tools.benchmarks.vs_trl.task import Task
 
 
 class Channel:
-    """One line of JSON per message, on standard input and output. Other output of the process goes to stderr from now on."""
+    """One line of JSON per message, on standard input and output. Other output of the process goes to stderr from now
+    on.
+    """
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")

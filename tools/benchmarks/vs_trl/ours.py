@@ -67,7 +67,9 @@ def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
-    """Compute new weights from responses like `grpo_mega.train.train_step`. Return the metrics of each optimizer step."""
+    """Compute new weights from responses like `grpo_mega.train.train_step`. Return the metrics of each optimizer
+    step.
+    """
     assert job.policy is not None
     for group in groups:
         for sample in group.samples:

@@ -1,7 +1,7 @@
 """TRL's side of benchmarks/vs_trl: the real GRPOTrainer. It waits for a request at the start of every rollout.
 
-Only two things in TRL are replaced, so that both contestants train on the same mini-batches: `rollout_func` supplies the given
-responses, and samples of a rollout are not shuffled.
+Only two things in TRL are replaced, so that both contestants train on the same mini-batches: `rollout_func` supplies
+the given responses, and samples of a rollout are not shuffled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Turns(TrainerCallback):
         each = [ids for ids in prompt_ids for _ in range(self.task.group_size)]
         return {"prompt_ids": each, "completion_ids": response_ids, "logprobs": None}
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.global_step % self.task.mini_batches:
             return
         request = self.channel.receive()
@@ -60,7 +62,12 @@ class Turns(TrainerCallback):
         self.started_at = time.perf_counter()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
     ) -> None:
         if "grad_norm" in logs:
             self.losses.append(float(logs["loss"]))

@@ -1,8 +1,8 @@
 """The synthetic task of benchmarks/vs_trl, for both contestants: model, tokenizer, prompts, given responses.
 
-The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is constant,
-and the output row of the end-of-sequence token reads it. So a sampled response ends with about the same probability after each
-token, and lengths have a geometric tail with mean `mean_length`.
+The model is a Qwen2 of about 31M random parameters with a vocabulary of 32,768. One dimension of its hidden states is
+constant, and the output row of the end-of-sequence token reads it. So a sampled response ends with about the same
+probability after each token, and lengths have a geometric tail with mean `mean_length`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,16 @@ def given_rollout(task: Task, ratio: float, number: int) -> tuple[list[list[int]
     def tokens(length: int) -> list[int]:
         return [rng.randrange(2, VOCAB) for _ in range(length)]
 
-    responses = [[*tokens(length - 1), EOS] for length in ragged_lengths(task.num_samples, task.mean_length, ratio, rng)]
+    responses = [
+        [*tokens(length - 1), EOS] for length in ragged_lengths(task.num_samples, task.mean_length, ratio, rng)
+    ]
     return [tokens(task.prompt_length) for _ in range(task.prompts)], responses
 
 
 def ragged_lengths(num: int, mean: int, ratio: float, rng: random.Random) -> list[int]:
-    """Return `num` lengths with this mean. The longest is `ratio` times the mean; the others have a geometric tail below it."""
+    """Return `num` lengths with this mean. The longest is `ratio` times the mean; the others have a geometric tail
+    below it.
+    """
     longest, total = round(mean * ratio), num * mean
     rest = [min(longest, 1 + rng.expovariate(1)) for _ in range(num - 1)]
     scale = (total - longest - (num - 1)) / sum(rest)
@@ -122,7 +126,9 @@ def _end_with_probability(model: Qwen2ForCausalLM, wanted: float) -> None:
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    """Return a byte-level tokenizer without merges, so each letter of a prompt is a token. Every other id has a word."""
+    """Return a byte-level tokenizer without merges, so each letter of a prompt is a token. Every other id has a
+    word.
+    """
     words = ["<pad>", "<eos>", "<unk>", *sorted(ByteLevel.alphabet())]
     words += [f"w{i}" for i in range(len(words), VOCAB)]
     settings = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}

@@ -1,18 +1,18 @@
 """Measure the bytes and seconds of a weight sync from the trainer's layout to SGLang's, compared with a full gather.
 
-`python tools/benchmarks/weight_sync` runs on processes of this machine. It alternates the sync of a Llama of 160 million
-parameters from TP2.PP2 to two engines of TP2, and a full gather of all weights to all ranks. --model is a known model or a
-config.json; --layers reduces its layers. --source is the trainer's layout, for example
-tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp. --target is the engines' layout on the same ranks, for example tp=2,engines=2. The
-sync is the trainer's own, with verification, but the receiver is not a server (see rank.py). gather.py describes the full
-gather. --dry starts nothing. It accepts layouts of any size and plans both orders of the trainer's ranks: `--dry --model
-llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
+`python tools/benchmarks/weight_sync` runs on processes of this machine. It alternates the sync of a Llama of 160
+million parameters from TP2.PP2 to two engines of TP2, and a full gather of all weights to all ranks. --model is a known
+model or a config.json; --layers reduces its layers. --source is the trainer's layout, for example
+tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp. --target is the engines' layout on the same ranks, for example tp=2,engines=2.
+The sync is the trainer's own, with verification, but the receiver is not a server (see rank.py). gather.py describes
+the full gather. --dry starts nothing. It accepts layouts of any size and plans both orders of the trainer's ranks:
+`--dry --model llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
 
-The last line is JSON. bytes_moved is the sum of bytes that ranks received from other ranks. lower_bound counts the weights that
-an engine needs and its rank does not have. full_gather_bytes counts all weights on all ranks minus the weights that each has.
-ratio is bytes_moved / full_gather_bytes. Also between_nodes_bytes, plan_seconds, and the medians seconds, unproven_seconds and
-full_gather_seconds (of the slowest rank; null with --dry). Exit code 1 if more bytes moved than the lower bound or if the two
-paths filled any tensor differently, 2 for invalid arguments.
+The last line is JSON. bytes_moved is the sum of bytes that ranks received from other ranks. lower_bound counts the
+weights that an engine needs and its rank does not have. full_gather_bytes counts all weights on all ranks minus the
+weights that each has. ratio is bytes_moved / full_gather_bytes. Also between_nodes_bytes, plan_seconds, and the medians
+seconds, unproven_seconds and full_gather_seconds (of the slowest rank; null with --dry). Exit code 1 if more bytes
+moved than the lower bound or if the two paths filled any tensor differently, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", default="tp=2,pp=2", help="the trainer, for example tp=4,pp=4,dp=4,order=tp-pp-dp")
     parser.add_argument("--target", default="tp=2,engines=2", help="the engines, for example tp=8,engines=8")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--bucket-mib", type=int, help=f"bucket size; default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}")
+    parser.add_argument(
+        "--bucket-mib", type=int, help=f"bucket size; default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="measured runs of each path")
     options = parser.parse(arguments, layers=1, ranks_per_node=1, bucket_mib=1, repeat=1)
     if options.bucket_mib is None:
@@ -134,8 +136,13 @@ def spec_of(options: argparse.Namespace) -> Spec:
 
 def print_title(model: str, spec: Spec) -> None:
     shape, source, target = spec.shape, spec.source, spec.target
-    axes = ", ".join(f"{axis}={getattr(source, axis)}" for axis in ("tp", "pp", "vpp", "dp", "ep") if getattr(source, axis) > 1)
-    print(f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES} bytes")
+    axes = ", ".join(
+        f"{axis}={getattr(source, axis)}" for axis in ("tp", "pp", "vpp", "dp", "ep") if getattr(source, axis) > 1
+    )
+    print(
+        f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES}"
+        " bytes"
+    )
     cut = f"tp={target.tp}" + (f", ep={target.ep}" if target.ep > 1 else "")
     print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of {cut}, ", end="")
     print(f"{spec.ranks_per_node} ranks per node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
@@ -146,7 +153,9 @@ def shape_of(model: str) -> ModelShape:
         return ModelShape.from_hf_config(MODELS[model])
     path = user_path(model)
     if path.name != "config.json" or not path.exists():
-        raise ConfigError(f"--model={model} is none of {', '.join(MODELS)}; give one of them or the path of a config.json")
+        raise ConfigError(
+            f"--model={model} is none of {', '.join(MODELS)}; give one of them or the path of a config.json"
+        )
     return ModelShape.from_hf_config(read_config(path.parent))
 
 
@@ -193,7 +202,9 @@ def dry(spec: Spec) -> int:
     rows = [("", *found), *((name, *map(cell, found.values())) for name, cell in ROWS.items())]
     print(verdict(found))
     problems = [
-        f"{order}: moves more than the lower bound" for order, one in found.items() if one.traffic.moved != one.lower_bound
+        f"{order}: moves more than the lower bound"
+        for order, one in found.items()
+        if one.traffic.moved != one.lower_bound
     ]
     return harness.report(rows, result(spec, found[spec.source.order], None), problems=problems)
 
@@ -225,7 +236,9 @@ def comparison(full_gather_bytes: int, found: Measured) -> str:
     if not full_gather_bytes:
         return "every rank has all weights: nothing moves either way"
     more = (
-        f"{full_gather_bytes / found.sync_bytes:.1f} times the bytes" if found.sync_bytes else "bytes where the sync has none"
+        f"{full_gather_bytes / found.sync_bytes:.1f} times the bytes"
+        if found.sync_bytes
+        else "bytes where the sync has none"
     )
     slower, at_best = (found.median("full_gather") / found.median(path) for path in ("sync", "unproven"))
     return f"the full gather moves {more}, in {slower:.1f} times the time ({at_best:.1f} without proof)"

@@ -1,9 +1,10 @@
-"""Compute the bytes that a weight sync would move, from shapes and layouts. No tensors are made and no ranks are started.
+"""Compute the bytes that a weight sync would move, from shapes and layouts. No tensors are made and no ranks are
+started.
 
-`dry_run` uses the transfer plan. The bounds are computed without the plan, from the slices that ranks hold. `lower_bound`
-counts the weights that an engine needs and its rank does not have. `full_gather_bytes` counts the weights that ranks would
-receive if each gathered all weights. It excludes weights that the rank already holds, padding, and a second copy of a tied
-output layer.
+`dry_run` uses the transfer plan. The bounds are computed without the plan, from the slices that ranks hold.
+`lower_bound` counts the weights that an engine needs and its rank does not have. `full_gather_bytes` counts the weights
+that ranks would receive if each gathered all weights. It excludes weights that the rank already holds, padding, and a
+second copy of a tied output layer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from itertools import starmap
 
 from grpo_mega.weights.boxes import Block, Box
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, engine_shards, hf_shards, megatron_shards
+from grpo_mega.weights.layout import (
+    EngineLayout,
+    MegatronLayout,
+    ShardLayout,
+    engine_shards,
+    hf_shards,
+    megatron_shards,
+)
 from grpo_mega.weights.plan import Traffic, TransferPlan, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 
@@ -83,7 +91,9 @@ def full_gather(sources: ShardLayout, num_parameters: int, world_size: int) -> i
 def num_elements(blocks: Iterable[Block]) -> int:
     """Return the number of elements of all pieces."""
     return sum(
-        len(block.layers) * len(block.experts) * sum(piece.box.size for t in block.tensors.values() for piece in t.pieces)
+        len(block.layers)
+        * len(block.experts)
+        * sum(piece.box.size for t in block.tensors.values() for piece in t.pieces)
         for block in blocks
     )
 

@@ -1,10 +1,11 @@
 """The baseline of the benchmark: every rank gathers all weights in full, then each engine rank takes its slices.
 
-It works like other trainers with Megatron. A stage's ranks pack their shards into a bucket. The bucket is broadcast over the
-pipeline, gathered over expert-parallel ranks if it has sharded experts, and gathered over tensor-parallel ranks if its tensors
-are sharded. The baseline is as fast as possible: gathered buckets are as large as the sync's, buffers are reused, groups and
-slices are computed once, slices are copied directly from the gathered shards without assembling whole tensors, and nothing is
-verified. A tied output layer is gathered once, and so are tensor-parallel replicas of a norm.
+It works like other trainers with Megatron. A stage's ranks pack their shards into a bucket. The bucket is broadcast
+over the pipeline, gathered over expert-parallel ranks if it has sharded experts, and gathered over tensor-parallel
+ranks if its tensors are sharded. The baseline is as fast as possible: gathered buckets are as large as the sync's,
+buffers are reused, groups and slices are computed once, slices are copied directly from the gathered shards without
+assembling whole tensors, and nothing is verified. A tied output layer is gathered once, and so are tensor-parallel
+replicas of a norm.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slice:
-    """A region `source` of the shard at `gathered[start:]`, viewed as `shape`, and its `place` in an engine's tensor."""
+    """A region `source` of the shard at `gathered[start:]`, viewed as `shape`, and its `place` in an engine's
+    tensor.
+    """
 
     start: int
     shape: Index
@@ -54,7 +57,9 @@ class Bucket:
 
 
 class FullGather:
-    """One rank's part of the full gather. Collective: all ranks of the trainer's layout make one and call `run` together."""
+    """One rank's part of the full gather. Collective: all ranks of the trainer's layout make one and call `run`
+    together.
+    """
 
     def __init__(
         self, trainer: ShardLayout, layout: MegatronLayout, wanted: RankShards, bucket_bytes: int, dtype: torch.dtype
@@ -98,7 +103,9 @@ class FullGather:
         return whole, received + whole.nbytes - shard.nbytes
 
     def _groups(self, key: Callable[[int, int, int], Index]) -> dist.ProcessGroup | None:
-        """Return the group of ranks with this rank's key; None if it is alone. Collective: every rank makes all groups."""
+        """Return the group of ranks with this rank's key; None if it is alone. Collective: every rank makes all
+        groups.
+        """
         members: dict[Index, list[int]] = defaultdict(list)
         for place, rank in sorted(self._at.items()):
             members[key(*place)].append(rank)
@@ -108,7 +115,9 @@ class FullGather:
     def _make_buckets(self, trainer: ShardLayout, wanted: dict[str, list[Piece]], capacity: int) -> Iterator[Bucket]:
         layout, seen = self._layout, set[str]()
         for stage in range(layout.pp):
-            holdings = [[trainer.rank_shards(self._at[t, stage, e]) for e in range(layout.ep)] for t in range(layout.tp)]
+            holdings = [
+                [trainer.rank_shards(self._at[t, stage, e]) for e in range(layout.ep)] for t in range(layout.tp)
+            ]
             kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
             for name, local in holdings[0][0].items():
                 tensors = {piece.box.tensor for piece in local.pieces}
@@ -120,7 +129,10 @@ class FullGather:
                 for rows in _cut(names, shards[0], max(1, capacity // (tp * ep))):
                     num_elements = rows[-1].start + math.prod(rows[-1].shape)
                     slices = [
-                        s for i, shard in enumerate(shards) for r in rows for s in _slices(r, shard, i * num_elements, wanted)
+                        s
+                        for i, shard in enumerate(shards)
+                        for r in rows
+                        for s in _slices(r, shard, i * num_elements, wanted)
                     ]
                     yield Bucket(stage, tp, ep, tuple(rows), num_elements, tuple(slices))
 
@@ -180,7 +192,9 @@ def _by_tensor(holding: RankShards) -> dict[str, list[Piece]]:
 
 
 def _all_gather(values: Tensor, buffer: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the `count` shards of a group into the buffer, one after another. Return the values themselves if count is 1."""
+    """Gather the `count` shards of a group into the buffer, one after another. Return the values themselves if count is
+    1.
+    """
     if count == 1:
         return values
     found = buffer[: count * values.numel()]

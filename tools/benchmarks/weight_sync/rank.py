@@ -1,9 +1,9 @@
 """One rank of a measured weight sync. `python rank.py FOLDER REPEAT` reads spec.pkl; rank 0 writes result.json.
 
-The trainer's tensors have the shapes of its layout. Their contents depend only on tensor name and index, so replicas agree. The
-sender is the trainer's own WeightSync, with verification. The receiver is not a server: `Engine` writes buckets into plain
-tensors with the shapes of `engine_shards`, using `weights.receive.write_entries`. Each path fills separate tensors. They are
-compared bit for bit after every run, and once with a direct load.
+The trainer's tensors have the shapes of its layout. Their contents depend only on tensor name and index, so replicas
+agree. The sender is the trainer's own WeightSync, with verification. The receiver is not a server: `Engine` writes
+buckets into plain tensors with the shapes of `engine_shards`, using `weights.receive.write_entries`. Each path fills
+separate tensors. They are compared bit for bit after every run, and once with a direct load.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(spec: Spec, repeat: int) -> dict[str, Any]:
-    """Run each path once to warm up, then `repeat` times in turn. The result is the same on all ranks; bytes are sums."""
+    """Run each path once to warm up, then `repeat` times in turn. The result is the same on all ranks; bytes are
+    sums.
+    """
     bench, problems = Bench(spec), list[str]()
 
     def path(act: Callable[[], int], tensors: Tensors) -> harness.Figures:

@@ -1,15 +1,18 @@
-"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in deepseek_v2).
+"""One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in
+deepseek_v2).
 
-This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. The last three are for servers on a CPU.
+This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. The last three are for servers on
+a CPU.
 
 Router choices: without its layer number a Mixtral router records the experts of all layers in the same place.
 
-Multi-latent attention: SGLang would compute prompts with expanded keys and values, as for Triton, but the torch_native backend
-has only latents in its cache. This patch selects the absorbed form for prompts too, so attention uses the latents. DeepSeek's
-rotary embedding on a CPU supports only YaRN; without YaRN this patch uses the embedding of other models.
+Multi-latent attention: SGLang would compute prompts with expanded keys and values, as for Triton, but the torch_native
+backend has only latents in its cache. This patch selects the absorbed form for prompts too, so attention uses the
+latents. DeepSeek's rotary embedding on a CPU supports only YaRN; without YaRN this patch uses the embedding of other
+models.
 
-Expert parallelism: a token's experts on other ranks have the id -1, and SGLang's plain torch experts would use it as an index.
-This patch passes each choice of a token as a separate token, and leaves out the choices of other ranks.
+Expert parallelism: a token's experts on other ranks have the id -1, and SGLang's plain torch experts would use it as an
+index. This patch passes each choice of a token as a separate token, and leaves out the choices of other ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a CPU.
+"""`transformer_engine_torch`, the compiled extension of Transformer Engine 2.9 to 2.11, emulated in plain torch on a
+CPU.
 
-Like csrc at v2.11: names, argument order, the buffers that exist after quantization (on a Hopper card), layouts of scales, bits
-of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Different: the order of additions, roundings
-inside kernels, speed. Any other attribute raises NotImplementedError with its name.
+Like csrc at v2.11: names, argument order, the buffers that exist after quantization (on a Hopper card), layouts of
+scales, bits of FP8 casts, and errors for inputs that cuBLASLt, cuDNN or a kernel refuses. Different: the order of
+additions, roundings inside kernels, speed. Any other attribute raises NotImplementedError with its name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def module() -> types.ModuleType:
     extension.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     extension.__dict__.update(missing.functions())
     for part in PARTS:
-        own = {k: v for k, v in vars(part).items() if not k.startswith("_") and getattr(v, "__module__", None) == part.__name__}
+        own = {
+            k: v
+            for k, v in vars(part).items()
+            if not k.startswith("_") and getattr(v, "__module__", None) == part.__name__
+        }
         extension.__dict__.update(own)
     extension.__getattr__ = _raise
     return extension

@@ -1,8 +1,9 @@
 """Fused attention like cuDNN's, computed in fp32 sequence by sequence, and TE's rules for the choice of a backend.
 
-The rules are the part of nvte_get_fused_attn_backend that applies to a decoder without bias, window and dropout, on the card
-and cuDNN of `machine`. Not emulated: bf16 roundings inside, dropout, windows, sinks, FP8 attention. As in cuDNN, the backward
-pass starts from the output and statistics passed to it. With context parallelism they cover the keys of all ranks.
+The rules are the part of nvte_get_fused_attn_backend that applies to a decoder without bias, window and dropout, on the
+card and cuDNN of `machine`. Not emulated: bf16 roundings inside, dropout, windows, sinks, FP8 attention. As in cuDNN,
+the backward pass starts from the output and statistics passed to it. With context parallelism they cover the keys of
+all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def get_fused_attn_backend(
 ) -> Any:
     capability = machine.card().capability
     is_packed, is_padded = layout.name.removeprefix("NVTE_").startswith("T"), "PADDING" in mask.name
-    # Only Hopper has heads up to 256 wide. cuDNN 9.11 and later has a bug in backward passes with dim_qk != dim_v from 128 on.
+    # Only Hopper has heads up to 256 wide. cuDNN 9.11 and later has a bug in backward passes with dim_qk != dim_v from
+    # 128 on.
     widest = 256 if capability == (9, 0) else 128
     has_bug = is_training and capability == (9, 0) and dim_qk != dim_v and min(dim_qk, dim_v) >= 128
     fits = (
@@ -102,7 +104,9 @@ def fused_attn_fwd(
     return_max_logit: bool = False,
     cuda_graph: bool = False,
 ) -> list[Any]:
-    """Return [output]; in training also the statistics (log-sum-exps in fp32, packed [T, heads, 1]) and a random state."""
+    """Return [output]; in training also the statistics (log-sum-exps in fp32, packed [T, heads, 1]) and a random
+    state.
+    """
     check(q.dtype in (torch.bfloat16, torch.float16), "Fused attention only supports FP8 and BF16/FP16 data types.")
     if dropout or o_quantizer is not None or return_max_logit or page_k is not None:
         raise NotImplementedError("fused attention with dropout, FP8, maximal logits or pages is not emulated")
@@ -147,7 +151,10 @@ def fused_attn_bwd(
 ) -> list[Any]:
     """Return the gradients of q, k and v, and None for the gradients of bias and sinks."""
     statistics, num_heads = aux[0], q.shape[-2]
-    check(statistics.shape == (*q.shape[:-1], 1) and statistics.dtype is torch.float32, "expected statistics [T, heads, 1]")
+    check(
+        statistics.shape == (*q.shape[:-1], 1) and statistics.dtype is torch.float32,
+        "expected statistics [T, heads, 1]",
+    )
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for rows, cols in _sequences(layout, cu_q, cu_kv, padded_q, padded_kv):
         shares = (_scores(q[rows], k[cols], scale, mask) - statistics[rows][..., 0].t()[..., None]).exp()  # [h, q, k]

@@ -1,8 +1,9 @@
-"""Casts to FP8 with one scale per block: 128 x 128 (weights) or 1 x 128 along rows and along columns (activations, gradients).
+"""Casts to FP8 with one scale per block: 128 x 128 (weights) or 1 x 128 along rows and along columns (activations,
+gradients).
 
 Row-wise and column-wise data are each quantized from the original values. Scales have the extension's layout: the last
-dimension is padded to a multiple of 4, and scales of 1 x 128 blocks are transposed. In COMPACT form (for all-gathers) they are
-neither.
+dimension is padded to a multiple of 4, and scales of 1 x 128 blocks are transposed. In COMPACT form (for all-gathers)
+they are neither.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
     parts |= _squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact)
     if output is None:
         form = Float8BlockScaleTensorFormat.COMPACT if is_compact else Float8BlockScaleTensorFormat.GEMM_READY
-        shared = {"fp8_dtype": DType(quantizer.dtype), "quantizer": quantizer, "is_2D_scaled": is_2d, "data_format": form}
+        shared = {
+            "fp8_dtype": DType(quantizer.dtype),
+            "quantizer": quantizer,
+            "is_2D_scaled": is_2d,
+            "data_format": form,
+        }
         if quantizer.internal:
             return Float8BlockwiseQTensorStorage(**parts, **shared)
         return Float8BlockwiseQTensor(shape=x.shape, dtype=x.dtype, **parts, **shared)

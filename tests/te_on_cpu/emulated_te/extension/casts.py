@@ -1,7 +1,8 @@
 """Casts to FP8 with one scale per tensor: given (delayed scaling) or from the tensor's maximum (current scaling).
 
-The bits equal the bits of the real kernels: the scale is fp32, the product saturates and rounds to nearest even. Quantization
-fills the buffers that a Hopper card fills: its FP8 products are TN only, so "column-wise" data is a transposed copy.
+The bits equal the bits of the real kernels: the scale is fp32, the product saturates and rounds to nearest even.
+Quantization fills the buffers that a Hopper card fills: its FP8 products are TN only, so "column-wise" data is a
+transposed copy.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def value_of(bits: torch.Tensor, fp8: DType) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, fp8: DType, pow_2: bool, epsilon: float, at_infinity: float = F32_MAX) -> torch.Tensor:
-    """Return the scale that maps `amax` to the largest FP8 value, as compute_scale_from_amax of recipe_common.cuh does."""
+    """Return the scale that maps `amax` to the largest FP8 value, as compute_scale_from_amax of recipe_common.cuh
+    does.
+    """
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    # Divide tensors: torch computes `number / tensor` through a reciprocal, which differs by one unit in the last place.
+    # Divide tensors: torch computes `number / tensor` through a reciprocal, which differs by one unit in the last
+    # place.
     scale = torch.full_like(amax, torch.finfo(TORCH_OF[fp8]).max).div_(amax)
     scale = torch.where(scale.isinf(), at_infinity, scale)
     if pow_2:
@@ -69,8 +73,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
 
 
 def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
-    """Raise the delayed quantizer's amax to this tensor's maximum. It has no amax if master weights are cast with a known
-    scale."""
+    """Raise the delayed quantizer's amax to this tensor's maximum. It has no amax if master weights are cast with a
+    known scale."""
     if quantizer.amax.numel() and x.numel():
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.float().abs().amax()))
 
@@ -157,7 +161,9 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType,
     margin: float,
 ) -> None:
-    """Shift the histories of maxima [history, tensors] and set the next scales, as kernel_bulk of delayed_scaling.cu does."""
+    """Shift the histories of maxima [history, tensors] and set the next scales, as kernel_bulk of delayed_scaling.cu
+    does.
+    """
     scaled_max = torch.finfo(TORCH_OF[DType(fp8_dtype)]).max * 2.0**-margin
     offset = 0
     for history, scale in zip(amax_histories, scales, strict=True):

@@ -1,5 +1,5 @@
-"""Helpers for the parts of the extension: checks that raise like the C++ code, and the tiling of a matrix into blocks of
-128."""
+"""Helpers for the parts of the extension: checks that raise like the C++ code, and the tiling of a matrix into blocks
+of 128."""
 
 from __future__ import annotations
 

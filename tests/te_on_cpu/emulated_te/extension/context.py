@@ -1,8 +1,10 @@
-"""Packed sequences over context-parallel ranks: the rows of a rank, and corrections of its results by other ranks' keys.
+"""Packed sequences over context-parallel ranks: the rows of a rank, and corrections of its results by other ranks'
+keys.
 
 A rank has two chunks of every sequence, called its first and second half here. `cu_seqlens` are this rank's: the whole
-sequences' divided by the number of ranks, except in thd_get_partitioned_indices. Statistics are log-sum-exps in fp32, [heads,
-T], in the packed form that cuDNN returns since version 9.6. A GPU leaves rows beyond the sequences unset; here they are 0.
+sequences' divided by the number of ranks, except in thd_get_partitioned_indices. Statistics are log-sum-exps in fp32,
+[heads, T], in the packed form that cuDNN returns since version 9.6. A GPU leaves rows beyond the sequences unset; here
+they are 0.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import torch
 from tests.te_on_cpu.emulated_te.extension.common import check, check_int32
 
 
-def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
+def thd_get_partitioned_indices(
+    cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
+) -> torch.Tensor:
     """Return the rows of the whole batch that a rank has, in the rank's order."""
     check_int32(cu_seqlens)
     check(int(cu_seqlens[-1]) <= total_tokens, "the sequences are longer than the batch")
@@ -29,7 +33,9 @@ def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, wor
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
     """Return the first or the second halves, concatenated, of [T, heads, d] or of two such tensors [2, T, heads, d]."""
     dim = tensor.dim() - 3
-    check(tensor.shape[-1] * tensor.shape[-2] * tensor.element_size() % 16 == 0, "a token's bytes are no multiple of 16")
+    check(
+        tensor.shape[-1] * tensor.shape[-2] * tensor.element_size() % 16 == 0, "a token's bytes are no multiple of 16"
+    )
     rows = _halves(cu_seqlens)[half_idx]
     half = tensor.new_zeros(*tensor.shape[:dim], tensor.shape[dim] // 2, *tensor.shape[-2:])
     half.narrow(dim, 0, len(rows)).copy_(tensor.index_select(dim, rows))
@@ -64,7 +70,9 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add the output of some keys in place, scaled by their share of the softmax over all keys. Each addition rounds `out`."""
+    """Add the output of some keys in place, scaled by their share of the softmax over all keys. Each addition rounds
+    `out`.
+    """
     _check_packed(lse_packed)
     rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
     share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
@@ -74,8 +82,8 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str
 ) -> None:
-    """Copy or add a step's gradient to each half of `grad` in place; "none" skips a half. The step then has only the other
-    half."""
+    """Copy or add a step's gradient to each half of `grad` in place; "none" skips a half. The step then has only the
+    other half."""
     dim = grad.dim() - 3
     for rows, change in zip(_halves(cu_seqlens), (first_half, second_half), strict=True):
         if change != "none":
@@ -88,7 +96,10 @@ def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all first halves and of all second halves, in order."""
     check_int32(cu_seqlens)
     pairs = [torch.arange(start, end).chunk(2) for start, end in pairwise(cu_seqlens.tolist())]
-    check(all(len(pair) == 2 and len(pair[0]) == len(pair[1]) for pair in pairs), "a sequence is not cut into equal halves")
+    check(
+        all(len(pair) == 2 and len(pair[0]) == len(pair[1]) for pair in pairs),
+        "a sequence is not cut into equal halves",
+    )
     first, second = (torch.cat(halves) for halves in zip(*pairs, strict=True))
     return first, second
 

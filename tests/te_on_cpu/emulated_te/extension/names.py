@@ -1,4 +1,6 @@
-"""Enums and empty classes that Transformer Engine's Python reads from its extension, with the values of TE 2.9 to 2.11."""
+"""Enums and empty classes that Transformer Engine's Python reads from its extension, with the values of TE 2.9 to
+2.11.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _nvte(name: str, members: str, suffix: str = "") -> Any:
     return _enum(name, " ".join(f"NVTE_{member}{suffix}" for member in members.split()))
 
 
-FP8FwdTensors = _enum("FP8FwdTensors", " ".join(f"GEMM{i}_{kind}" for i in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT")))
+FP8FwdTensors = _enum(
+    "FP8FwdTensors", " ".join(f"GEMM{i}_{kind}" for i in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT"))
+)
 FP8BwdTensors = _enum("FP8BwdTensors", " ".join(f"GRAD_{kind}{i}" for i in (1, 2, 3) for kind in ("OUTPUT", "INPUT")))
 NVTE_Bias_Type = _nvte("NVTE_Bias_Type", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")
 NVTE_Mask_Type = _nvte(

@@ -1,4 +1,5 @@
-"""RMSNorm and LayerNorm, forward and backward, and SwiGLU: computed in fp32, rounded to the output's dtype, then quantized.
+"""RMSNorm and LayerNorm, forward and backward, and SwiGLU: computed in fp32, rounded to the output's dtype, then
+quantized.
 
 With delayed scaling the forward kernel casts fp32 to FP8. With the other recipes it rounds to the output's dtype first.
 """

@@ -76,7 +76,9 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Update lists of [gradients, parameters, first moments, second moments], and fp32 masters if there is a fifth list."""
+    """Update lists of [gradients, parameters, first moments, second moments], and fp32 masters if there is a fifth
+    list.
+    """
     adam = _Adam(lr, beta1, beta2, epsilon, step, int(mode), bias_correction, weight_decay)
     for g, p, m, v, *masters in zip(*lists, strict=True):
         new = adam.updated(g, (masters[0] if masters else p).float(), m, v)

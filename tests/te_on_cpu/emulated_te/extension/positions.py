@@ -73,7 +73,9 @@ def _rope_packed(
 
 
 def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the positions of a rank's two chunks of a sequence. The second chunk is counted from the end of the sequence."""
+    """Return the positions of a rank's two chunks of a sequence. The second chunk is counted from the end of the
+    sequence.
+    """
     if cp_size == 1:
         return torch.arange(length)
     half = length // cp_size // 2
@@ -81,7 +83,9 @@ def _places(length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:
-    """Return x [..., heads, d] rotated by angles [..., 1, d2]; with sign -1 multiplied by the transpose of the rotation."""
+    """Return x [..., heads, d] rotated by angles [..., 1, d2]; with sign -1 multiplied by the transpose of the
+    rotation.
+    """
     width = angles.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
     cos, sin = angles.cos(), angles.sin()

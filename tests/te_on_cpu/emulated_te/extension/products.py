@@ -1,8 +1,9 @@
 """Matrix products: dequantized values, summed in fp32, rounded once to the output's dtype.
 
-Refuses inputs that TE and cuBLASLt refuse on Hopper: a missing row-wise or column-wise copy; leading dimensions that are not
-multiples of 16; for blocks, outer dimensions that are not multiples of 8; operands of different scaling; two operands in blocks
-of 128 x 128. Not emulated: the order of additions, and the 14-bit accumulator with use_split_accumulator=False.
+Refuses inputs that TE and cuBLASLt refuse on Hopper: a missing row-wise or column-wise copy; leading dimensions that
+are not multiples of 16; for blocks, outer dimensions that are not multiples of 8; operands of different scaling; two
+operands in blocks of 128 x 128. Not emulated: the order of additions, and the 14-bit accumulator with
+use_split_accumulator=False.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """Return [op(B) op(A), gradient of the bias, None, extra output]: TN forward, NN data gradient, NT weight gradient."""
+    """Return [op(B) op(A), gradient of the bias, None, extra output]: TN forward, NN data gradient, NT weight
+    gradient.
+    """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("generic_gemm with a gelu epilogue or communication overlap is not emulated")
     a, kind_a = _operand(A, "A", is_columnwise=not transA)
@@ -86,7 +89,9 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with the rows of all pairs."""
+    """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with the rows of all
+    pairs.
+    """
     if any(x.numel() for x in (*bias, *pre_gelu_out)) or not all(map(is_plain, (*A, *B))):
         raise NotImplementedError("te_general_grouped_gemm with a bias, gelu or FP8 is not emulated")
     outputs = D[0].split(m_splits) if single_output else D
@@ -105,7 +110,10 @@ def _output_dtype(A: Any, output_dtype: DType | None) -> torch.dtype:
 
 
 def _check_kinds(a: str, b: str) -> None:
-    check(a == b or {a, b} == {"1D", "2D"}, f"Inputs A and B to GEMM need to have compatible scaling modes, but got {a}, {b}")
+    check(
+        a == b or {a, b} == {"1D", "2D"},
+        f"Inputs A and B to GEMM need to have compatible scaling modes, but got {a}, {b}",
+    )
     check(a != "2D" or b != "2D", "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported")
 
 
@@ -116,7 +124,9 @@ def _operand(x: Any, name: str, *, is_columnwise: bool) -> tuple[torch.Tensor, s
     """
     if is_plain(x):
         return x.reshape(-1, x.shape[-1]).float(), "none"
-    return _scaled_by_tensor(x, name, is_columnwise) if hasattr(x, "_data") else _scaled_by_block(x, name, is_columnwise)
+    return (
+        _scaled_by_tensor(x, name, is_columnwise) if hasattr(x, "_data") else _scaled_by_block(x, name, is_columnwise)
+    )
 
 
 def _scaled_by_tensor(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tensor, str]:
@@ -142,7 +152,9 @@ def _scaled_by_block(x: Any, name: str, is_columnwise: bool) -> tuple[torch.Tens
     check(data is not None, f"Input {name} is missing {'column' if is_columnwise else 'row'}-wise usage")
     data = data.reshape(data.shape[0], -1) if is_columnwise else data.reshape(-1, data.shape[-1])
     outer, inner = data.shape  # the product sums over the inner dimension
-    check(inner % 16 == 0, f"Leading dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad. ({name}: {inner})")
+    check(
+        inner % 16 == 0, f"Leading dimension requirement on NVTE_BLOCK_SCALING GEMM. Caller must pad. ({name}: {inner})"
+    )
     is_free = is_2d and name == "B"  # cuBLASLt checks the outer dimension of A, and of B if B is in 1 x 128 blocks
     check(
         outer % 8 == 0 or is_free,
