@@ -11,8 +11,11 @@ Logs of ranks and files of servers are in a temporary folder that is kept only i
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,7 +93,10 @@ def run(options: EvalOptions) -> int:
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
     check_config(request.config)
     with private_folder() as folder:
-        request.config = request.config.model_copy(update={"run_dir": folder / "run"})
+        run_dir = folder / "run"
+        if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages
+            run_dir = Path(tempfile.gettempdir(), f"grpo-mega-eval-{os.getuid()}-{os.getppid()}")
+        request.config = request.config.model_copy(update={"run_dir": run_dir})
         code = 1  # exit code after an unexpected exception
         try:
             code = launch(evaluate_request, request, request.config.layout.world_size, folder / LOGS)
@@ -99,6 +105,8 @@ def run(options: EvalOptions) -> int:
             code = 0
             raise
         finally:
+            if current_rank() == 0:
+                shutil.rmtree(run_dir, ignore_errors=True)
             if code not in (0, EXIT_USER_ERROR, EXIT_INTERRUPTED):
                 (folder / KEEP).touch()
                 print(f"grpo-mega: logs of the ranks are in {folder}", file=sys.stderr, flush=True)

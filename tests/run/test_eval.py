@@ -103,6 +103,23 @@ def test_the_command_returns_the_answers_of_the_run_in_another_layout(run_dir: P
     assert rows == read(run_dir / "heldout-000001.jsonl")
 
 
+@pytest.mark.full
+def test_ranks_of_torchrun_give_the_same_answers(run_dir: Path, evaluated: str) -> None:
+    out = run_dir.parent / "torchrun.jsonl"
+    arguments = ("--step", "1", "--set", "layout={pp: 2}", "--out", str(out))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, run_dir.parent))), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *torchrun, "-m", "grpo_mega.cli", "eval", str(run_dir), *arguments],
+        env=environment,
+        timeout=400,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert read(out) == read(run_dir.parent / "rows.jsonl")
+
+
 def test_the_commands_last_line_has_the_metrics_that_the_run_logged(run_dir: Path, evaluated: str) -> None:
     summary = json.loads(evaluated.splitlines()[-1])
     assert summary["step"] == 1 and summary["samples"] == SAMPLES and summary["temperature"] == 1.3

@@ -30,7 +30,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.engines import build_engine, build_sync
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import MegatronLayout, ShardLayout, megatron_shards
+from grpo_mega.weights.layout import MegatronLayout, megatron_shards
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.models import MODELS, hf_config_of, layer_parameters, shape_of, vocab_parameters
@@ -44,15 +44,12 @@ class Trainer:
     """A stand-in for the policy: its weights, without a model."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._side = megatron_shards(family_of(shape.model_type), shape, MegatronLayout())
+        self.shards = megatron_shards(family_of(shape.model_type), shape, MegatronLayout())
         generator = torch.Generator(device).manual_seed(0)
         self._tensors = {
             name: torch.empty(local.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
-            for name, local in self._side.rank_shards(0).items()
+            for name, local in self.shards.rank_shards(0).items()
         }
-
-    def shard_layout(self) -> ShardLayout:
-        return self._side
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self._tensors
