@@ -11,20 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
-
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from typing import TYPE_CHECKING, Literal
 
 from grpo_mega import console as consoles
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Unit = Literal["items", "bytes"]
 
@@ -40,6 +32,17 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
     elif not console.is_terminal:
         yield Bar(total, description, unit)
     else:
+        from rich.progress import (  # slow to import, and only a terminal needs it
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
         done = (
             (DownloadColumn(), TransferSpeedColumn())
             if unit == "bytes"
