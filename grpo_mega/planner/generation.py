@@ -151,16 +151,16 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: StepG
         for group in backlog:
             if group.first_step is not None and group.first_step < oldest:
                 group.restart()
-        needed = {place for place, group in enumerate(backlog) if group.first_step == oldest}
+        needed = {index for index, group in enumerate(backlog) if group.first_step == oldest}
         while len(backlog) < schedule.num_started:
             backlog += next(draw)
         here = backlog[: schedule.num_started]
         waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=[here[i] for i in needed]))
-        whole = [place for place, group in enumerate(here) if not group.opened()]
-        whole.sort(key=lambda place: (place not in needed, here[place].first_step, place))
+        whole = [index for index, group in enumerate(here) if not group.opened()]
+        whole.sort(key=lambda index: (index not in needed, here[index].first_step, index))
         kept = set(whole[: schedule.prompts])
         backlog = (
-            [group for place, group in enumerate(backlog) if place not in kept] if schedule.keeps_unfinished else []
+            [group for index, group in enumerate(backlog) if index not in kept] if schedule.keeps_unfinished else []
         )
         if schedule.ahead:
             run_phase(engines, prompt, backlog[: schedule.ahead], step, until=training)
@@ -176,8 +176,8 @@ def _draws(lengths: Lengths, schedule: StepGroups) -> Iterator[list[SimulatedGro
     while True:
         order.shuffle(shuffled)
         groups = [SimulatedGroup() for _ in range(schedule.prompts)]
-        for place, length in enumerate(shuffled):
-            group = groups[place // schedule.group_size]
+        for index, length in enumerate(shuffled):
+            group = groups[index // schedule.group_size]
             group.responses.append(Response(length, group))
         yield groups
 

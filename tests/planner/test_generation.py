@@ -135,7 +135,7 @@ def test_a_phase_equals_a_token_by_token_simulation(seed: int) -> None:
     until = draw.choice([math.inf, math.inf, float(draw.randint(1, 60_000))])
     groups = groups_of(lengths, decoded)
     seconds = run_phase(
-        engines, PROMPT, groups, step=4, wanted=wanted, needed=[groups[place] for place in needed], until=until
+        engines, PROMPT, groups, step=4, wanted=wanted, needed=[groups[index] for index in needed], until=until
     )
     slow_seconds, slow_done = token_by_token(engines, lengths, decoded, wanted, needed, until)
     assert seconds == slow_seconds
@@ -250,7 +250,7 @@ def test_steps_continue_the_groups_of_a_runs_backlog(num_started: int, ahead: in
     lengths: dict[int, list[int]] = {}
 
     def draw(number: int) -> list[types.Turn]:
-        new = {len(lengths) + place: [r.length for r in group.responses] for place, group in enumerate(next(draws))}
+        new = {len(lengths) + index: [r.length for r in group.responses] for index, group in enumerate(next(draws))}
         lengths.update(new)
         return [types.Turn(types.Prompt(key, "", (), "")) for key in new]
 
@@ -269,11 +269,11 @@ def test_steps_continue_the_groups_of_a_runs_backlog(num_started: int, ahead: in
         before = backlog.groups[: max(num_started, 1 + max(needed, default=-1))]
         seconds, now = phase(before, step, wanted, set(needed), math.inf)
         waits.append(seconds)
-        whole = [place for place, group in enumerate(now) if group.is_complete(size)]
-        kept = sorted(whole, key=lambda place: (place not in needed, now[place].oldest_version, place))[:wanted]
-        rest = [group for place, group in enumerate(now) if place not in kept]
-        backlog = backlog.after_phase(before, [now[place] for place in kept], rest)
-        backlog = backlog.trained([now[place] for place in kept])
+        whole = [index for index, group in enumerate(now) if group.is_complete(size)]
+        kept = sorted(whole, key=lambda index: (index not in needed, now[index].oldest_version, index))[:wanted]
+        rest = [group for index, group in enumerate(now) if index not in kept]
+        backlog = backlog.after_phase(before, [now[index] for index in kept], rest)
+        backlog = backlog.trained([now[index] for index in kept])
         if ahead:
             before = backlog.groups[:ahead]
             backlog = backlog.after_phase(before, [], phase(before, step, math.inf, set(), training)[1])
