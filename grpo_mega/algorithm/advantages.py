@@ -180,7 +180,7 @@ def opo(g: Scored, a: AlgorithmConfig) -> Tensor:
     return rewards_G - (lengths_G * rewards_G).sum() / lengths_G.sum()
 
 
-def pass_at_k_advantages(g: Scored, a: AlgorithmConfig) -> Tensor:
+def pass_at_k(g: Scored, a: AlgorithmConfig) -> Tensor:
     """Return how much r_i adds to the best of k: the mean of max(0, r_i - the best of the set) over all sets of k - 1
     others.
 
@@ -222,7 +222,7 @@ def none(g: Scored, a: AlgorithmConfig) -> Tensor:
 
 # Keyed by the names in a config (algorithm.adv_type).
 ADVANTAGES: Mapping[str, Callable[[Scored, AlgorithmConfig], Tensor | list[Tensor]]] = {
-    f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k_advantages, gdpo)
+    f.__name__: f for f in (grpo, grpo_process, grpo_turn, grpo_leave_one_out, rloo, opo, pass_at_k, gdpo)
 } | {f.__name__: f for f in (reinforce_plus_plus, reinforce_plus_plus_baseline, none)}
 WITHOUT_BASELINE = frozenset({"reinforce_plus_plus"})  # groups of equal rewards teach, too
 _WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}

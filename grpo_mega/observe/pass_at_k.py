@@ -55,14 +55,14 @@ def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
     n = tallies[0].num_samples
     metrics = {f"mean@{n}": _mean([t.num_correct / n for t in tallies])}
     for k in ks:
-        metrics[f"pass@{k}"] = _mean([pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
+        metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
         metrics[f"majority@{k}"] = _mean([majority_at_k(t.num_samples, t.votes, k) for t in tallies])
     metrics["never_solved"] = _mean([float(t.num_correct == 0) for t in tallies])
     metrics["always_solved"] = _mean([float(t.num_correct == t.num_samples) for t in tallies])
     return metrics
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
+def estimate_pass_at_k(n: int, c: int, k: int) -> float:
     """Return pass@k if c of n responses are correct, 1 <= k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
     return 1.0 - comb(n - c, k) / comb(n, k)

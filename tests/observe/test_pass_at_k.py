@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from grpo_mega.observe.pass_at_k import majority_at_k, pass_at_k, sampled_metrics, tally
+from grpo_mega.observe.pass_at_k import estimate_pass_at_k, majority_at_k, sampled_metrics, tally
 
 Responses = list[tuple[str, bool]]  # (answer, whether it is correct)
 
@@ -51,14 +51,14 @@ def test_estimates_are_the_means_over_all_subsets(seed: int) -> None:
     n = len(responses)
     for k in range(1, n + 1):
         passed, mean, majority = by_subsets(responses, k)
-        assert pass_at_k(n, found.num_correct, k) == pytest.approx(float(passed), abs=1e-12)
+        assert estimate_pass_at_k(n, found.num_correct, k) == pytest.approx(float(passed), abs=1e-12)
         assert sampled_metrics([found], [])[f"mean@{n}"] == pytest.approx(float(mean), abs=1e-12)
         assert majority_at_k(n, found.votes, k) == pytest.approx(float(majority), abs=1e-12)
 
 
 def test_a_large_n_is_neither_slow_nor_inexact() -> None:
     n, k = 128, 64
-    assert pass_at_k(n, 4, k) == 1 - comb(124, 64) / comb(128, 64)
+    assert estimate_pass_at_k(n, 4, k) == 1 - comb(124, 64) / comb(128, 64)
     # The other 100 answers have one response each: two of the 28 responses win, a single one ties with 63 others.
     none, one = comb(100, 64), 28 * comb(100, 63)
     expected = 1 - Fraction(none + one, comb(n, k)) + Fraction(one, comb(n, k)) / 64
