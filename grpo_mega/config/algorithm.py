@@ -35,8 +35,7 @@ class CorrectionConfig(Section):
 
     importance: Literal["none", "token", "sequence", "icepop"] = "none"
     """Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a token's ratio
-    inside mask_low .. mask_high and 0 outside.
-    """
+    inside mask_low .. mask_high and 0 outside."""
     min_importance: NonNegativeFloat = 0.0
     """Lower bound of the truncated ratio with importance=token or sequence."""
     max_importance: PositiveFloat = 2.0
@@ -185,8 +184,7 @@ class AlgorithmConfig(Section):
     teachers."""
     distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
     """sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or KL(teacher ||
-    policy) over the vocabulary to the loss.
-    """
+    policy) over the vocabulary to the loss."""
     calculate_entropy: bool = False
     """Compute the entropy of the policy for the metrics."""
     entropy_bonus: Number = 0.0
@@ -198,8 +196,8 @@ class AlgorithmConfig(Section):
     use_valid_token_scale: bool = False
     """Divide the loss by the valid tokens of the rollout instead of the mini-batch."""
     dynamic_sampling_tries: NonNegativeInt = 0
-    """Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling off.
-    """
+    """Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling
+    off."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."""
     overlong_penalty: PositiveFloat = 1.0

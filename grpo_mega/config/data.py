@@ -57,8 +57,7 @@ class DataConfig(Section):
     """Column of the prompts: text, or a list of chat messages. A dot reaches into nested columns."""
     answer_column: str | None = None
     """Column of the gold answers. None uses answer if the data has it, else solution. A dot reaches into nested
-    columns.
-    """
+    columns."""
     teacher_column: str | None = None
     """Column that names the teacher of each row, a key of teachers. None means that there is one teacher."""
     system_prompt: str | None = None

@@ -14,8 +14,8 @@ class RouterConfig(Section):
     """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss over a sample.
-    """
+    """Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss over a
+    sample."""
     aux_loss_coeff: NonNegativeFloat = 0.0
     """Coefficient of the balancing loss."""
     z_loss_coeff: NonNegativeFloat = 0.0
@@ -42,16 +42,14 @@ class RouterConfig(Section):
 class ModelConfig(Section):
     path: FilePath
     """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With init=random its config.json is
-    enough.
-    """
+    enough."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the policy's weights and computation. Master weights and optimizer state stay float32."""
     init: Literal["checkpoint", "random"] = "checkpoint"
     """Where the weights come from. random initializes them from the seed."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass to save memory. selective recomputes core attention and the MLP,
-    full recomputes every layer.
-    """
+    full recomputes every layer."""
     router: RouterConfig = RouterConfig()
     """Training of the routers of MoE models."""
     grouped_experts: bool = False
@@ -68,8 +66,7 @@ class TeacherConfig(Section):
     enough."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
     """Address of an SGLang server that serves the teacher, such as http://host:30000. None loads the teacher into the
-    ranks.
-    """
+    ranks."""
 
 
 class GuardConfig(Section):
@@ -94,8 +91,7 @@ class PrecisionConfig(Section):
     """FP8 format of the linear layers. hybrid uses e5m2 for gradients, None turns FP8 off. Needs Transformer Engine."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """How FP8 scales are computed. The recipes need different GPUs; an unsuitable GPU is refused with the recipes that
-    it supports.
-    """
+    it supports."""
     first_layers_bf16: NonNegativeInt = 0
     """Number of decoder layers at the start of the model that stay in bf16."""
     last_layers_bf16: NonNegativeInt = 0

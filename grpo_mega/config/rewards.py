@@ -34,8 +34,7 @@ class RewardFunctionConfig(Section):
     """Keyword arguments of the function."""
     completions: Literal["as_data", "text", "messages"] = "as_data"
     """Form of the completions for functions with TRL's signature: texts or messages. as_data follows the form of the
-    data's prompts.
-    """
+    data's prompts."""
 
     @field_validator("name")
     @classmethod
@@ -55,8 +54,7 @@ class RewardsConfig(Section):
     """Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."""
     refresh_command: str | None = None
     """Shell command that continues the training of the reward model between iterations
-    (algorithm.ref_model_sync_steps). None runs no command.
-    """
+    (algorithm.ref_model_sync_steps). None runs no command."""
     refresh_deadline_s: Seconds = 14400.0
     """Maximum number of seconds of refresh_command."""
     step_splitter: str = "blank-lines"

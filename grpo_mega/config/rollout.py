@@ -22,8 +22,7 @@ class RolloutConfig(Section):
     """Expert-parallel size inside an engine. Must divide tp."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks ranks while
-    the others train.
-    """
+    the others train."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Fraction = 1.0
@@ -34,37 +33,32 @@ class RolloutConfig(Section):
     """Maximum number of tokens in a response."""
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = ()
     """Token ids that end a response, in addition to the eos ids of the model, its generation config and the tokenizer.
-    Rewards see the text of a token that is named only here.
-    """
+    Rewards see the text of a token that is named only here."""
     max_concurrent: PositiveInt = 256
     """Maximum number of sequences that an engine decodes at once."""
     oversample: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are complete. Saves
-    time if few responses are long, but prefers short responses (rollout/kept_length, aborted_length).
-    """
+    time if few responses are long, but prefers short responses (rollout/kept_length, aborted_length)."""
     partial: bool = False
     """Keep aborted groups and resume them in the next step with the updated policy, so that no length is preferred.
-    Needs oversample > 1. Use algorithm.recipe=partial to correct for it.
-    """
+    Needs oversample > 1. Use algorithm.recipe=partial to correct for it."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
     """Maximum number of policy updates between a group's first token and its training step. Used with partial and with
     placement=separate, where 1 runs one step ahead and 0 alternates."""
     longest_first: bool = False
     """Start one sample per group as a length probe, then start the remaining samples of the groups with the longest
     probes. Shortens a rollout with more sequences than max_concurrent if lengths within a group are similar. Does not
-    change any sample.
-    """
+    change any sample."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the engine's weights and computation. None uses model.dtype."""
     quantization: Literal["fp8"] | None = None
     """Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."""
     routing_replay: bool | Literal["reference"] = False
     """Train each token of an MoE model with the experts that the engine chose for it (R3). reference replays them in
-    the reference too.
-    """
+    the reference too."""
     cache_tokens: PositiveInt | None = None
-    """Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what fits on a GPU.
-    """
+    """Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what fits on a
+    GPU."""
     memory_fraction: Fraction | None = None
     """Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."""
     sleep: Literal["auto", "always", "never"] = "auto"

@@ -46,8 +46,7 @@ class LayoutConfig(Section):
     """Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."""
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives each rank
-    all tokens of some heads.
-    """
+    all tokens of some heads."""
     dp: NumRanks | None = None
     """Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."""
     ep: NumRanks = 1
@@ -110,8 +109,7 @@ class BatchConfig(Section):
     """Maximum number of tokens in one forward and backward pass on each rank."""
     share_prompts: bool = False
     """Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For dense
-    models on Megatron's local layers.
-    """
+    models on Megatron's local layers."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -259,8 +257,7 @@ class Config(Section):
     """Logs, samples, the report and traces."""
     hang_deadline_s: Seconds = 480.0
     """Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this
-    one.
-    """
+    one."""
     max_nonfinite_steps: PositiveInt = 3
     """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
 

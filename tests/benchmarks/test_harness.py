@@ -112,7 +112,7 @@ def test_a_training_run_returns_its_metrics(tmp_path: Path) -> None:
 
 def test_a_script_filters_its_output_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(harness.console, "install", lambda: events.append("install"))
+    monkeypatch.setattr(harness.console, "filter_output", lambda: events.append("install"))
     with pytest.raises(SystemExit) as end:
         harness.start(lambda: len(events))
     assert end.value.code == 1 and events == ["install"]
