@@ -100,8 +100,8 @@ def test_a_run_is_checked_against_a_converted_model_before_it_starts(
 
 def test_the_check_before_a_run_needs_no_torch(folders: tuple[Path, Path]) -> None:
     code = (
-        "import sys; from pathlib import Path; from grpo_mega.preflight.model import check_model; "
+        "import sys; from pathlib import Path; from grpo_mega.preflight.model import check_model_files; "
         "from grpo_mega.config import ModelConfig; "
-        f"check_model(ModelConfig(path=Path({str(folders[1])!r}))); assert 'torch' not in sys.modules"
+        f"check_model_files(ModelConfig(path=Path({str(folders[1])!r}))); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -78,10 +78,10 @@ def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept() -> None:
 def test_fp8_without_transformer_engine_is_refused_and_not_ignored(run: Run) -> None:
     result = run(
         "from grpo_mega.errors import ConfigError\n"
-        + "from grpo_mega.megatron.loaded_kernels import check\n"
+        + "from grpo_mega.megatron.loaded_kernels import check_kernels\n"
         + "raw = {'run_dir': 'r', 'steps': 1, 'model': {'path': 'm', 'dtype': 'bfloat16'}, 'data': {'train': 't'}}\n"
         + "fp8 = configs.validate(raw | {'precision': {'fp8': 'hybrid'}})\n"
-        + "try: check(fp8, device.Device('cpu', torch.device('cpu')))\n"
+        + "try: check_kernels(fp8, device.Device('cpu', torch.device('cpu')))\n"
         + "except ConfigError as error: print(error)\n"
     )
     assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr

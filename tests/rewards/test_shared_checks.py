@@ -25,7 +25,7 @@ ALL = [("accuracy", 1.0), ("len", 1.0), ("cosine", 1.0)]
 
 @pytest.fixture(autouse=True)
 def _accuracy_obeys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pool_module, "Job", SlowJob)
+    monkeypatch.setattr(pool_module, "CheckJob", SlowJob)
     yield
 
 
