@@ -29,6 +29,7 @@ _NOT_FUNCTIONS = {"mean", "std", "min", "max"}
 _COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # distinguishable for colour-blind readers
 _HELDOUT_STYLE = {"color": "#222222", "marker": "D", "markersize": 6, "linestyle": "--", "linewidth": 1.2, "zorder": 5}
 _MANY_POINTS = 30  # from this many points on, points are drawn faintly below their moving average
+_LEGEND_COLUMNS = 4  # more columns run into the title
 _PANELS = [  # (title, metric) of the panels below the rewards panel
     ("KL to the reference", "kl/mean"),
     ("Response length (tokens)", "response_length/mean"),
@@ -80,13 +81,13 @@ def draw_curves(metrics_path: Path, out_png: Path) -> None:
     import matplotlib.pyplot as plt
 
     first, *small = panels
-    num_columns = max(2, math.ceil(len(small) / 2)) if small else 1
+    num_columns = max(2, math.ceil(len(small) / 2))
     num_rows = 1 + math.ceil(len(small) / num_columns)
     figure = plt.figure(figsize=(5.2 * num_columns, 3.4 + 2.7 * (num_rows - 1)), layout="constrained")
     grid = figure.add_gridspec(num_rows, num_columns, height_ratios=[1.35] + [1.0] * (num_rows - 1))
     _draw(figure.add_subplot(grid[0, :]), *first)
-    for place, panel in enumerate(small):
-        _draw(figure.add_subplot(grid[1 + place // num_columns, place % num_columns]), *panel)
+    for index, panel in enumerate(small):
+        _draw(figure.add_subplot(grid[1 + index // num_columns, index % num_columns]), *panel)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, dpi=150)
     plt.close(figure)
@@ -202,7 +203,8 @@ def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02, y=0.12)
     if len(lines) > 1:
-        axes.legend(frameon=False, ncols=len(lines), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
+        ncols = min(len(lines), _LEGEND_COLUMNS)
+        axes.legend(frameon=False, ncols=ncols, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
 
 
 def _moving_average(values: list[float]) -> list[float]:

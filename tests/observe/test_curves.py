@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.curves import draw_curves, read_curves
@@ -54,3 +56,22 @@ def test_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:
         draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     with pytest.raises(ConfigError, match="holds no step yet"):
         draw_curves(write(tmp_path / "metrics.jsonl", []), tmp_path / "curves.png")
+
+
+def test_the_legend_of_many_rewards_leaves_room_for_the_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlaps: list[bool] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        save(figure, *args, **kwargs)
+        axes = figure.axes[0]
+        legend, title = axes.get_legend().get_window_extent(), axes._left_title.get_window_extent()
+        overlaps.append(legend.overlaps(title) or legend.x0 < 0)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    names = ("accuracy", "arithmetic_oracle", "excluded", "format", "paid_but_wrong")
+    steps = [
+        {"step": i, "reward/mean": 1.0, "eval/score": 1.0} | {f"reward/{name}": 0.5 for name in names} for i in (1, 2)
+    ]
+    draw_curves(write(tmp_path / "metrics.jsonl", steps), tmp_path / "curves.png")
+    assert overlaps == [False]
