@@ -32,9 +32,8 @@ class Prompt:
     answer: str
     prefill: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
-    raw_columns: dict[str, Any] = field(
-        default_factory=dict
-    )  # the row's prompt (also as "prompts") and answer, keyed by column
+    # The row's prompt (also as "prompts") and answer, keyed by column.
+    raw_columns: dict[str, Any] = field(default_factory=dict)
 
 
 class Turn(NamedTuple):

@@ -155,6 +155,5 @@ def _scalar(kind: str, text: str) -> Any:
     if kind == "float":
         lowered = text.lower()
         return float(lowered.replace(".inf", "inf").replace(".nan", "nan"))
-    return text.encode("utf-16-le", "surrogatepass").decode(
-        "utf-16-le", "surrogatepass"
-    )  # joins escaped pairs, like JSON
+    # Joins escaped pairs, like JSON.
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

@@ -106,9 +106,8 @@ class LossInputs:
         maxima_S = torch.zeros(self.num_segments, dtype=values_T.dtype, device=values_T.device)
         maxima_S = maxima_S.scatter_reduce(0, self.segments, values_T * self.loss_mask, "amax")
         if self.cp_group is not None:
-            dist.all_reduce(
-                maxima_S, op=dist.ReduceOp.MAX, group=self.cp_group
-            )  # no loss has a gradient through a maximum
+            # No loss has a gradient through a maximum.
+            dist.all_reduce(maxima_S, op=dist.ReduceOp.MAX, group=self.cp_group)
         return maxima_S[self.segments]
 
 

@@ -31,9 +31,8 @@ class LossOutputs:
     """One micro-batch's part of the loss and of the metrics (detached float64 scalars by name)."""
 
     loss: Tensor  # scalar with gradient
-    sums: dict[
-        str, Tensor
-    ]  # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens
+    # "loss/..." are parts of a weighted sum; "num_tokens" counts; all others are sums over tokens.
+    sums: dict[str, Tensor]
     maxima: dict[str, Tensor]  # at least 0, the value without tokens
 
 

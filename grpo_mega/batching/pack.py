@@ -82,9 +82,8 @@ def pack_mini_batches(
     """
     result: list[list[PackedBatch]] = []
     cp_size = spec.cp_size
-    length_multiple = math.lcm(
-        spec.length_multiple, 1 if cp_size == 1 else 2
-    )  # the last segment, padding, is split too
+    # The last segment, padding, is split too.
+    length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
         units = _units(samples, spec.token_budget) if spec.share_prompts else [[i] for i in range(len(samples))]
@@ -186,9 +185,8 @@ def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[
     """
     loads_B = _loads(bin_of_N, falling_N, num_bins)
     slots_BS = _movable(bin_of_N, num_bins)
-    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(
-        np.int32
-    )  # an empty slot has size 0, so an exchange with it is a move
+    # An empty slot has size 0, so an exchange with it is a move.
+    sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)
     for target in targets:
         num_idle = 0  # rounds without an exchange; after one round per bin all pairs have met
         for round_index in range(MAX_ROUNDS):

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 UPDATES = 3
 SampleKey = tuple[int, int]  # prompt id, index in its group; it does not depend on the order of packing
+# Covers the rounding of sharp models; a wrong layout is off by far more.
 TOLERANCE = {
     "float32": 1e-5,
     "bfloat16": 2e-2,
-}  # covers the rounding of sharp models; a wrong layout is off by far more
+}
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,8 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 
 def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
-    grad_norms = [
-        (a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs
-    ]  # a dropped mini-batch has no grad_norm
+    # A dropped mini-batch has no grad_norm.
+    grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]
     scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
     return Difference(
         name=name,

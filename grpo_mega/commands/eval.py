@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 class EvalRequest:
     config: Config
     checkpoint: Path | None  # a run's checkpoint; None: the model in the config
-    set_names: (
-        tuple[str, ...] | None
-    )  # names of the sets in data.train; None: the held-out prompts split off from data.train
+    # Names of the sets in data.train; None: the held-out prompts split off from data.train.
+    set_names: tuple[str, ...] | None
     description: str  # description of the prompts, for the log
     out: Path | None
     step: int = (

@@ -126,7 +126,7 @@ def _value(flag: Flag, given: list[list[str]]) -> Any:
 def _unknown(text: str) -> str:
     """Return the error for the first text that argparse did not expect."""
     if not text.startswith("--"):
-        return f"{text!r} stands before any flag; flags begin with --, for example --dataset_name {text}"
+        return f"{text!r} stands before any flag; flags start with --, for example --dataset_name {text}"
     name = text[2:].partition("=")[0]
     close = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.6)
     remedy = f"did you mean --{close[0]}? For" if close else "see --help; for"

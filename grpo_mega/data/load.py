@@ -139,9 +139,8 @@ def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt
     on both sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if too little
     remains.
     """
-    by_text = {
-        prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)
-    }  # keeps the first prompt of each text
+    # Keeps the first prompt of each text.
+    by_text = {prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)}
     if size >= len(by_text):
         raise ConfigError(
             f"{size} held-out prompts leave nothing of the {len(by_text)} different prompts of data.train; "

@@ -93,10 +93,11 @@ class HangWatch:
         self._deadline_s, self._deadline_of_phase = config.hang_deadline_s, config.deadline_of_phase
         self._heard: dict[int, tuple[int, float]] = {}  # number of heartbeats and time of the last, by rank
         self._own_move = 0.0  # time of this rank's last progress that other ranks know of
+        # Number of progress reports of all ranks, and time of the last.
         self._moves, self._job_moved = (
             0,
             time.monotonic(),
-        )  # number of progress reports of all ranks, and time of the last
+        )
         self._is_over = threading.Event()
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)

@@ -127,9 +127,8 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     shards = split_into_shards(num_bytes, max_shard_bytes)
     items, headers, sizes = [], {}, {}
     for file, names in shards.items():
-        names.sort(
-            key=lambda name: -ITEM_BYTES[targets[name].dtype]
-        )  # wider elements first, so that all tensors are aligned
+        # Wider elements first, so that all tensors are aligned.
+        names.sort(key=lambda name: -ITEM_BYTES[targets[name].dtype])
         headers[file], offsets = header_of((name, targets[name].dtype, shapes[name]) for name in names)
         items += [Item(file, offset, targets[name]) for name, offset in zip(names, offsets, strict=True)]
         sizes[file] = offsets[-1] + num_bytes[names[-1]]

@@ -94,9 +94,8 @@ class Policy:
         self._layer_norms: list[
             list[float]
         ] = []  # gradient norms of each optimizer step of the last update, by guard group
-        self.nonfinite_samples: set[int] = (
-            set()
-        )  # indices of samples with NaN or infinite values in dropped mini-batches
+        # Indices of samples with NaN or infinite values in dropped mini-batches.
+        self.nonfinite_samples: set[int] = set()
 
     @property
     def packing(self) -> PackingSpec:

@@ -293,9 +293,8 @@ class Counted:
             setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
         dist.barrier = lambda *args, **kwargs: None
         make_group = dist.new_group
-        dist.new_group = lambda *args, **kwargs: make_group(
-            *args, **(kwargs | {"backend": None})
-        )  # Megatron asks for gloo
+        # Megatron asks for gloo.
+        dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
 
     def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
         def counted(*args: Any, **kwargs: Any) -> _Done:

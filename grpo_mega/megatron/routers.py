@@ -37,9 +37,8 @@ from grpo_mega.types import PackedBatch, StepMetrics, unknown_expert
 from grpo_mega.weights.spec import ModelShape
 
 _AUX, _Z, _TOKENS = -3, -2, -1  # columns of sums, after one column per expert
-_CHECKED, _WRONG, _MOVED = range(
-    3
-)  # counts of tokens: compared, sent to wrong experts, routed otherwise by the trainer
+# Counts of tokens: compared, sent to wrong experts, routed otherwise by the trainer.
+_CHECKED, _WRONG, _MOVED = range(3)
 _UNLIMITED = 1e9  # a capacity factor at which Megatron drops nothing
 
 

@@ -122,7 +122,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
         "subtitle": _subtitle(run_dir, raw),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "status": _status(done, num_steps, has_begun=bool(found), is_live=is_live, is_over=is_over),
+        "status": _status(done, num_steps, has_steps=bool(found), is_live=is_live, is_over=is_over),
         "num_steps": num_steps,
         "steps_done": done,
         "time_left": _time_left(found, num_steps - done) if is_live and num_steps else None,
@@ -149,12 +149,12 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return [record for _, record in lines if record is not None], num_bad
 
 
-def _status(done: int, num_steps: int | None, *, has_begun: bool, is_live: bool, is_over: bool) -> dict[str, str]:
+def _status(done: int, num_steps: int | None, *, has_steps: bool, is_live: bool, is_over: bool) -> dict[str, str]:
     if num_steps is not None and done >= num_steps:
         return {"text": "finished", "kind": "good"}
     if is_live:
-        return {"text": "still running" if has_begun else "starting: no step is done yet", "kind": "live"}
-    if not has_begun:
+        return {"text": "still running" if has_steps else "starting: no step is done yet", "kind": "live"}
+    if not has_steps:
         return {"text": "no step was logged", "kind": "warn"}
     of = f" of {num_steps}" if num_steps is not None else ""
     return {

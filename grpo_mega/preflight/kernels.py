@@ -24,10 +24,11 @@ from grpo_mega.preflight.cards import Card
 APEX_REPOSITORY = "https://github.com/NVIDIA/apex"
 
 Version = tuple[int, ...]
+# First Transformer Engine with packed samples in unfused attention, which supports fp32.
 UNFUSED_PACKED: Version = (
     2,
     11,
-)  # first Transformer Engine with packed samples in unfused attention, which supports fp32
+)
 PACKED_A2A: Version = (2, 10)  # first Transformer Engine with packed samples in a2a context parallelism
 FUSED_PACKED: Version = (9, 0)  # lowest compute capability for packed samples in Transformer Engine's fused attention
 FLASH_ATTENTION: Version = (2, 1, 1)  # oldest flash-attn that Transformer Engine uses

@@ -24,9 +24,8 @@ def _guard() -> None:
         os.setsid()
     os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
     console.filter_output()  # for functions that print responses
-    warnings.filterwarnings(
-        "ignore", "forkserver: waitpid returned unexpected pid"
-    )  # harmless: an adopted orphan has ended
+    # Harmless: an adopted orphan has ended.
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
     server = os.getpid()
 
     def end(*_: object) -> None:

@@ -45,13 +45,11 @@ ACCURACY = "accuracy"
 # Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with
 # verdicts and lengths.
 JUDGED = frozenset({ACCURACY, "len", "cosine"})
-OF_SERVERS = frozenset(
-    {"reward_model"}
-)  # functions that wait for a server, so a timeout is not the fault of the response
+# Functions that wait for a server, so a timeout is not the fault of the response.
+OF_SERVERS = frozenset({"reward_model"})
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
-_LISTS = frozenset(
-    {"prompts", "completions", "completion_ids"}
-)  # a function that names one of them has TRL's signature
+# A function that names one of them has TRL's signature.
+_LISTS = frozenset({"prompts", "completions", "completion_ids"})
 GOLD = ("solution", "answer", "ground_truth")
 FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
@@ -211,9 +209,8 @@ def call_group(
     parameters = _parameters_of(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters}
-    options = getattr(
-        function, "keywords", {}
-    )  # options of the config take precedence over data columns with the same name
+    # Options of the config take precedence over data columns with the same name.
+    options = getattr(function, "keywords", {})
     try:
         returned = function(**{name: value for name, value in values.items() if name not in options})
         if inspect.iscoroutine(returned):
@@ -238,9 +235,8 @@ def _options_of(function: RewardFunction) -> dict[str, bool] | None:
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     if takes_groups(function):
-        return {
-            p.name: False for p in parameters if p.name not in _GIVEN
-        }  # none is required: a data column may supply it
+        # None is required: a data column may supply it.
+        return {p.name: False for p in parameters if p.name not in _GIVEN}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     taken = positional[:_NUM_ARGUMENTS]
     named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

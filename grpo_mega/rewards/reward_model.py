@@ -28,9 +28,8 @@ from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # doubles before every further try
 START_TIMEOUT_S = 30.0
-MOST_BYTES = (
-    16 << 20
-)  # limit of a reply; allows thousands of steps, or embeddings of a model that is not a reward model
+# Limit of a reply; allows thousands of steps, or embeddings of a model that is not a reward model.
+MOST_BYTES = 16 << 20
 HEALTH_BYTES = 4096  # bytes to read of the reply to /health; only its status matters
 SHOWN = 200  # characters to show of a server's complaint
 
@@ -72,9 +71,8 @@ class RewardServer(Section):
     # score: token ids such as "9689,2753". With several ids, the reward is the share of the first one; with one id, its
     # probability.
     labels: str | int = ""
-    output: int | None = Field(
-        default=None, ge=0
-    )  # classify and score: index of the model's output to use, if it has several
+    # Classify and score: index of the model's output to use, if it has several.
+    output: int | None = Field(default=None, ge=0)
     # Factor of the value. The default is 1, but 0.1 for the default chat template, because it asks for 0 to 10.
     scale: float | None = None
     max_tokens: PositiveInt = 512  # chat: maximum length of a reply

@@ -36,10 +36,11 @@ from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
+# The fork server preloads them.
 GUARDIAN, MATH_VERIFY = (
     "grpo_mega.rewards.guardian",
     "grpo_mega.rewards.math.mathverify",
-)  # the fork server preloads them
+)
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a worker
 START_LIMIT_S = 300.0  # limit for a worker's imports; generous because network file systems are slow
 _END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes

@@ -51,9 +51,8 @@ class Backlog:
 
     draws: int = 0  # number of batches of prompts drawn from the data so far
     groups: tuple[Group, ...] = ()  # oldest first; a group without samples has not started yet
-    ledger: Counter[str] = field(
-        default_factory=Counter
-    )  # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
+    # "begun_tokens", "trained_groups", "dropped_tokens/REASON", ...
+    ledger: Counter[str] = field(default_factory=Counter)
     deferred: tuple[Turn, ...] = ()  # turns drawn while their prompt was not free, in the order of drawing
 
     def drawn_up_to(self, num_groups: int, draw: Callable[[int], Sequence[Turn]], seen: Collection[int]) -> Backlog:

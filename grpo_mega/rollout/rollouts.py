@@ -64,9 +64,8 @@ class Rollouts:
     warn: Callable[[str], None]
     ranks: dist.ProcessGroup | None  # all ranks
     raise_on_all_ranks: Callable[[], AbstractContextManager[None]]  # for an error that only some ranks raise
-    _stats: Counter[str] = field(
-        default_factory=Counter, init=False
-    )  # counts of phases with oversampling since the last flush_stats
+    # Counts of phases with oversampling since the last flush_stats.
+    _stats: Counter[str] = field(default_factory=Counter, init=False)
 
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them.

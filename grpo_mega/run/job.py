@@ -280,9 +280,8 @@ class Health:
                 " max_nonfinite_steps"
             )
         k3, limit = engine_mismatch(metrics), self.mismatch_stop
-        is_counted = (
-            math.isnan(k3) and self.nonfinite_steps > 0
-        )  # NaN from the trainer is a nonfinite step, not a mismatch
+        # NaN from the trainer is a nonfinite step, not a mismatch.
+        is_counted = math.isnan(k3) and self.nonfinite_steps > 0
         if limit is not None and not is_counted and not k3 <= limit:
             raise MismatchError(
                 f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
@@ -298,9 +297,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     because it needs no optimizer.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(
-            _reward_pool(config)
-        )  # the workers import in the background while the model is built
+        # The workers import in the background while the model is built.
+        pool = stack.enter_context(_reward_pool(config))
         model = read_model_files(config)
         tokenizer = read_tokenizer(model)
         data = load_data(config.data, tokenizer)

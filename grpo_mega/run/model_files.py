@@ -134,9 +134,8 @@ def _control_ids(tokenizer: Any, model: ModelFiles | None) -> set[int]:
     ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
     turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
-    ids |= {
-        token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()
-    }  # some tokenizers add line breaks
+    # Some tokenizers add line breaks.
+    ids |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}
     if model is not None:
         # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are
         # special.

@@ -195,9 +195,8 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
     rank = dist.get_rank()
     nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
     dist.all_gather_object(nodes, (_node(), num_bytes))
-    sizes = {
-        other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]
-    }  # by rank, only this node
+    # By rank, only this node.
+    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}
     leader = min(sizes)
     made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
     folders: list[Path | None] = [None] * dist.get_world_size()

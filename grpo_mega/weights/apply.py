@@ -113,9 +113,8 @@ class _Exchange:
     ) -> None:
         self.rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._sources, self._dtype, self._allocate, self._group, self._verify = sources, dtype, allocate, group, verify
-        self._outgoing = torch.empty(
-            0, dtype=torch.uint8
-        )  # reused, because on a CPU fresh memory costs more than the copy
+        # Reused, because on a CPU fresh memory costs more than the copy.
+        self._outgoing = torch.empty(0, dtype=torch.uint8)
 
     def run(self, index: int, transfers: list[Transfer]) -> Bucket:
         """Execute this rank's transfers of a round. The bucket starts with the slices from other ranks, in rank

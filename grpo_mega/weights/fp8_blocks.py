@@ -25,10 +25,11 @@ from grpo_mega.weights.spec import BLOCK, num_blocks
 VALUES, SCALES = torch.float8_e4m3fn, torch.float32
 LARGEST = 448.0  # largest number of e4m3
 LARGEST_FACTOR = 2.0**126
+# Float32 copies of this size fit a CPU's caches, or take 64 MiB on a GPU.
 _ELEMENTS_AT_ONCE = {
     "cpu": 1 << 20,
     "cuda": 1 << 22,
-}  # float32 copies of this size fit a CPU's caches, or take 64 MiB on a GPU
+}
 
 
 @torch.no_grad()

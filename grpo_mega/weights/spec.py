@@ -139,14 +139,10 @@ class ModelShape:
         if model_type == "glm4_moe" and config.get("use_qk_norm"):
             more["qk_norm"] = head_dim
         if model_type in _LATENT:
-            head_dim = field("qk_nope_head_dim") + field("qk_rope_head_dim")
-            kv_heads = heads
-            more |= {
-                "kv_lora": field("kv_lora_rank"),
-                "q_lora": field("q_lora_rank") if config.get("q_lora_rank") is not None else 0,
-                "rope_dim": field("qk_rope_head_dim"),
-                "v_dim": field("v_head_dim"),
-            }
+            q_lora = 0 if config.get("q_lora_rank") is None else field("q_lora_rank")
+            more |= {"kv_lora": field("kv_lora_rank"), "q_lora": q_lora}
+            more |= {"rope_dim": field("qk_rope_head_dim"), "v_dim": field("v_head_dim")}
+            head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
         if model_type in _SHARED:
             more["num_dense"] = config.get("first_k_dense_replace") or 0
             more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")

@@ -100,12 +100,10 @@ def test_no_penalty_pushes_away_from_the_reference(kind, kl_clamp):
     gaps, _, values, gradients, differences = penalties_and_slopes(kind, kl_clamp)
     if kind != "kl":  # k1 always pulls in one direction
         assert (gradients * gaps >= 0).all()
-    within = (gaps.abs() < 20) | (
-        kind != "low_var_kl_weighted"
-    )  # beyond 20, only the gradient treats the ratio as constant
-    scale = torch.maximum(
-        differences.abs().clamp(min=1.0), 1e-5 * values.abs()
-    )  # resolution of differences of large values
+    # Beyond 20, only the gradient treats the ratio as constant.
+    within = (gaps.abs() < 20) | (kind != "low_var_kl_weighted")
+    # Resolution of differences of large values.
+    scale = torch.maximum(differences.abs().clamp(min=1.0), 1e-5 * values.abs())
     torch.testing.assert_close((gradients / scale)[within], (differences / scale)[within], rtol=0, atol=1e-3)
 
 
@@ -152,9 +150,8 @@ def test_the_clamp_of_k3_can_be_changed_and_removed():
     ],
 )
 def test_beta_changes_by_the_clipped_relative_error_of_the_kl(kl, expected):
-    a = AlgorithmConfig(
-        kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0
-    )  # kl_beta is the start value, not the current value
+    # kl_beta is the start value, not the current value.
+    a = AlgorithmConfig(kl_beta=0.9, kl_target=0.05, kl_horizon=7000.0)
     assert adapted_beta(0.3, kl, 350, a) == pytest.approx(expected, rel=1e-12)
 
 

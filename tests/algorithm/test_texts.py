@@ -32,11 +32,12 @@ normalize_advantages: True
 early_stop_imp_ratio: 5.0
 use_valid_token_scale: False
 """
+# The last group has no gradient.
 SIZES = (
     (5, [1.0, 0.0, 0.0, 1.0, 0.5]),
     (3, [0.0, 0.25, 1.0]),
     (4, [1.0, 1.0, 1.0, 1.0]),
-)  # the last group has no gradient
+)
 
 
 def rollout() -> list[Group]:
@@ -190,10 +191,11 @@ def test_the_listing_of_rlinf_equals_the_recipe() -> None:
         ),
         ({"kl_penalty_type": "k1"}, {"kl_penalty_type": "kl"}),
         ({"kl_penalty_type": "k3"}, {"kl_penalty_type": "low_var_kl"}),
+        # Explicit, so it wins.
         (
             {"recipe": "dapo", "clip_ratio_high": 0.3},
             {"recipe": "dapo", "ratio_clip_eps_high": 0.3},
-        ),  # explicit, so it wins
+        ),
     ],
 )
 def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:

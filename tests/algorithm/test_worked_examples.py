@@ -63,9 +63,8 @@ def test_two_and_two_times_six_from_eight_answers_to_the_loss():
     assert outputs.loss.item() == pytest.approx(-0.2 * 0.9354 / 8, rel=1e-4)
     assert inputs.logprobs.grad[0] == 0
     assert inputs.logprobs.grad[1:].tolist() == pytest.approx([-a / 8 for a in scores.tolist()[1:]], rel=1e-6)
-    with_kl = loss_of(
-        inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04
-    )  # kl_beta is the paper's; k3 is computed for 0.5 / 0.7
+    # kl_beta is the paper's; k3 is computed for 0.5 / 0.7.
+    with_kl = loss_of(inputs, clip_low=0.2, clip_high=0.2, kl_beta=0.04)
     assert with_kl.loss.item() - outputs.loss.item() == pytest.approx(
         0.04 * (5 / 7 - 1 - math.log(5 / 7)) / 8, rel=1e-9
     )

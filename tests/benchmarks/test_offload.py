@@ -30,9 +30,8 @@ def test_the_benchmark_moves_14_bytes_per_parameter_like_a_trainer() -> None:
     shape = shape_of("tiny")
     both = bench_offload.parameter_sizes(shape, 2 << 20)
     matrices = 304 * 64 + 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
-    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (
-        64 + 2 * 32
-    )  # norms, then biases of queries, keys and values
+    # Norms, then biases of queries, keys and values.
+    assert sum(both) == matrices + 64 * (1 + 2 * 2) + 2 * (64 + 2 * 32)
     assert 0 < len(bench_offload.parameter_sizes(shape, 14 * 70_000)) < len(both)
     weights, state = bench_offload.make(both, torch.device("cpu"))
     assert len({t.untyped_storage().data_ptr() for t in weights}) == 1

@@ -47,9 +47,8 @@ def test_the_bounds_equal_counted_elements(case: Case) -> None:
     held, wanted = shards_by_rank(trainer), shards_by_rank(servers)
     held += [{}] * (len(wanted) - len(held))
     expected = sum(counted_lower_bound(have, want, tensors) for have, want in zip(held, wanted, strict=True))
-    moved = (
-        plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved
-    )  # some elements are always float32
+    # Some elements are always float32.
+    moved = plan_transfers(trainer, servers, ranks_per_node=2).traffic(itemsize=4).moved
     assert (lower_bound(trainer, servers), moved) == (expected, 4 * expected)
 
     total = sum(t.numel() for t in tensors.values())
@@ -66,9 +65,8 @@ def test_the_last_line_has_the_bytes_that_a_large_model_moves(
     found: dict[str, Any] = json.loads(lines[-1])
     assert (code, errors) == (0, [])
     assert found["bytes_moved"] == found["lower_bound"]
-    assert (
-        7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model
-    )  # eight engines, a part of the weights is local
+    # Eight engines, a part of the weights is local.
+    assert 7 * bytes_of_model < found["bytes_moved"] < 8.2 * bytes_of_model
     assert 59 * bytes_of_model < found["full_gather_bytes"] < 64 * bytes_of_model
     assert 0 < found["between_nodes_bytes"] < found["bytes_moved"]
     assert found["plan_seconds"] > 0

@@ -145,9 +145,8 @@ class LogitsCase:
     sequences: list[list[int]]
     expected: list[torch.Tensor]  # per sequence: [length, vocab] fp32
     probes: list[torch.Tensor] = field(default_factory=list)  # per sequence; loss = hidden * probe; empty: no backward
-    gradients: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # fp64 gradients of that loss, keyed by checkpoint names
+    # Fp64 gradients of that loss, keyed by checkpoint names.
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     routes: list[Routes] = field(default_factory=list)  # per sequence; empty: the model's routers choose
     loads: list[list[int]] = field(default_factory=list)  # tokens per expert, by layer
     balance: dict[str, float] = field(default_factory=dict)  # metrics of the router losses

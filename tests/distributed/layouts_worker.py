@@ -62,9 +62,8 @@ def main(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     runtimes.stop()
     alive = sum(isinstance(found, GPTModel) for found in gc.get_objects())
-    assert alive <= 2, (
-        f"{alive} chunks outlive their policies, with all groups"
-    )  # Megatron keeps the last policy's chunks
+    # Megatron keeps the last policy's chunks.
+    assert alive <= 2, f"{alive} chunks outlive their policies, with all groups"
 
 
 def run_one(index: int, case: Case | LogitsCase, device: Device, rank: int, folder: Path) -> None:

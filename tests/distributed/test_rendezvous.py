@@ -24,9 +24,8 @@ def as_ranks(
     job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
     num_keys = job.num_keys()
 
-    deadlines = {
-        rank: deadline_s + 3 * (rank == leader) for rank in ranks
-    }  # the leader's store must outlive the other ranks
+    # The leader's store must outlive the other ranks.
+    deadlines = {rank: deadline_s + 3 * (rank == leader) for rank in ranks}
     peers = {rank: EngineRanks(Rendezvous(job, rank, 9), rank - leader, size, deadlines[rank]) for rank in ranks}
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(act, peers.values(), peers)), job.num_keys() - num_keys

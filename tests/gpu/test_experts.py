@@ -38,9 +38,8 @@ def check(device: Device, **model: bool) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found, expected = trained(device, **model), trained(device)
-    assert (
-        found.keys() == expected.keys() and sum("weight3" in name for name in found) == 8
-    )  # two of four layers have experts
+    # Two of four layers have experts.
+    assert found.keys() == expected.keys() and sum("weight3" in name for name in found) == 8
     wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
     assert all(error < ROUNDING for error in wrong.values()), wrong
 

@@ -72,9 +72,8 @@ class Trainee:
         return metrics, self.checksum(), self.policy.fingerprint()
 
     def checksum(self) -> int:
-        copies = [
-            t.detach().clone() for t in self.policy.tensors().values()
-        ]  # numpy() on the tensor itself would pin it
+        # numpy() on the tensor itself would pin it.
+        copies = [t.detach().clone() for t in self.policy.tensors().values()]
         return zlib.crc32(b"".join(t.view(torch.uint8).numpy().tobytes() for t in copies))
 
     def away(self) -> None:

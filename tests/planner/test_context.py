@@ -114,9 +114,8 @@ def test_context_parallel_ranks_share_work_and_state_like_data_parallel() -> Non
     )
     assert apart.setup.batch.tokens.value == shared.setup.batch.tokens.value
     # Each micro-batch is half as long.
-    assert shared.setup.batch.micro_batches.value == pytest.approx(
-        2 * apart.setup.batch.micro_batches.value, abs=1
-    )  # each half as long
+    # Each half as long.
+    assert shared.setup.batch.micro_batches.value == pytest.approx(2 * apart.setup.batch.micro_batches.value, abs=1)
     assert shared.setup.batch.most_micro_batches.value == 2 * apart.setup.batch.most_micro_batches.value
     assert [stage.state for stage in apart.stages] == [stage.state for stage in shared.stages]
     seconds = [{phase.label: phase.value for phase in plan.timing.phases} for plan in (apart, shared)]

@@ -105,9 +105,8 @@ def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_conf
     assert by_hand == pytest.approx(230, abs=1)
     assert plan.host.pinned_total.gib == pytest.approx(by_hand, rel=0.05)  # the first stage also has the embedding
     iterated = plan_of(make_config(**{"algorithm.ref_model_sync_steps": 9, "algorithm.ref_model_mixup_alpha": 0.5}))
-    assert (
-        iterated.checkpoint.value == 18 * parameters
-    )  # plus the average; a node holds half of it and stages an eighth
+    # Plus the average; a node holds half of it and stages an eighth.
+    assert iterated.checkpoint.value == 18 * parameters
     assert iterated.host.peak.value - plan.host.peak.value == pytest.approx((4 / 2 + 4 / 8) * parameters, rel=0.05)
 
 
@@ -365,11 +364,12 @@ def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: Ma
     def logprobs(**changes: Any) -> float:
         return next(p.value for p in plan_of(make_config(**changes)).timing.phases if p.label == "log-probs")
 
+    # With one optimizer step only the reference has a pass.
     layout = {
         "layout.pp": 8,
         "layout.dp": 2,
         "batch.mini_batches": 1,
-    }  # with one optimizer step only the reference has a pass
+    }
     in_fp8 = layout | {"precision.fp8": "hybrid", "precision.fp8_recipe": "tensorwise"}
     assert logprobs(**in_fp8) == logprobs(**layout) > logprobs(**in_fp8, **{"precision.fp8_reference": True})
     two, both = {"batch.mini_batches": 2}, {"precision.fp8_reference": True}

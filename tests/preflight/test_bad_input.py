@@ -1,8 +1,8 @@
 """Bad input: whatever a person got wrong is one line with the value and the remedy, exit code 2, and nothing is half
 written.
 
-Each case spoils one thing of a run that would work, and goes through the command line. Those that only a rank can tell
-take its part in this process; where that is before the first step, they too leave no trace of a run.
+Each case breaks one thing in a run that would work, and runs the command. A fault that only a rank can detect is tested
+by running the code of a rank in this process. If the fault comes before the first step, nothing of a run may remain.
 """
 
 from __future__ import annotations

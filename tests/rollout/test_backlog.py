@@ -175,9 +175,8 @@ def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_pat
     groups = tuple(group(i, (3, 2)) for i in range(3))
     backlog = Backlog(1, groups).after_phase([Group(g.prompt, []) for g in groups], [], groups)
     turns = tuple(Turn(PROMPTS[i], 0, 1) for i in (0, 1, 2))
-    backlog = replace(
-        backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns
-    )  # the last group has not started
+    # The last group has not started.
+    backlog = replace(backlog, groups=(*groups, Group(PROMPTS[3], [])), deferred=turns)
     backlog.write(tmp_path)
     prompts = {PROMPTS[0].id: replace(PROMPTS[0], token_ids=(1,)), PROMPTS[2].id: PROMPTS[2]}
     found = Backlog.read(tmp_path, 1, prompts.get)

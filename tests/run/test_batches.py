@@ -191,10 +191,11 @@ def test_a_group_of_equal_rewards_is_kept_if_the_step_is_whitened() -> None:
         for sample, reward in zip(group.samples, rewards, strict=True):
             sample.reward = reward
     assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step) == (step, [])
+    # Nothing to compare with.
     assert drop_zero_variance(config(recipe="reinforce_plus_plus"), step[:1]) == (
         step[:1],
         [],
-    )  # nothing to compare with
+    )
     assert drop_zero_variance(config(recipe="rlinf"), step) == (step, [])  # the mean over tokens is not 0
     assert drop_zero_variance(config(recipe="rlinf"), step[:2]) == ([], step[:2])
     assert drop_zero_variance(config(), step) == (step[2:], step[:2])
@@ -243,6 +244,5 @@ def test_a_long_response_is_penalized_if_only_steps_are_rewarded() -> None:
     assign_advantages([group], settings.algorithm, max_response_length=MAX_LENGTH)
     short, long = (sample.advantages for sample in group.samples)
     assert short is not None and long is not None
-    assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx(
-        [-0.2] * 9
-    )  # the penalty is 4/5 of 0.5, and the mean is subtracted
+    # The penalty is 4/5 of 0.5, and the mean is subtracted.
+    assert short.tolist() == pytest.approx([0.2] * 4) and long.tolist() == pytest.approx([-0.2] * 9)

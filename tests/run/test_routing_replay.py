@@ -49,9 +49,8 @@ def test_experts_are_replayed_over_partial_rollouts_and_a_resume(inputs: Path, t
     rows = [row for row in metrics(tmp_path / "run") if "loss/total" in row]
     assert len(rows) == 5 and max(row["ledger/carried_tokens"] for row in rows) > 0 and rows[-1]["staleness/max"] > 0
     tokens = [row["response_length/mean"] for row in rows]
-    assert all(
-        0 < row["routing/live"] < 1.5 / n for row, n in zip(rows, tokens, strict=True)
-    )  # the last token of each sample
+    # The last token of each sample.
+    assert all(0 < row["routing/live"] < 1.5 / n for row, n in zip(rows, tokens, strict=True))
     assert max(row["routing/moved"] for row in rows) > 0, "the policy moves: some of its routers would choose otherwise"
 
 

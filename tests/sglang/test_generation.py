@@ -125,9 +125,8 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(
     slow.start()
     fast.start()
     fast.join()
-    assert Rendezvous(store, 1, 2).fetch_add("prompts/1", 0) > len(
-        PROMPTS
-    )  # the fast replica stops when no prompt is waiting
+    # The fast replica stops when no prompt is waiting.
+    assert Rendezvous(store, 1, 2).fetch_add("prompts/1", 0) > len(PROMPTS)
     slow.join()
     assert sorted([*found["slow"], *found["fast"]]) == sorted(PROMPTS)
     assert len(found["fast"]) > len(found["slow"])
@@ -338,9 +337,8 @@ def test_a_prompt_without_room_for_its_response_is_refused_unsent(model: Path, t
 def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = replace(
-        make_settings(model, tmp_path, tp=2), rank=1, world_size=2, verify=False
-    )  # this rank has no server
+    # This rank has no server.
+    settings = replace(make_settings(model, tmp_path, tp=2), rank=1, world_size=2, verify=False)
     rendezvous: Any = None
     engine = SGLangEngine(settings, ShardLayout(((), ())), rendezvous, HostBuckets())
     opened: list[tuple[int, bool]] = []

@@ -63,7 +63,6 @@ def test_descendants_are_found_at_any_depth_and_zombies_do_not_count() -> None:
     assert {child.pid, grandchild} <= set(descendants(os.getpid()))
     os.kill(grandchild, signal.SIGKILL)
     child.kill()
-    assert is_true_within(
-        20, lambda: child.pid not in descendants(os.getpid())
-    )  # although the parent has not waited for it
+    # Although the parent has not waited for it.
+    assert is_true_within(20, lambda: child.pid not in descendants(os.getpid()))
     child.wait()

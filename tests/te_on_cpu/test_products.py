@@ -92,9 +92,8 @@ def test_leading_dimensions_of_fp8_must_be_multiples_of_16() -> None:
         with pytest.raises(RuntimeError, match=r"Leading dimension requirement on A for FP8 GEMM\. Caller must pad"):
             general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="NT")
     a, b = operands("TN", 24, 64, 48, torch.bfloat16)
-    general_gemm(
-        tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN"
-    )  # in the forward pass it need not be a multiple
+    # In the forward pass it need not be a multiple.
+    general_gemm(tensorwise()(a), tensorwise()(b), torch.bfloat16, layout="TN")
 
 
 def test_blocks_need_16_inside_and_8_outside() -> None:

@@ -55,9 +55,8 @@ class AdvantageSettings:
 
 Groups = Sequence[Sequence[Scored]]
 Advantages = list[list[list[float]]]  # [group][sample][token]
-Score = Callable[
-    [Sequence[float], Sequence[int], "AdvantageSettings"], list[float]
-]  # rewards and lengths of a group -> values
+# Rewards and lengths of a group -> values.
+Score = Callable[[Sequence[float], Sequence[int], "AdvantageSettings"], list[float]]
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:

@@ -7,7 +7,7 @@ function below(prefix) {
 }
 function drawCurves(parent) {
   if (!metricNames.length) {
-    parent.append(empty("No step is logged yet: the curves begin with the first one."));
+    parent.append(empty("No step is logged yet: the curves start with the first one."));
     return;
   }
   const taken = new Set();

@@ -109,9 +109,8 @@ class RouteRecorder:
         """`routers`: the model's routers; None for a dense model."""
         self._routers, self._is_on = routers, False
         blocks = [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-        self._chosen: list[Tensor | None] = [None] * len(
-            blocks
-        )  # experts chosen in the last forward pass, by MoE layer
+        # Experts chosen in the last forward pass, by MoE layer.
+        self._chosen: list[Tensor | None] = [None] * len(blocks)
         for number, experts in enumerate(blocks):
             experts.register_forward_pre_hook(partial(self._note, number))
 

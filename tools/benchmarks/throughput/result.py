@@ -208,9 +208,8 @@ def _figures(
 ) -> dict[str, Any]:
     """Return the figures of the batch, the pipeline and the sync."""
     layout = raw["layout"]
-    firsts = [
-        rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0
-    ]  # one rank per data-parallel rank
+    # One rank per data-parallel rank.
+    firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]
     mini_batches = [mini for rank in firsts for step in rank["steps"] for mini in step["micro_batches"]]
     number = fmean(count for count, _, _ in mini_batches) if mini_batches else 0.0
     held = sum(count * tokens for count, tokens, _ in mini_batches)
