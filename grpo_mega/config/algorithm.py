@@ -33,30 +33,51 @@ KL_CLAMP = 10.0
 class CorrectionConfig(Section):
     """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
 
-    importance: Literal["none", "token", "sequence", "icepop"] = "none"
-    """Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a token's ratio
-    inside mask_low .. mask_high and 0 outside."""
-    min_importance: NonNegativeFloat = 0.0
-    """Lower bound of the truncated ratio with importance=token or sequence."""
-    max_importance: PositiveFloat = 2.0
-    """Upper bound of the truncated ratio with importance=token or sequence."""
-    batch_normalize: bool = False
-    """Divide the importance weights by their mean over the mini-batch."""
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Exclude tokens, or whole responses, with a ratio outside mask_low .. mask_high from all losses."""
-    mask_low: NonNegativeFloat = 0.5
-    """Lower bound of the ratio for mask and importance=icepop. The default is that of IcePop."""
-    mask_high: PositiveFloat = 5.0
-    """Upper bound of the ratio for mask and importance=icepop. The default is that of IcePop."""
-    reject: Rejection = "none"
-    """Exclude tokens, or whole responses, whose divergence (k2 or k3) exceeds reject_above."""
-    reject_above: PositiveFloat | None = None
-    """Largest divergence that reject accepts, in nats. Needs reject."""
-    veto_below: PositiveFloat | None = None
-    """Exclude a response if one of its tokens has a smaller ratio. None excludes none."""
-    off_policy_threshold: PositiveFloat | None = None
-    """Mask negative-advantage responses whose mean log-prob has dropped by more than this many nats per token since the
-    rollout. None masks none."""
+    importance: Literal["none", "token", "sequence", "icepop"] = Field(
+        default="none",
+        description=(
+            "Weight of the policy loss. token and sequence use the truncated mismatch ratio, icepop uses a "
+            "token's ratio inside mask_low .. mask_high and 0 outside."
+        ),
+    )
+    min_importance: NonNegativeFloat = Field(
+        default=0.0, description="Lower bound of the truncated ratio with importance=token or sequence."
+    )
+    max_importance: PositiveFloat = Field(
+        default=2.0, description="Upper bound of the truncated ratio with importance=token or sequence."
+    )
+    batch_normalize: bool = Field(
+        default=False, description="Divide the importance weights by their mean over the mini-batch."
+    )
+    mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="Exclude tokens, or whole responses, with a ratio outside mask_low .. mask_high from all losses.",
+    )
+    mask_low: NonNegativeFloat = Field(
+        default=0.5,
+        description="Lower bound of the ratio for mask and importance=icepop. The default is that of IcePop.",
+    )
+    mask_high: PositiveFloat = Field(
+        default=5.0,
+        description="Upper bound of the ratio for mask and importance=icepop. The default is that of IcePop.",
+    )
+    reject: Rejection = Field(
+        default="none",
+        description="Exclude tokens, or whole responses, whose divergence (k2 or k3) exceeds reject_above.",
+    )
+    reject_above: PositiveFloat | None = Field(
+        default=None, description="Largest divergence that reject accepts, in nats. Needs reject."
+    )
+    veto_below: PositiveFloat | None = Field(
+        default=None, description="Exclude a response if one of its tokens has a smaller ratio. None excludes none."
+    )
+    off_policy_threshold: PositiveFloat | None = Field(
+        default=None,
+        description=(
+            "Mask negative-advantage responses whose mean log-prob has dropped by more than this many nats per "
+            "token since the rollout. None masks none."
+        ),
+    )
 
     def _problems(self) -> Iterator[str]:
         is_icepop, weights = self.importance == "icepop", self.importance in ("token", "sequence")
@@ -105,8 +126,12 @@ class CorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    recipe: Recipe = "grpo"
-    """Published method whose values are the defaults of this section. A key that is given overrides the recipe."""
+    recipe: Recipe = Field(
+        default="grpo",
+        description=(
+            "Published method whose values are the defaults of this section. A key that is given overrides the recipe."
+        ),
+    )
     adv_type: Literal[
         "grpo",
         "grpo_process",
@@ -119,93 +144,148 @@ class AlgorithmConfig(Section):
         "pass_at_k",
         "gdpo",
         "none",
-    ] = "grpo"
-    """Advantage estimator. none sets advantages to 0, for distillation alone."""
+    ] = Field(default="grpo", description="Advantage estimator. none sets advantages to 0, for distillation alone.")
     loss_type: Literal[
         "actor", "dual_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce", "clip_cov", "kl_cov"
-    ] = "actor"
-    """Policy loss. actor is the clipped loss of PPO."""
-    loss_agg_func: Aggregation = "seq-mean-token-mean"
-    """How the loss of tokens is averaged over sequences and the mini-batch."""
-    group_size: Annotated[int, Field(ge=2, le=100_000)] = 16
-    """Number of samples per prompt."""
-    kl_beta: NonNegativeFloat = 0.0
-    """Weight of the KL penalty against the reference. 0 needs no reference."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL penalty is applied: added to the loss, or subtracted from the reward."""
-    kl_penalty_type: KLPenalty = "low_var_kl"
-    """Estimator of the KL divergence per token. low_var_kl is k3."""
-    kl_clamp: PositiveFloat | None = KL_CLAMP
-    """Upper bound per token of low_var_kl and kl/mean, in nats. None sets no bound."""
-    kl_target: PositiveFloat | None = None
-    """Adapt kl_beta after each step so that kl/mean approaches this value, in nats per token. None keeps kl_beta."""
-    kl_horizon: PositiveFloat = 10000.0
-    """Number of samples that sets how fast kl_beta adapts: by at most 0.2 / kl_horizon per sample."""
-    ref_model_sync_steps: PositiveInt | None = None
-    """Update the reference from the policy every this many steps. None never updates it."""
-    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Weight of the policy in an updated reference: alpha * policy + (1 - alpha) * reference."""
-    normalize_by_std: bool = True
-    """Divide advantages by the standard deviation of rewards. Dr. GRPO does not."""
-    std_over: Literal["group", "batch"] = "group"
-    """Rewards in the standard deviation: of the group, or of the batch, which is the whole step."""
-    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """Delta degrees of freedom: the variance divides by group_size - std_ddof."""
-    std_eps: NonNegativeFloat = 1e-6
-    """Number that is added to the standard deviation."""
-    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Clip the importance ratio to 1 - eps .. 1 + eps. With gmpo it bounds the logarithm of the ratio."""
-    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Clip range below 1. None uses ratio_clip_eps."""
-    ratio_clip_eps_high: PositiveFloat | None = None
-    """Clip range above 1. None uses ratio_clip_eps."""
-    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = 3.0
-    """With dual_clip, the upper bound of the importance ratio for negative advantages."""
-    sapo_tau_positive: PositiveFloat = 1.0
-    """With sapo, the temperature of the gate for positive advantages."""
-    sapo_tau_negative: PositiveFloat = 1.05
-    """With sapo, the temperature of the gate for negative advantages."""
-    cov_share: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """With clip_cov and kl_cov, the largest share of tokens to treat separately."""
-    cov_low: Number = 1.0
-    """With clip_cov, the smallest covariance of a token to treat separately."""
-    cov_high: Number = 5.0
-    """With clip_cov, the largest covariance of a token to treat separately."""
-    cov_kl: PositiveFloat = 1.0
-    """With kl_cov, the weight of the KL penalty of the selected tokens."""
-    pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = None
-    """With pass_at_k, the k. None uses group_size."""
-    positive_nll: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of right answers. 0 turns it off."""
-    positive_above: Number = 0.0
-    """A response counts as a right answer for positive_nll if its reward is above this value."""
-    distill_beta: NonNegativeFloat = 0.0
-    """Weight of the distillation term -(log p_policy - log p_teacher) in a token's advantage. 0 turns it off. Needs
-    teachers."""
-    distill_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or KL(teacher ||
-    policy) over the vocabulary to the loss."""
-    calculate_entropy: bool = False
-    """Compute the entropy of the policy for the metrics."""
-    entropy_bonus: Number = 0.0
-    """Weight of the entropy in the loss. Needs calculate_entropy."""
-    normalize_advantages: bool = False
-    """Whiten advantages over all tokens of the rollout after the normalization within groups."""
-    early_stop_imp_ratio: PositiveFloat | None = None
-    """Skip a mini-batch whose mean importance ratio exceeds this value. None skips none."""
-    use_valid_token_scale: bool = False
-    """Divide the loss by the valid tokens of the rollout instead of the mini-batch."""
-    dynamic_sampling_tries: NonNegativeInt = 0
-    """Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic sampling
-    off."""
-    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."""
-    overlong_penalty: PositiveFloat = 1.0
-    """Reward that is lost at the end of the overlong buffer."""
-    overlong_filter: bool = False
-    """Exclude responses that were cut off at max_response_length from the loss."""
-    correction: CorrectionConfig = CorrectionConfig()
-    """Corrections for samples from another policy than the current one."""
+    ] = Field(default="actor", description="Policy loss. actor is the clipped loss of PPO.")
+    loss_agg_func: Aggregation = Field(
+        default="seq-mean-token-mean",
+        description="How the loss of tokens is averaged over sequences and the mini-batch.",
+    )
+    group_size: Annotated[int, Field(ge=2, le=100_000)] = Field(default=16, description="Number of samples per prompt.")
+    kl_beta: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the KL penalty against the reference. 0 needs no reference."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="Where the KL penalty is applied: added to the loss, or subtracted from the reward.",
+    )
+    kl_penalty_type: KLPenalty = Field(
+        default="low_var_kl", description="Estimator of the KL divergence per token. low_var_kl is k3."
+    )
+    kl_clamp: PositiveFloat | None = Field(
+        default=KL_CLAMP, description="Upper bound per token of low_var_kl and kl/mean, in nats. None sets no bound."
+    )
+    kl_target: PositiveFloat | None = Field(
+        default=None,
+        description=(
+            "Adapt kl_beta after each step so that kl/mean approaches this value, in nats per token. None keeps "
+            "kl_beta."
+        ),
+    )
+    kl_horizon: PositiveFloat = Field(
+        default=10000.0,
+        description="Number of samples that sets how fast kl_beta adapts: by at most 0.2 / kl_horizon per sample.",
+    )
+    ref_model_sync_steps: PositiveInt | None = Field(
+        default=None, description="Update the reference from the policy every this many steps. None never updates it."
+    )
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="Weight of the policy in an updated reference: alpha * policy + (1 - alpha) * reference.",
+    )
+    normalize_by_std: bool = Field(
+        default=True, description="Divide advantages by the standard deviation of rewards. Dr. GRPO does not."
+    )
+    std_over: Literal["group", "batch"] = Field(
+        default="group",
+        description="Rewards in the standard deviation: of the group, or of the batch, which is the whole step.",
+    )
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = Field(
+        default=1, description="Delta degrees of freedom: the variance divides by group_size - std_ddof."
+    )
+    std_eps: NonNegativeFloat = Field(default=1e-6, description="Number that is added to the standard deviation.")
+    ratio_clip_eps: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2,
+        description="Clip the importance ratio to 1 - eps .. 1 + eps. With gmpo it bounds the logarithm of the ratio.",
+    )
+    ratio_clip_eps_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Clip range below 1. None uses ratio_clip_eps."
+    )
+    ratio_clip_eps_high: PositiveFloat | None = Field(
+        default=None, description="Clip range above 1. None uses ratio_clip_eps."
+    )
+    ratio_clip_c: Annotated[float, Field(gt=1, le=MAX_NUMBER)] = Field(
+        default=3.0, description="With dual_clip, the upper bound of the importance ratio for negative advantages."
+    )
+    sapo_tau_positive: PositiveFloat = Field(
+        default=1.0, description="With sapo, the temperature of the gate for positive advantages."
+    )
+    sapo_tau_negative: PositiveFloat = Field(
+        default=1.05, description="With sapo, the temperature of the gate for negative advantages."
+    )
+    cov_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=2e-4, description="With clip_cov and kl_cov, the largest share of tokens to treat separately."
+    )
+    cov_low: Number = Field(
+        default=1.0, description="With clip_cov, the smallest covariance of a token to treat separately."
+    )
+    cov_high: Number = Field(
+        default=5.0, description="With clip_cov, the largest covariance of a token to treat separately."
+    )
+    cov_kl: PositiveFloat = Field(
+        default=1.0, description="With kl_cov, the weight of the KL penalty of the selected tokens."
+    )
+    pass_k: Annotated[int, Field(ge=2, le=100_000)] | None = Field(
+        default=None, description="With pass_at_k, the k. None uses group_size."
+    )
+    positive_nll: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the negative log-likelihood of right answers. 0 turns it off."
+    )
+    positive_above: Number = Field(
+        default=0.0,
+        description="A response counts as a right answer for positive_nll if its reward is above this value.",
+    )
+    distill_beta: NonNegativeFloat = Field(
+        default=0.0,
+        description=(
+            "Weight of the distillation term -(log p_policy - log p_teacher) in a token's advantage. 0 turns it "
+            "off. Needs teachers."
+        ),
+    )
+    distill_kl: Literal["sampled", "reverse", "forward"] = Field(
+        default="sampled",
+        description=(
+            "sampled uses the log-probs of sampled tokens. reverse and forward add KL(policy || teacher) or "
+            "KL(teacher || policy) over the vocabulary to the loss."
+        ),
+    )
+    calculate_entropy: bool = Field(default=False, description="Compute the entropy of the policy for the metrics.")
+    entropy_bonus: Number = Field(
+        default=0.0, description="Weight of the entropy in the loss. Needs calculate_entropy."
+    )
+    normalize_advantages: bool = Field(
+        default=False,
+        description="Whiten advantages over all tokens of the rollout after the normalization within groups.",
+    )
+    early_stop_imp_ratio: PositiveFloat | None = Field(
+        default=None, description="Skip a mini-batch whose mean importance ratio exceeds this value. None skips none."
+    )
+    use_valid_token_scale: bool = Field(
+        default=False, description="Divide the loss by the valid tokens of the rollout instead of the mini-batch."
+    )
+    dynamic_sampling_tries: NonNegativeInt = Field(
+        default=0,
+        description=(
+            "Maximum number of extra rollouts per step that replace zero-variance groups (DAPO). 0 turns dynamic "
+            "sampling off."
+        ),
+    )
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description=(
+            "Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."
+        ),
+    )
+    overlong_penalty: PositiveFloat = Field(
+        default=1.0, description="Reward that is lost at the end of the overlong buffer."
+    )
+    overlong_filter: bool = Field(
+        default=False, description="Exclude responses that were cut off at max_response_length from the loss."
+    )
+    correction: CorrectionConfig = Field(
+        default=CorrectionConfig(), description="Corrections for samples from another policy than the current one."
+    )
 
     @property
     def clip_low(self) -> float:

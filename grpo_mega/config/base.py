@@ -67,11 +67,9 @@ def inner_section(annotation: Any) -> type[Section] | None:
 
 
 class Section(BaseModel):
-    """Strict: a value must have its key's type. Only an int may replace a float. The text below a key describes it."""
+    """Strict: a value must have its key's type. Only an int may replace a float. Every key has a description."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
     is_text_too: ClassVar[bool] = False  # True if text may replace the section, such as a data set's path
 
     @model_validator(mode="after")

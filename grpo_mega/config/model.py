@@ -13,19 +13,27 @@ from grpo_mega.config.base import FilePath, NonNegativeFloat, NonNegativeInt, Po
 class RouterConfig(Section):
     """Train the routers of MoE models; they compute in fp32. megatron/routers.py says how a loss is averaged."""
 
-    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss over a
-    sample."""
-    aux_loss_coeff: NonNegativeFloat = 0.0
-    """Coefficient of the balancing loss."""
-    z_loss_coeff: NonNegativeFloat = 0.0
-    """Coefficient of the z-loss, which penalizes large router logits."""
-    bias_update_rate: NonNegativeFloat = 0.0
-    """Change per optimizer step of the expert bias that some model families have. 0 keeps the bias fixed."""
-    capacity_factor: PositiveFloat | None = None
-    """Drop an expert's tokens above this multiple of an even load. None drops no token."""
-    freeze: bool = False
-    """Do not train the routers."""
+    balancing: Literal["none", "aux_loss", "seq_aux_loss"] = Field(
+        default="none",
+        description=(
+            "Loss that penalizes uneven expert loads. aux_loss measures loads over a micro-batch, seq_aux_loss "
+            "over a sample."
+        ),
+    )
+    aux_loss_coeff: NonNegativeFloat = Field(default=0.0, description="Coefficient of the balancing loss.")
+    z_loss_coeff: NonNegativeFloat = Field(
+        default=0.0, description="Coefficient of the z-loss, which penalizes large router logits."
+    )
+    bias_update_rate: NonNegativeFloat = Field(
+        default=0.0,
+        description=(
+            "Change per optimizer step of the expert bias that some model families have. 0 keeps the bias fixed."
+        ),
+    )
+    capacity_factor: PositiveFloat | None = Field(
+        default=None, description="Drop an expert's tokens above this multiple of an even load. None drops no token."
+    )
+    freeze: bool = Field(default=False, description="Do not train the routers.")
 
     def _problems(self) -> Iterator[str]:
         if (self.balancing == "none") != (self.aux_loss_coeff == 0):
@@ -40,73 +48,119 @@ class RouterConfig(Section):
 
 
 class ModelConfig(Section):
-    path: FilePath
-    """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With init=random its config.json is
-    enough."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Dtype of the policy's weights and computation. Master weights and optimizer state stay float32."""
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    """Where the weights come from. random initializes them from the seed."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass to save memory. selective recomputes core attention and the MLP,
-    full recomputes every layer."""
-    router: RouterConfig = RouterConfig()
-    """Training of the routers of MoE models."""
-    grouped_experts: bool = False
-    """Compute all experts of a layer in one grouped GEMM. Needs Transformer Engine."""
-    fused_permutation: bool = False
-    """Use fused kernels to send tokens to their experts and back. Needs Transformer Engine."""
+    path: FilePath = Field(
+        description=(
+            "Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With init=random its "
+            "config.json is enough."
+        )
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16",
+        description="Dtype of the policy's weights and computation. Master weights and optimizer state stay float32.",
+    )
+    init: Literal["checkpoint", "random"] = Field(
+        default="checkpoint", description="Where the weights come from. random initializes them from the seed."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description=(
+            "Activations to recompute in the backward pass to save memory. selective recomputes core attention "
+            "and the MLP, full recomputes every layer."
+        ),
+    )
+    router: RouterConfig = Field(default=RouterConfig(), description="Training of the routers of MoE models.")
+    grouped_experts: bool = Field(
+        default=False, description="Compute all experts of a layer in one grouped GEMM. Needs Transformer Engine."
+    )
+    fused_permutation: bool = Field(
+        default=False,
+        description="Use fused kernels to send tokens to their experts and back. Needs Transformer Engine.",
+    )
 
 
 class TeacherConfig(Section):
     """A model of the policy's tokenizer to distil from; it computes in model.dtype, in the policy's layout."""
 
-    path: FilePath
-    """Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With a url its config and tokenizer are
-    enough."""
-    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = None
-    """Address of an SGLang server that serves the teacher, such as http://host:30000. None loads the teacher into the
-    ranks."""
+    path: FilePath = Field(
+        description=(
+            "Folder of a Hugging Face checkpoint or a converted Megatron checkpoint. With a url its config and "
+            "tokenizer are enough."
+        )
+    )
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")] | None = Field(
+        default=None,
+        description=(
+            "Address of an SGLang server that serves the teacher, such as http://host:30000. None loads the "
+            "teacher into the ranks."
+        ),
+    )
 
 
 class GuardConfig(Section):
     """Watch for spikes of gradient norms per layer, and for train-inference mismatch; see megatron/precision.py."""
 
-    grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = 10.0
-    """Warn if a layer's gradient norm exceeds this multiple of its recent median. None turns the check off."""
-    history: Annotated[int, Field(ge=4, le=100_000)] = 32
-    """Number of optimizer steps in the median of gradient norms."""
-    fall_back: bool = False
-    """With FP8, compute the outer decoder layers in bf16 after a spike, and all layers after another one."""
-    layers: PositiveInt = 2
-    """Number of decoder layers at each end of the model that fall back to bf16 first."""
-    steps: PositiveInt = 20
-    """Number of optimizer steps that a fallback lasts."""
+    grad_spike: Annotated[PositiveFloat, Field(gt=1)] | None = Field(
+        default=10.0,
+        description=(
+            "Warn if a layer's gradient norm exceeds this multiple of its recent median. None turns the check off."
+        ),
+    )
+    history: Annotated[int, Field(ge=4, le=100_000)] = Field(
+        default=32, description="Number of optimizer steps in the median of gradient norms."
+    )
+    fall_back: bool = Field(
+        default=False,
+        description=(
+            "With FP8, compute the outer decoder layers in bf16 after a spike, and all layers after another one."
+        ),
+    )
+    layers: PositiveInt = Field(
+        default=2, description="Number of decoder layers at each end of the model that fall back to bf16 first."
+    )
+    steps: PositiveInt = Field(default=20, description="Number of optimizer steps that a fallback lasts.")
 
 
 class PrecisionConfig(Section):
     """FP8 for the linear layers of attention and MLP; norms, router, embedding and output layer stay in model.dtype."""
 
-    fp8: Literal["e4m3", "hybrid"] | None = None
-    """FP8 format of the linear layers. hybrid uses e5m2 for gradients, None turns FP8 off. Needs Transformer Engine."""
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """How FP8 scales are computed. The recipes need different GPUs; an unsuitable GPU is refused with the recipes that
-    it supports."""
-    first_layers_bf16: NonNegativeInt = 0
-    """Number of decoder layers at the start of the model that stay in bf16."""
-    last_layers_bf16: NonNegativeInt = 0
-    """Number of decoder layers at the end of the model that stay in bf16."""
-    fp8_reference: bool = False
-    """Compute the reference in FP8 too."""
-    fp8_parameters: bool = False
-    """Store the weights in FP8 and gather them over data-parallel ranks in FP8. Master weights stay float32."""
+    fp8: Literal["e4m3", "hybrid"] | None = Field(
+        default=None,
+        description=(
+            "FP8 format of the linear layers. hybrid uses e5m2 for gradients, None turns FP8 off. Needs "
+            "Transformer Engine."
+        ),
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = Field(
+        default="tensorwise",
+        description=(
+            "How FP8 scales are computed. The recipes need different GPUs; an unsuitable GPU is refused with the "
+            "recipes that it supports."
+        ),
+    )
+    first_layers_bf16: NonNegativeInt = Field(
+        default=0, description="Number of decoder layers at the start of the model that stay in bf16."
+    )
+    last_layers_bf16: NonNegativeInt = Field(
+        default=0, description="Number of decoder layers at the end of the model that stay in bf16."
+    )
+    fp8_reference: bool = Field(default=False, description="Compute the reference in FP8 too.")
+    fp8_parameters: bool = Field(
+        default=False,
+        description=(
+            "Store the weights in FP8 and gather them over data-parallel ranks in FP8. Master weights stay float32."
+        ),
+    )
     # These are Transformer Engine's defaults. Megatron's (1 and most_recent) saturate whenever a maximum grows.
-    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = 1024
-    """Number of past micro-batches whose maxima set the scale with fp8_recipe=delayed."""
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """Maximum to scale by with fp8_recipe=delayed: the largest or the most recent one of the history."""
-    guard: GuardConfig = GuardConfig()
-    """Detection of spikes in gradient norms, and fallback from FP8 to bf16."""
+    fp8_amax_history_len: Annotated[int, Field(gt=0, le=1_000_000)] = Field(
+        default=1024, description="Number of past micro-batches whose maxima set the scale with fp8_recipe=delayed."
+    )
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = Field(
+        default="max",
+        description="Maximum to scale by with fp8_recipe=delayed: the largest or the most recent one of the history.",
+    )
+    guard: GuardConfig = Field(
+        default=GuardConfig(), description="Detection of spikes in gradient norms, and fallback from FP8 to bf16."
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.fp8 is None:

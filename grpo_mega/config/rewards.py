@@ -23,18 +23,25 @@ ALIASES = {f"{name}_reward": name for name in _OPEN_R1} | {"length": "len", "cos
 
 
 class RewardFunctionConfig(Section):
-    name: str
-    """Name of a built-in reward, or module.function of your own."""
-    weight: Number = 1.0
-    """Weight of the function in the sum of rewards. 0 only logs its value."""
-    multiplies: bool = False
-    """Multiply the weighted sum of the other functions by weight * value instead of adding to it. Step rewards are not
-    changed."""
-    options: dict[str, str | int | float | bool] = Field(default={})
-    """Keyword arguments of the function."""
-    completions: Literal["as_data", "text", "messages"] = "as_data"
-    """Form of the completions for functions with TRL's signature: texts or messages. as_data follows the form of the
-    data's prompts."""
+    name: str = Field(description="Name of a built-in reward, or module.function of your own.")
+    weight: Number = Field(
+        default=1.0, description="Weight of the function in the sum of rewards. 0 only logs its value."
+    )
+    multiplies: bool = Field(
+        default=False,
+        description=(
+            "Multiply the weighted sum of the other functions by weight * value instead of adding to it. Step "
+            "rewards are not changed."
+        ),
+    )
+    options: dict[str, str | int | float | bool] = Field(default={}, description="Keyword arguments of the function.")
+    completions: Literal["as_data", "text", "messages"] = Field(
+        default="as_data",
+        description=(
+            "Form of the completions for functions with TRL's signature: texts or messages. as_data follows the "
+            "form of the data's prompts."
+        ),
+    )
 
     @field_validator("name")
     @classmethod
@@ -43,22 +50,36 @@ class RewardFunctionConfig(Section):
 
 
 class RewardsConfig(Section):
-    functions: Annotated[tuple[RewardFunctionConfig, ...], LIST] = (
-        RewardFunctionConfig(name="accuracy"),
-        RewardFunctionConfig(name="format", weight=0.5),
+    functions: Annotated[tuple[RewardFunctionConfig, ...], LIST] = Field(
+        default=(
+            RewardFunctionConfig(name="accuracy"),
+            RewardFunctionConfig(name="format", weight=0.5),
+        ),
+        description="Reward functions. The reward is the weighted sum of their values.",
     )
-    """Reward functions. The reward is the weighted sum of their values."""
-    num_workers: PositiveInt = 2
-    """Number of worker processes per engine. The embedded engine has one set per rank."""
-    deadline_s: Seconds = 5.0
-    """Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."""
-    refresh_command: str | None = None
-    """Shell command that continues the training of the reward model between iterations
-    (algorithm.ref_model_sync_steps). None runs no command."""
-    refresh_deadline_s: Seconds = 14400.0
-    """Maximum number of seconds of refresh_command."""
-    step_splitter: str = "blank-lines"
-    """How a response is split into steps for rewards of steps: blank-lines, lines, step-k, or regex:PATTERN."""
+    num_workers: PositiveInt = Field(
+        default=2, description="Number of worker processes per engine. The embedded engine has one set per rank."
+    )
+    deadline_s: Seconds = Field(
+        default=5.0,
+        description=(
+            "Kill a worker whose call takes longer than this many seconds. The sample is then scored as a timeout."
+        ),
+    )
+    refresh_command: str | None = Field(
+        default=None,
+        description=(
+            "Shell command that continues the training of the reward model between iterations "
+            "(algorithm.ref_model_sync_steps). None runs no command."
+        ),
+    )
+    refresh_deadline_s: Seconds = Field(default=14400.0, description="Maximum number of seconds of refresh_command.")
+    step_splitter: str = Field(
+        default="blank-lines",
+        description=(
+            "How a response is split into steps for rewards of steps: blank-lines, lines, step-k, or regex:PATTERN."
+        ),
+    )
 
     @field_validator("functions")
     @classmethod

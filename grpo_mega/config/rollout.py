@@ -14,69 +14,133 @@ from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, Posi
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers."""
-    tp: NumRanks = 1
-    """Ranks per engine: rank r belongs to engine r // tp. Must be 1 for the embedded engine."""
-    ep: NumRanks = 1
-    """Expert-parallel size inside an engine. Must divide tp."""
-    placement: Literal["colocated", "separate"] = "colocated"
-    """colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks ranks while
-    the others train."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature."""
-    top_p: Fraction = 1.0
-    """Sample from the smallest set of tokens with this total probability. 1 uses all tokens."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens. 0 uses all tokens."""
-    max_response_length: PositiveInt = 1024
-    """Maximum number of tokens in a response."""
-    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = ()
-    """Token ids that end a response, in addition to the eos ids of the model, its generation config and the tokenizer.
-    Rewards see the text of a token that is named only here."""
-    max_concurrent: PositiveInt = 256
-    """Maximum number of sequences that an engine decodes at once."""
-    oversample: Annotated[float, Field(ge=1, le=1000)] = 1.0
-    """Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are complete. Saves
-    time if few responses are long, but prefers short responses (rollout/kept_length, aborted_length)."""
-    partial: bool = False
-    """Keep aborted groups and resume them in the next step with the updated policy, so that no length is preferred.
-    Needs oversample > 1. Use algorithm.recipe=partial to correct for it."""
-    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
-    """Maximum number of policy updates between a group's first token and its training step. Used with partial and with
-    placement=separate, where 1 runs one step ahead and 0 alternates."""
-    longest_first: bool = False
-    """Start one sample per group as a length probe, then start the remaining samples of the groups with the longest
-    probes. Shortens a rollout with more sequences than max_concurrent if lengths within a group are similar. Does not
-    change any sample."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the engine's weights and computation. None uses model.dtype."""
-    quantization: Literal["fp8"] | None = None
-    """Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."""
-    routing_replay: bool | Literal["reference"] = False
-    """Train each token of an MoE model with the experts that the engine chose for it (R3). reference replays them in
-    the reference too."""
-    cache_tokens: PositiveInt | None = None
-    """Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what fits on a
-    GPU."""
-    memory_fraction: Fraction | None = None
-    """Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."""
-    sleep: Literal["auto", "always", "never"] = "auto"
-    """Whether an SGLang server frees its GPU memory while the trainer runs. auto frees it unless both fit."""
-    max_restarts: NonNegativeInt = 3
-    """Maximum number of restarts per SGLang server and run. The run then stops with a checkpoint."""
-    start_deadline_s: Seconds = 900.0
-    """Maximum number of seconds until an SGLang server answers after its start."""
-    stall_deadline_s: Seconds = 60.0
-    """Restart an SGLang server that has neither finished a sample nor answered a health check for this many seconds."""
-    phase_deadline_s: Seconds = 14400.0
-    """Maximum number of seconds of one generation phase of an SGLang server."""
-    mismatch_warn: PositiveFloat = 0.02
-    """Warn if the KL (k3) between engine and trainer exceeds this many nats per token."""
-    mismatch_stop: PositiveFloat | None = 1.0
-    """Stop the run if the KL (k3) between engine and trainer exceeds this many nats per token. None never stops."""
-    server_args: dict[str, str | int | float | bool] = Field(default={})
-    """Additional arguments of the SGLang server, by SGLang's names."""
+    engine: Literal["embedded", "sglang"] = Field(
+        default="embedded",
+        description="What generates: embedded runs inside the trainer's ranks, sglang starts SGLang servers.",
+    )
+    tp: NumRanks = Field(
+        default=1,
+        description="Ranks per engine: rank r belongs to engine r // tp. Must be 1 for the embedded engine.",
+    )
+    ep: NumRanks = Field(default=1, description="Expert-parallel size inside an engine. Must divide tp.")
+    placement: Literal["colocated", "separate"] = Field(
+        default="colocated",
+        description=(
+            "colocated generates and trains on the same ranks in turns. separate generates on layout.engine_ranks"
+            " ranks while the others train."
+        ),
+    )
+    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
+    top_p: Fraction = Field(
+        default=1.0,
+        description="Sample from the smallest set of tokens with this total probability. 1 uses all tokens.",
+    )
+    top_k: NonNegativeInt = Field(default=0, description="Sample from this many most likely tokens. 0 uses all tokens.")
+    max_response_length: PositiveInt = Field(default=1024, description="Maximum number of tokens in a response.")
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = Field(
+        default=(),
+        description=(
+            "Token ids that end a response, in addition to the eos ids of the model, its generation config and "
+            "the tokenizer. Rewards see the text of a token that is named only here."
+        ),
+    )
+    max_concurrent: PositiveInt = Field(
+        default=256, description="Maximum number of sequences that an engine decodes at once."
+    )
+    oversample: Annotated[float, Field(ge=1, le=1000)] = Field(
+        default=1.0,
+        description=(
+            "Start this many times batch.prompts_per_step prompts, and abort the rest when enough groups are "
+            "complete. Saves time if few responses are long, but prefers short responses (rollout/kept_length, "
+            "aborted_length)."
+        ),
+    )
+    partial: bool = Field(
+        default=False,
+        description=(
+            "Keep aborted groups and resume them in the next step with the updated policy, so that no length is "
+            "preferred. Needs oversample > 1. Use algorithm.recipe=partial to correct for it."
+        ),
+    )
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=2,
+        description=(
+            "Maximum number of policy updates between a group's first token and its training step. Used with "
+            "partial and with placement=separate, where 1 runs one step ahead and 0 alternates."
+        ),
+    )
+    longest_first: bool = Field(
+        default=False,
+        description=(
+            "Start one sample per group as a length probe, then start the remaining samples of the groups with "
+            "the longest probes. Shortens a rollout with more sequences than max_concurrent if lengths within a "
+            "group are similar. Does not change any sample."
+        ),
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="Dtype of the engine's weights and computation. None uses model.dtype."
+    )
+    quantization: Literal["fp8"] | None = Field(
+        default=None,
+        description=(
+            "Quantization of the engine's linear layers. fp8 sends them in blocks of 128 x 128, None does not quantize."
+        ),
+    )
+    routing_replay: bool | Literal["reference"] = Field(
+        default=False,
+        description=(
+            "Train each token of an MoE model with the experts that the engine chose for it (R3). reference "
+            "replays them in the reference too."
+        ),
+    )
+    cache_tokens: PositiveInt | None = Field(
+        default=None,
+        description=(
+            "Tokens in the KV cache of an SGLang server. None uses what max_concurrent needs on a CPU, and what "
+            "fits on a GPU."
+        ),
+    )
+    memory_fraction: Fraction | None = Field(
+        default=None,
+        description=(
+            "Share of GPU memory for the weights and KV cache of an SGLang server. None uses the server's default."
+        ),
+    )
+    sleep: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description=(
+            "Whether an SGLang server frees its GPU memory while the trainer runs. auto frees it unless both fit."
+        ),
+    )
+    max_restarts: NonNegativeInt = Field(
+        default=3,
+        description="Maximum number of restarts per SGLang server and run. The run then stops with a checkpoint.",
+    )
+    start_deadline_s: Seconds = Field(
+        default=900.0, description="Maximum number of seconds until an SGLang server answers after its start."
+    )
+    stall_deadline_s: Seconds = Field(
+        default=60.0,
+        description=(
+            "Restart an SGLang server that has neither finished a sample nor answered a health check for this "
+            "many seconds."
+        ),
+    )
+    phase_deadline_s: Seconds = Field(
+        default=14400.0, description="Maximum number of seconds of one generation phase of an SGLang server."
+    )
+    mismatch_warn: PositiveFloat = Field(
+        default=0.02, description="Warn if the KL (k3) between engine and trainer exceeds this many nats per token."
+    )
+    mismatch_stop: PositiveFloat | None = Field(
+        default=1.0,
+        description=(
+            "Stop the run if the KL (k3) between engine and trainer exceeds this many nats per token. None never stops."
+        ),
+    )
+    server_args: dict[str, str | int | float | bool] = Field(
+        default={}, description="Additional arguments of the SGLang server, by SGLang's names."
+    )
 
     @property
     def is_served(self) -> bool:
@@ -144,10 +208,13 @@ class RolloutConfig(Section):
 
 
 class SyncConfig(Section):
-    bucket_mib: PositiveFloat = 256.0
-    """MiB of weights that a rank sends to its engine at once. Two such buckets are allocated."""
-    verify: bool = True
-    """Compare checksums of the engine's and the trainer's weights after every sync."""
+    bucket_mib: PositiveFloat = Field(
+        default=256.0,
+        description="MiB of weights that a rank sends to its engine at once. Two such buckets are allocated.",
+    )
+    verify: bool = Field(
+        default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."
+    )
 
 
 # Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep

@@ -1,6 +1,6 @@
 """The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
 
-The text below a key is its description: its meaning and unit, and the meaning of None or 0. `_problems` yields the
+A key's description has its meaning and unit, and the meaning of None or 0. `_problems` yields the
 broken rules that need only the config.
 """
 
@@ -36,33 +36,55 @@ from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 
 class LayoutConfig(Section):
-    tp: NumRanks = 1
-    """Tensor-parallel size."""
-    pp: NumRanks = 1
-    """Pipeline-parallel size."""
-    vpp: NumRanks | None = None
-    """Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave."""
-    cp: NumRanks = 1
-    """Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."""
-    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a gives each rank
-    all tokens of some heads."""
-    dp: NumRanks | None = None
-    """Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."""
-    ep: NumRanks = 1
-    """Expert-parallel size of MoE models. Must divide dp * cp."""
-    sequence_parallel: bool = False
-    """Split the activations between tensor-parallel regions along the sequence. Needs tp > 1."""
-    order: Literal["tp-dp-pp", "tp-pp-dp"] = "tp-dp-pp"
-    """Order of the axes in the rank placement, fastest axis first."""
-    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = None
-    """Number of decoder layers per model chunk, pp * vpp numbers in model order. None splits them evenly."""
-    overlap_grad_reduce: bool = False
-    """Overlap the reduction of gradients with the backward pass."""
-    overlap_param_gather: bool = False
-    """Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce."""
-    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = 0
-    """Number of additional ranks that only generate. Used with rollout.placement=separate."""
+    tp: NumRanks = Field(default=1, description="Tensor-parallel size.")
+    pp: NumRanks = Field(default=1, description="Pipeline-parallel size.")
+    vpp: NumRanks | None = Field(
+        default=None,
+        description="Model chunks per pipeline rank, for the interleaved schedule. None or 1 does not interleave.",
+    )
+    cp: NumRanks = Field(
+        default=1,
+        description=(
+            "Context-parallel size: ranks that share each sequence. Samples are padded to a multiple of 2 * cp tokens."
+        ),
+    )
+    cp_comm_type: Literal["p2p", "a2a"] = Field(
+        default="p2p",
+        description=(
+            "How Transformer Engine's attention exchanges keys and values. p2p passes them around a ring, a2a "
+            "gives each rank all tokens of some heads."
+        ),
+    )
+    dp: NumRanks | None = Field(
+        default=None,
+        description=(
+            "Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."
+        ),
+    )
+    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide dp * cp.")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1.",
+    )
+    order: Literal["tp-dp-pp", "tp-pp-dp"] = Field(
+        default="tp-dp-pp", description="Order of the axes in the rank placement, fastest axis first."
+    )
+    layers_per_chunk: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
+        default=None,
+        description=(
+            "Number of decoder layers per model chunk, pp * vpp numbers in model order. None splits them evenly."
+        ),
+    )
+    overlap_grad_reduce: bool = Field(
+        default=False, description="Overlap the reduction of gradients with the backward pass."
+    )
+    overlap_param_gather: bool = Field(
+        default=False,
+        description="Overlap the gathering of parameters with the forward pass. Needs overlap_grad_reduce.",
+    )
+    engine_ranks: Annotated[int, Field(ge=0, le=MAX_RANKS)] = Field(
+        default=0, description="Number of additional ranks that only generate. Used with rollout.placement=separate."
+    )
 
     @property
     def num_trainers(self) -> int:
@@ -99,17 +121,23 @@ class LayoutConfig(Section):
 
 
 class BatchConfig(Section):
-    prompts_per_step: PositiveInt = 32
-    """Number of prompts in a step. Each gets algorithm.group_size samples."""
-    mini_batches: PositiveInt = 1
-    """Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."""
-    epochs: PositiveInt = 1
-    """Number of passes over the rollout."""
-    tokens_per_micro_batch: PositiveInt = 16384
-    """Maximum number of tokens in one forward and backward pass on each rank."""
-    share_prompts: bool = False
-    """Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. For dense
-    models on Megatron's local layers."""
+    prompts_per_step: PositiveInt = Field(
+        default=32, description="Number of prompts in a step. Each gets algorithm.group_size samples."
+    )
+    mini_batches: PositiveInt = Field(
+        default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
+    )
+    epochs: PositiveInt = Field(default=1, description="Number of passes over the rollout.")
+    tokens_per_micro_batch: PositiveInt = Field(
+        default=16384, description="Maximum number of tokens in one forward and backward pass on each rank."
+    )
+    share_prompts: bool = Field(
+        default=False,
+        description=(
+            "Compute a group's prompt once per micro-batch instead of once per sample. The loss stays the same. "
+            "For dense models on Megatron's local layers."
+        ),
+    )
 
     @property
     def optimizer_steps(self) -> int:
@@ -124,24 +152,30 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the linear or cosine schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
-    """Number of optimizer steps in which the learning rate rises linearly to lr."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices and embeddings. Norms and biases have none."""
-    betas: Annotated[tuple[Momentum, Momentum], LIST] = (0.9, 0.95)
-    """Decay rates of Adam's two moments."""
-    eps: PositiveFloat = 1e-8
-    """Number that Adam adds to the denominator."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Maximum global L2 norm of the gradient. 0 does not clip."""
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam."""
+    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = Field(
+        default=0.0, description="Learning rate at the end of the linear or cosine schedule."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Schedule of the learning rate after the warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
+    )
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
+    )
+    betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
+        default=(0.9, 0.95), description="Decay rates of Adam's two moments."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
+    clip_grad: NonNegativeFloat = Field(
+        default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip."
+    )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam.",
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.min_lr > self.lr:
@@ -149,20 +183,27 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    interval: NonNegativeInt = 0
-    """Number of steps between evaluations. 0 evaluates only before the first and after the last step."""
-    num_prompts: PositiveInt | None = None
-    """Number of prompts per held-out set. None uses all."""
-    greedy: bool = True
-    """Generate one greedy response per prompt, for eval/score."""
-    samples: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."""
-    temperature: PositiveFloat = 1.0
-    """Temperature of the sampled responses."""
-    top_p: Fraction = 1.0
-    """Sample the responses from the smallest set of tokens with this total probability. 1 uses all tokens."""
-    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = None
-    """Values of K for pass@K and majority@K. None uses the powers of two up to samples."""
+    interval: NonNegativeInt = Field(
+        default=0,
+        description="Number of steps between evaluations. 0 evaluates only before the first and after the last step.",
+    )
+    num_prompts: PositiveInt | None = Field(
+        default=None, description="Number of prompts per held-out set. None uses all."
+    )
+    greedy: bool = Field(default=True, description="Generate one greedy response per prompt, for eval/score.")
+    samples: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0, description="Number of sampled responses per prompt, for eval/mean@N, pass@K and majority@K."
+    )
+    temperature: PositiveFloat = Field(default=1.0, description="Temperature of the sampled responses.")
+    top_p: Fraction = Field(
+        default=1.0,
+        description=(
+            "Sample the responses from the smallest set of tokens with this total probability. 1 uses all tokens."
+        ),
+    )
+    ks: Annotated[tuple[PositiveInt, ...], LIST] | None = Field(
+        default=None, description="Values of K for pass@K and majority@K. None uses the powers of two up to samples."
+    )
 
     @property
     def all_ks(self) -> tuple[int, ...]:
@@ -178,25 +219,33 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    interval: NonNegativeInt = 0
-    """Number of steps between checkpoints. The last step saves one too. 0 saves only when a run is stopped."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints to keep. Checkpoints of another run are never deleted."""
+    interval: NonNegativeInt = Field(
+        default=0,
+        description=(
+            "Number of steps between checkpoints. The last step saves one too. 0 saves only when a run is stopped."
+        ),
+    )
+    keep: PositiveInt = Field(
+        default=2, description="Number of newest checkpoints to keep. Checkpoints of another run are never deleted."
+    )
 
 
 class LogConfig(Section):
-    wandb: bool = False
-    """Log to Weights & Biases. Without an API key the run is logged offline."""
-    wandb_project: str = "grpo_mega"
-    """Project on Weights & Biases."""
-    samples_per_step: NonNegativeInt = 4
-    """Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."""
-    report_interval: NonNegativeInt = 10
-    """Number of steps between updates of report.html. 0 writes it only at the end."""
-    profile: str | None = None
-    """Step, or range of steps, to trace with torch's profiler, such as 3 or 3-4. None traces none."""
-    progress: bool = True
-    """Show progress bars."""
+    wandb: bool = Field(
+        default=False, description="Log to Weights & Biases. Without an API key the run is logged offline."
+    )
+    wandb_project: str = Field(default="grpo_mega", description="Project on Weights & Biases.")
+    samples_per_step: NonNegativeInt = Field(
+        default=4, description="Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."
+    )
+    report_interval: NonNegativeInt = Field(
+        default=10, description="Number of steps between updates of report.html. 0 writes it only at the end."
+    )
+    profile: str | None = Field(
+        default=None,
+        description="Step, or range of steps, to trace with torch's profiler, such as 3 or 3-4. None traces none.",
+    )
+    progress: bool = Field(default=True, description="Show progress bars.")
 
     @property
     def profiled_steps(self) -> range:
@@ -219,47 +268,55 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    run_dir: FilePath
-    """Folder of the run: config, checkpoints, metrics, samples, report and exported model."""
-    steps: PositiveInt
-    """Number of steps to train. A step is one rollout and its optimizer steps."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of sampling, data order and random weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."""
-    model: ModelConfig
-    """The policy, and how its layers are built."""
-    teachers: dict[str, TeacherConfig] = Field(default={})
-    """Teachers to distil from, by name. Used with algorithm.distill_beta."""
-    precision: PrecisionConfig = PrecisionConfig()
-    """FP8 training."""
-    layout: LayoutConfig = LayoutConfig()
-    """How ranks share the model, the sequences and the data."""
-    data: DataConfig
-    """Data sets and their columns."""
-    rollout: RolloutConfig = RolloutConfig()
-    """How responses are generated."""
-    sync: SyncConfig = SyncConfig()
-    """The transfer of weights from the trainer to the engine."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages, loss, KL penalty and corrections."""
-    rewards: RewardsConfig = RewardsConfig()
-    """The functions that score a response."""
-    batch: BatchConfig = BatchConfig()
-    """How a rollout is split into optimizer steps and micro-batches."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
-    eval: EvalConfig = EvalConfig()
-    """Evaluation on held-out prompts."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are saved, and how many are kept."""
-    log: LogConfig = LogConfig()
-    """Logs, samples, the report and traces."""
-    hang_deadline_s: Seconds = 480.0
-    """Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add it to this
-    one."""
-    max_nonfinite_steps: PositiveInt = 3
-    """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
+    run_dir: FilePath = Field(
+        description="Folder of the run: config, checkpoints, metrics, samples, report and exported model."
+    )
+    steps: PositiveInt = Field(description="Number of steps to train. A step is one rollout and its optimizer steps.")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        default=0, description="Seed of sampling, data order and random weights."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description=(
+            "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
+        ),
+    )
+    model: ModelConfig = Field(description="The policy, and how its layers are built.")
+    teachers: dict[str, TeacherConfig] = Field(
+        default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
+    )
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="FP8 training.")
+    layout: LayoutConfig = Field(
+        default=LayoutConfig(), description="How ranks share the model, the sequences and the data."
+    )
+    data: DataConfig = Field(description="Data sets and their columns.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How responses are generated.")
+    sync: SyncConfig = Field(
+        default=SyncConfig(), description="The transfer of weights from the trainer to the engine."
+    )
+    algorithm: AlgorithmConfig = Field(
+        default=AlgorithmConfig(), description="Advantages, loss, KL penalty and corrections."
+    )
+    rewards: RewardsConfig = Field(default=RewardsConfig(), description="The functions that score a response.")
+    batch: BatchConfig = Field(
+        default=BatchConfig(), description="How a rollout is split into optimizer steps and micro-batches."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its learning rate.")
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation on held-out prompts.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="When checkpoints are saved, and how many are kept."
+    )
+    log: LogConfig = Field(default=LogConfig(), description="Logs, samples, the report and traces.")
+    hang_deadline_s: Seconds = Field(
+        default=480.0,
+        description=(
+            "Stop the run if a rank makes no progress for this many seconds. Phases with their own deadline add "
+            "it to this one."
+        ),
+    )
+    max_nonfinite_steps: PositiveInt = Field(
+        default=3, description="Stop the run after this many consecutive steps with a non-finite loss or gradient."
+    )
 
     @property
     def needs_old_logprobs(self) -> bool:
