@@ -7,7 +7,8 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from grpo_mega.config import Config
@@ -75,31 +76,25 @@ def run(config: Config) -> None:
 
 
 def train_step(job: Job, step: int) -> None:
-    """Run one rollout and its optimizer steps, and save a checkpoint if one is due. Then sync policy step + 1 to the
-    engine.
+    """Run one rollout and its optimizer steps, save a checkpoint if one is due, and sync policy step + 1 to the engine.
 
     A step with fewer groups than mini-batches, which dynamic sampling and a small data set may leave, trains nothing.
     """
     config, policy = job.config, job.policy
     assert policy is not None, "a rank without a policy runs generate_step"
-    groups, backlog, metrics = generate(job, step)
-    is_trained = len(groups) >= config.batch.mini_batches
+    groups, backlog, metrics = generate(job, step)  # scored in worker processes while generation continues
     with job.timers("pack"):
-        if not (is_trained and policy.algorithm.has_kl_reward):  # attach_logprobs assigns advantages with a KL penalty
+        if not policy.algorithm.has_kl_reward:  # attach_logprobs assigns advantages with a KL penalty
             assign_advantages(config, policy.algorithm, groups)
-        batches = pack(config, groups, policy) if is_trained else []
+        batches = pack(config, groups, policy)
     with job.colocation.training():  # the trainer owns the GPUs' memory in this block
-        if is_trained:
-            batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
-            metrics |= update(job, policy, batches)
+        batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
+        metrics |= update(job, policy, batches)
         after_update(job, policy, step, groups, batches, metrics)
-        job.steps_done, job.backlog = step + 1, backlog
-        job.save_if_due(step + 1)
+        job.save_if_due(step + 1, backlog)
     generate_ahead(job, step)
-    try:
+    with logged(job, step + 1, groups, metrics):
         metrics |= job.colocation.sync_weights(version=step + 1)
-    finally:
-        log(job, step + 1, groups, metrics)
     job.check_health(step + 1, metrics)
 
 
@@ -166,7 +161,9 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
 
 
 def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
-    """Run the optimizer steps of one rollout, one per mini-batch."""
+    """Run the optimizer steps of one rollout, one per mini-batch. Return {} without batches."""
+    if not batches:
+        return {}
     num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
     with (
         job.timers("update"),
@@ -217,8 +214,12 @@ def after_update(
     metrics |= rollout_metrics(groups, partial(is_zero_variance, job.config.algorithm))
 
 
-def log(job: Job, step: int, groups: Sequence[Group], metrics: StepMetrics) -> None:
-    """Log the samples and metrics of `step`. The step's time ends here."""
-    job.log.log_samples(step, groups, job.rollouts.decode)
-    keep_rollout(job, step, groups)
-    job.log.log_step(step, metrics | job.timers.lap())
+@contextmanager
+def logged(job: Job, step: int, groups: Sequence[Group], metrics: StepMetrics) -> Iterator[None]:
+    """Log the samples and metrics of `step` after the block, even if the block fails. The step's time ends here."""
+    try:
+        yield
+    finally:
+        job.log.log_samples(step, groups, job.rollouts.decode)
+        keep_rollout(job, step, groups)
+        job.log.log_step(step, metrics | job.timers.lap())

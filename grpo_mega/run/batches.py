@@ -40,8 +40,11 @@ from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics
 def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
     """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts.
 
-    `groups` are all groups of the step. Assign their advantages before, unless attach_logprobs does it.
+    `groups` are all groups of the step. Assign their advantages before, unless attach_logprobs does it. Return [] if
+    there are fewer groups than mini-batches.
     """
+    if len(groups) < config.batch.mini_batches:
+        return []
     is_assigned = all(sample.advantages is not None for group in groups for sample in group.samples)
     assert is_assigned or config.algorithm.has_kl_reward, "assign advantages before packing"
     mini_batches = packing.split(groups, config.batch.mini_batches)
@@ -64,9 +67,14 @@ def attach_logprobs(
     """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from
     mini-batches.
 
-    A KL penalty in the reward needs log-probs, so advantages with it are assigned here.
+    A KL penalty in the reward needs log-probs, so advantages with it are assigned here. Without batches there is no
+    penalty.
     """
     a, samples = policy.algorithm, [sample for group in groups for sample in group.samples]
+    if not batches:
+        if a.has_kl_reward:
+            assign_advantages(config, a, groups)
+        return []
     if config.rollout.routing_replay:
         check_routes(batches, samples, runtime)
     with timers("logprobs"):

@@ -112,10 +112,12 @@ class Job:
         self.timers.lap()
         return self.steps_done
 
-    def save_if_due(self, step: int) -> None:
-        """Save if a checkpoint is due, the run must stop, or it has diverged. Call this while the policy has the
-        devices.
+    def save_if_due(self, step: int, backlog: Backlog) -> None:
+        """Count `step` as done. Save if a checkpoint is due, the run must stop, or it has diverged.
+
+        `backlog` is the backlog after the step. Call this while the policy has the devices.
         """
+        self.steps_done, self.backlog = step, backlog
         config, interval = self.config, self.config.checkpoint.interval
         self.is_stopping = self.stop.requested() and step < config.steps  # the last step stops anyway
         is_due = interval > 0 and (step % interval == 0 or step == config.steps)
