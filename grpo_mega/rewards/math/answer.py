@@ -60,13 +60,14 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
     whole text is used.
     """
     conclusion = _conclusion(response)
-    tagged = _last_tagged(conclusion)
-    text = conclusion if tagged is None else tagged
-    marked = _boxed(text, is_cut and tagged is None)
+    _, is_tagged, tagged = conclusion.rpartition("</answer>")[0].rpartition("<answer>")
+    text = tagged.partition("</answer>")[0] if is_tagged else conclusion
+    is_cut = is_cut and not is_tagged
+    marked = _boxed(text, is_cut)
     if marked is None:
-        marked = _hashed(text, is_cut and tagged is None)
-    if marked is None:
-        marked = tagged
+        marked = _hashed(text, is_cut)
+    if marked is None and is_tagged:
+        marked = text
     return (None, conclusion) if marked is None else (marked, "")
 
 
@@ -88,14 +89,6 @@ def _conclusion(response: str) -> str:
         if end >= 0:
             response = response[end + len(closing) :]
     return response
-
-
-def _last_tagged(text: str) -> str | None:
-    close = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    if start < 0:
-        return None
-    return text[start + len("<answer>") : text.index("</answer>", start)]
 
 
 def _hashed(text: str, is_cut: bool) -> str | None:

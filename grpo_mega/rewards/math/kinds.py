@@ -159,14 +159,21 @@ def compare_kinds(gold: str, text: str) -> bool | None:
     if "pmod" in gold or "pmod" in text:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
-        return _same_time(gold_time, time)
+        (minutes, half), (other, other_half) = gold_time, time
+        if half == other_half or (not half and minutes == other and minutes < 13 * 60):
+            return minutes == other
+        has_24_hours = bool(half) != bool(other_half) and max(minutes, other) >= 13 * 60  # 19:30 is 7:30 pm
+        return has_24_hours and _of_day(gold_time) == _of_day(time)
     if (values := _assigned(gold)) and (others := _assigned(text)) and values.keys() == others.keys():
         numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
         if all(one and other for one, other in numbers):
             return all(numbers_equal(one, other) for one, other in numbers if one and other)
-    for read in (_letters, _date, _NO_SOLUTION.__contains__):
-        if (value := read(gold)) and (other_value := read(text)):
-            return value == other_value
+    if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(text):  # several choices, such as A and C
+        return sorted(re.findall("[A-J]", gold)) == sorted(re.findall("[A-J]", text))
+    if (date := _date(gold)) and (other_date := _date(text)):
+        return date == other_date
+    if gold in _NO_SOLUTION and text in _NO_SOLUTION:
+        return True
     if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (other_names := _names(text)):
         return names == other_names
     if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
@@ -195,8 +202,12 @@ def unit_after(text: str, number: str) -> str:
     place, number = next(((place, one) for one in spellings if (place := text.rfind(one)) >= 0), (-1, ""))
     if not number:
         return ""
-    if place and (currency := _currency(text, place)):
-        return f"{currency}1:1"
+    # A dollar sign may open a formula.
+    sign = _SIGN.search(text[max(0, place - 8) : place])
+    if sign and (sign["sign"] or sign["escape"] or not _CLOSING.match(text, place)):
+        currency = _SIGNS.get(sign["sign"] or f"{sign['country']}$")
+        if currency:
+            return f"{currency}1:1"
     window = text[place + len(number) : place + len(number) + _LOOK]
     rest = _GAP.sub("", window, count=1)
     if not rest or rest[0] in ".,;:)":
@@ -248,11 +259,6 @@ def _assigned(text: str) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
 
 
-def _letters(text: str) -> list[str] | None:
-    """Return the letters of several choices, such as A and C, in order."""
-    return sorted(re.findall("[A-J]", text)) if _LETTERS.fullmatch(text) else None
-
-
 def _date(text: str) -> tuple[int, int, int] | None:
     """Return the year, month and day of a date."""
     for form in _DATES:
@@ -271,15 +277,8 @@ def _minutes(text: str) -> tuple[int, str] | None:
     return 60 * hour + int(match[2] or 0), half
 
 
-def _same_time(gold: tuple[int, str], time: tuple[int, str]) -> bool:
-    """Return whether two times agree, including am or pm if the gold answer has it. 19:30 is 7:30 pm."""
-    (minutes, half), (other, other_half) = gold, time
-    if half == other_half or (not half and minutes == other and minutes < 13 * 60):
-        return minutes == other
-    return bool(half) != bool(other_half) and max(minutes, other) >= 13 * 60 and _of_day(gold) == _of_day(time)
-
-
 def _of_day(time: tuple[int, str]) -> int:
+    """Return the minutes since midnight."""
     minutes, half = time
     return minutes % (12 * 60) + 12 * 60 * (half == "p") if half else minutes
 
@@ -290,13 +289,3 @@ def _names(text: str) -> frozenset[str] | None:
     if len(parts) < 2 or not all(_NAME.fullmatch(part) and len(part.split()) <= 3 for part in parts):
         return None
     return frozenset(parts)
-
-
-def _currency(text: str, place: int) -> str:
-    """Return the dimension of the currency sign before `place`; "" if there is none. A dollar sign may open a
-    formula.
-    """
-    sign = _SIGN.search(text[max(0, place - 8) : place])
-    if sign is None or (not sign["sign"] and not sign["escape"] and _CLOSING.match(text, place)):
-        return ""
-    return _SIGNS.get(sign["sign"] or f"{sign['country']}$", "")

@@ -147,13 +147,14 @@ def _by_rules(text: str) -> str:
     if is_prose(text):
         text = read_marked(text) or ""
     text = _SEPARATORS.sub("", text)
-    text = _unwrap_text(text)
+    # Remove \text{...} next to an expression (a unit, a remark). Unwrap it if there is nothing else.
+    without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
+    has_more = re.search(r"[\dA-Za-z]", _SPACE.sub("", without))
+    text = without if has_more else re.sub(_TEXT, r"\1", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
-    text = _strip_ends(text)
-    text = _join_thousands(text)
-    text = _SCALED.sub(_scale, text)
-    text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
+    text = _join_thousands(_strip_ends(text))
+    text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", _SCALED.sub(_scale, text))
     text = _strip_ends(re.sub(r" {2,}", " ", text))
     return text if is_ordinary else rewrite_phrase(text)
 
@@ -172,14 +173,6 @@ def _unwrap_if_prose(match: re.Match[str]) -> str:
     is_part = re.search(r"\d", match[1]) or _DENIAL.search(match[1])
     is_part = is_part or (re.search(r"[A-Za-z]{3}", match[1]) and _TEXT_BETWEEN.search(match.string))
     return f" {match[1]} " if is_part else match[0]
-
-
-def _unwrap_text(text: str) -> str:
-    r"""Remove `\text{...}` next to an expression (a unit, a remark); unwrap it if there is nothing else."""
-    without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
-    if re.search(r"[\dA-Za-z]", _SPACE.sub("", without)):
-        return without
-    return re.sub(_TEXT, r"\1", text)
 
 
 def _conjunction(match: re.Match[str]) -> str:

@@ -146,20 +146,20 @@ _REWRITES = tuple(
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
         (
             r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$",
-            lambda match: _angle(match),
+            lambda match: "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")",
         ),
         (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
         (r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
-        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
+        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", r"\\\1(\\frac{\2\3\\pi}{180})"),
         (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
         (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),
         (
             rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}",
-            lambda match: _binomial(match),
+            r"\\binom{\1\3}{\2\4}",
         ),
         (
             rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])",
-            lambda match: _binomial(match),
+            r"\\binom{\1\3}{\2\4}",
         ),
         (
             rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}",
@@ -242,8 +242,7 @@ def is_single_word(text: str) -> bool:
 
 
 def _of_myriads(match: re.Match[str]) -> str:
-    zeros = _MYRIADS[match[2]]
-    value = Fraction(match[1]) * 10**zeros + int(match[3] or 0)
+    value = Fraction(match[1]) * 10 ** _MYRIADS[match[2]] + int(match[3] or 0)
     return str(value) if value.denominator == 1 else match[0]
 
 
@@ -266,19 +265,6 @@ def _reversed_brackets(text: str) -> str:
         return f"{'(' if left == ']' else '['}{first},{second}{')' if right == '[' else ']'}"
 
     return _INTERVAL.sub(interval, text)
-
-
-def _angle(match: re.Match[str]) -> str:
-    return "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")"
-
-
-def _of_degrees(match: re.Match[str]) -> str:
-    return rf"\{match[1]}(\frac{{{match[2] or match[3]}\pi}}{{180}})"
-
-
-def _binomial(match: re.Match[str]) -> str:
-    n, k = (group for group in match.groups() if group is not None)
-    return rf"\binom{{{n}}}{{{k}}}"
 
 
 def _permutations(match: re.Match[str]) -> str:

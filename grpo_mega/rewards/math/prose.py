@@ -172,7 +172,9 @@ _LIST_MARKER = re.compile(r"\d+[.)]")
 def read_passage(text: str) -> str | None:
     """Return the whole text if it is a bare expression or a short phrase, else the answer that its tail states."""
     text = text.strip()
-    written = _without_notes(_OFFER.sub("", text[-TAIL:]))
+    written = _OFFER.sub("", text[-TAIL:])
+    while (parts := written.rstrip().rpartition("\n\n"))[0].strip() and _NOTE.match(parts[2]):
+        written = parts[0]  # the last paragraph checks or explains the answer, or is in brackets
     tail = plain(written)
     is_whole = len(text) <= TAIL and ("\n" not in tail or "\\begin{" in tail)
     if is_whole and not is_prose(tail):
@@ -184,13 +186,6 @@ def read_passage(text: str) -> str | None:
     if found and hedge and hedge[1] not in found:
         return f"{found} or {hedge[1]}"
     return found or (_phrase(tail) if is_whole else None)
-
-
-def _without_notes(text: str) -> str:
-    """Remove final paragraphs that check or explain the answer, or are in brackets."""
-    while (parts := text.rstrip().rpartition("\n\n")) and parts[0].strip() and _NOTE.match(parts[2]):
-        text = parts[0]
-    return text
 
 
 def read_announced(text: str) -> str | None:
