@@ -42,7 +42,19 @@ class Sampler:
     ) -> None:
         shares = [weight / sum(weights) for weight in weights]
         most = [math.ceil(round(share * prompts_per_step, 9)) for share in shares]
-        _check_sizes(sizes, shares, most, prompts_per_step)
+        if len(sizes) == 1 and most[0] > sizes[0]:
+            if not sizes[0]:
+                raise ConfigError("data.train holds no usable prompt; name a file with prompts")
+            raise ConfigError(
+                f"batch.prompts_per_step={prompts_per_step} is more than the {sizes[0]} prompts of data.train; "
+                f"use at most {sizes[0]}"
+            )
+        for number, (size, share, needed) in enumerate(zip(sizes, shares, most, strict=True)):
+            if needed > size:
+                raise ConfigError(
+                    f"data.train.{number} has {size} prompts, but its share {share:.3g} of batch.prompts_per_step="
+                    f"{prompts_per_step} takes up to {needed} per step; lower its weight or batch.prompts_per_step"
+                )
         self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # bounds of the sets within a step
         self._first_offset = np.random.Generator(np.random.Philox(key=[seed, _MIXING])).random()
         self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -120,19 +132,3 @@ class _EndlessOrder:
         if not self.shuffle:
             return np.arange(self.num_prompts)
         return np.random.Generator(np.random.Philox(key=[self.key, epoch])).permutation(self.num_prompts)
-
-
-def _check_sizes(sizes: Sequence[int], shares: Sequence[float], most: Sequence[int], prompts_per_step: int) -> None:
-    if len(sizes) == 1 and most[0] > sizes[0]:
-        if not sizes[0]:
-            raise ConfigError("data.train holds no usable prompt; name a file with prompts")
-        raise ConfigError(
-            f"batch.prompts_per_step={prompts_per_step} is more than the {sizes[0]} prompts of data.train; "
-            f"use at most {sizes[0]}"
-        )
-    for number, (size, share, needed) in enumerate(zip(sizes, shares, most, strict=True)):
-        if needed > size:
-            raise ConfigError(
-                f"data.train.{number} has {size} prompts, but its share {share:.3g} of batch.prompts_per_step="
-                f"{prompts_per_step} takes up to {needed} per step; lower its weight or batch.prompts_per_step"
-            )
