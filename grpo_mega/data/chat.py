@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -122,19 +121,13 @@ def _holds_json(prompt: str, text: str) -> bool:
         with suppress(ValueError, RecursionError):
             value, end = scan(prompt, match.start())
             position = position if isinstance(value, str) else end  # the quote may be a closing quote
-            if any(one in wanted for one in _values_in(value)):
-                return True
+            pending = [value]
+            while pending:
+                inner = pending.pop()
+                if isinstance(inner, str | list | dict) and inner in wanted:
+                    return True
+                pending += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else []
     return False
-
-
-def _values_in(value: Any) -> Iterator[Any]:
-    """Yield the value and all strings, lists and objects inside it."""
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str | list | dict):
-            yield one
-            pending += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
 
 
 def find_prefill(tokenizer: Any) -> str:

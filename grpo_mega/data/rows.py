@@ -39,8 +39,7 @@ _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?
 Message = dict[str, Any]
 ANSWER_COLUMNS = ("answer", "solution")  # tried in this order if answer_column is not set
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
-_NOT_FINITE = {"nan", "NaN", "NAN"}
-_NOT_FINITE |= {f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity")}
+_NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def answer_of(row: DataRow, column: str) -> str:
                 " the row"
             )
         return str(value)
-    if isinstance(value, str) and value.strip() in _NOT_FINITE:
+    if isinstance(value, str) and _NOT_FINITE.fullmatch(value.strip()):
         raise ConfigError(
             f"{row.place}: {column}={value!r} is a number that is not finite, written as text; correct or remove the"
             " row, or write \\infty for an infinite answer"

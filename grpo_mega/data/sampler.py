@@ -64,24 +64,22 @@ class Sampler:
         ]
 
     def draws(self, step: int) -> list[Draw]:
-        """Return the prompts of step `step` (from 0), with their sets and epochs. No row occurs twice."""
-        places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
-        sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
-        for number, (first, order, starts) in enumerate(sets):
-            drawn, start = order.last_step(starts), int(starts[-2])
-            for i, index in enumerate(drawn):
-                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (start + i) // order.num_prompts)))
-        return [draw for _, draw in sorted(places)]
-
-    def _begins(self, step: int) -> Ints:
-        """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
+        """Return the prompts of step `step` (from 0), with their sets and epochs. No row occurs twice.
 
         A step has an offset u in [0, 1). It draws as many prompts from a set as there are values of u, u + 1, u + 2,
         ... within the set's bounds.
         """
         offsets = (self._first_offset + _GOLDEN * np.arange(step + 1)) % 1.0
         counts = np.diff(np.ceil(self._bounds - offsets[:, None]), axis=1).astype(np.int64)
-        return np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
+        # [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1
+        all_starts = np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
+        places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
+        sets = zip(self._firsts, self._orders, all_starts.T, strict=True)
+        for number, (first, order, starts) in enumerate(sets):
+            drawn, start = order.last_step(starts), int(starts[-2])
+            for i, index in enumerate(drawn):
+                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (start + i) // order.num_prompts)))
+        return [draw for _, draw in sorted(places)]
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,15 @@ class RewardServer(Section):
                 raise self._failure("/classify", problem, "is it SGLang?")
             values = [self._output_of(item.get("embedding")) for item in items]
         else:
-            values = self._label_scores(texts, deadline)
+            labels = [int(label) for label in str(self.labels).split(",") if label]
+            body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
+            if labels:
+                body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
+            reply = self._ask("/v1/score", body, deadline)
+            rows = reply.get("scores") if isinstance(reply, dict) else None
+            if not isinstance(rows, list) or len(rows) != len(texts):
+                raise self._failure("/v1/score", f"gave {_shown(reply)}, not {len(texts)} scores", "is it SGLang?")
+            values = [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
         scale = self.scale if self.scale is not None else 0.1 if self.api == "chat" and not self.template else 1.0
         return [self._finite(scale * value) for value in values]
 
@@ -156,17 +164,6 @@ class RewardServer(Section):
 
     def _failure(self, path: str, problem: str, remedy: str) -> NoScore:
         return NoScore(f"the server at {self.url}{path} {problem}; {remedy}")
-
-    def _label_scores(self, texts: list[str], deadline: float) -> list[float]:
-        labels = [int(label) for label in str(self.labels).split(",") if label]
-        body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
-        if labels:
-            body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
-        reply = self._ask("/v1/score", body, deadline)
-        rows = reply.get("scores") if isinstance(reply, dict) else None
-        if not isinstance(rows, list) or len(rows) != len(texts):
-            raise self._failure("/v1/score", f"gave {_shown(reply)}, not {len(texts)} scores", "is it SGLang?")
-        return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
 
     def _output_of(self, values: Any) -> float:
         # The type check also rejects bool.

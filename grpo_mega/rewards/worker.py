@@ -203,20 +203,17 @@ class CheckJob:
                 resource.setrlimit(limit, (num_bytes, num_bytes))
         # These errors mean that the pool is gone.
         with contextlib.suppress(EOFError, BrokenPipeError), connection.Connection(inherited[0]) as pool:
-            self._serve(pool)
+            try:
+                functions = self._import()
+            except BaseException as error:
+                pool.send(describe_error(error))
+                return 0
+            pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
+            forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
+            while True:
+                name, samples, group = pool.recv()
+                pool.send(_run(functions[name], samples, group, forms.get(name, "text")))
         return 0
-
-    def _serve(self, pool: connection.Connection) -> None:
-        try:
-            functions = self._import()
-        except BaseException as error:
-            pool.send(describe_error(error))
-            return
-        pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
-        forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
-        while True:
-            name, samples, group = pool.recv()
-            pool.send(_run(functions[name], samples, group, forms.get(name, "text")))
 
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import

@@ -126,18 +126,8 @@ _PATTERNS = [
     (re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), dimension, Fraction(factor))
     for dimension, factor, names in (line.split(maxsplit=2) for line in _UNITS.strip().splitlines())
 ]
-_SIGNS = {
-    "$": "usd",
-    "US$": "usd",
-    "USD": "usd",
-    "R$": "brl",
-    "€": "eur",
-    "EUR": "eur",
-    "£": "gbp",
-    "GBP": "gbp",
-    "₹": "inr",
-}
-_SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
+_CURRENCIES = {"usd": "$ US$ USD", "brl": "R$", "eur": "€ EUR", "gbp": "£ GBP", "inr": "₹ Rs Rs.", "yen or yuan": "¥"}
+_SIGNS = {sign: currency for currency, signs in _CURRENCIES.items() for sign in signs.split()}
 _SIGN = re.compile(r"(?:(?P<sign>USD|EUR|GBP|Rs\.?|[€£₹¥])|(?P<country>[A-Z]{0,2})(?P<escape>\\?)\$) ?[-*]{0,3}\Z")
 _CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # matches the end of a formula
 # Units that can stand for several others; a pound may be sterling or mass.

@@ -84,19 +84,8 @@ _UNIT_RUN = re.compile(
     rf"(?<=[\d}}])(?:{_GAP}*{_MACRO}\{{(?! *{_NO_UNIT}\b){_UNIT_CONTENT}\}}(?:\^ ?(?:\{{-?\d\}}|-?\d))?)+(?=[\s$.]*\Z)"
 )
 _DIGITS = r"\{?(\d{1,6})\}?"
-_ORDINAL_WORD = {
-    "first": 1,
-    "second": 2,
-    "third": 3,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-}
-_ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
-_ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
+_ORDINAL_WORDS = "first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth"
+_ORDINALS = re.compile(rf"(?:the )?({_ORDINAL_WORDS})(?: place)?\.?", re.IGNORECASE)
 _NONE = re.compile(
     r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has "
     r"|the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
@@ -226,19 +215,14 @@ def rewrite_phrase(text: str) -> str:
         if pattern.fullmatch(text):
             return word
     if match := _ORDINALS.fullmatch(text):
-        return str(_ORDINAL_WORD[match[1].lower()])
+        return str(_ORDINAL_WORDS.split("|").index(match[1].lower()) + 1)
     return next((pattern.sub(phrase, text) for pattern, phrase in _PHRASES if pattern.fullmatch(text)), text)
 
 
 def is_single_word(text: str) -> bool:
     """Return whether a text is one word that can be an answer within a sentence: true, a weekday, seventh, zero."""
-    word = text.lower()
-    return (
-        word in _WORDS
-        or word in _ORDINAL_WORD
-        or word == "zero"
-        or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
-    )
+    is_known = text.lower() in (*_WORDS, *_ORDINAL_WORDS.split("|"), "zero")
+    return is_known or any(words.fullmatch(text) for words, _ in _TRANSLATIONS)
 
 
 def _of_myriads(match: re.Match[str]) -> str:

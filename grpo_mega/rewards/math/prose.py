@@ -343,17 +343,14 @@ def _last_expression(text: str) -> str | None:
         if found is not None:
             return found or None
         end = begin
-    return _joined_formulas(text, formulas) or _last_stated(text, formulas) or None
-
-
-def _joined_formulas(text: str, formulas: list[re.Match[str]]) -> str | None:
-    """Return the last formulas if "or", "and" or a comma joins them: "$x = 4$ or $x = -4$"."""
-    last: list[re.Match[str]] = formulas[-1:]
+    joined = formulas[-1:]  # the last formulas, if "or", "and" or a comma joins them: "$x = 4$ or $x = -4$"
     for before in reversed(formulas[:-1]):
-        if not _JOINT.fullmatch(text, before.end(), last[0].start()):
+        if not _JOINT.fullmatch(text, before.end(), joined[0].start()):
             break
-        last.insert(0, before)
-    return ", ".join(match[match.lastgroup or 0].strip() for match in last) if len(last) > 1 else None
+        joined.insert(0, before)
+    if len(joined) > 1:
+        return ", ".join(match[match.lastgroup or 0].strip() for match in joined)
+    return _last_stated(text, formulas) or None
 
 
 def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -> str | None:
