@@ -155,27 +155,21 @@ def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, 
 
     Training would silently drop the output layer, while transformers loads such a model with both.
     """
-    if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
-        raise WeightMappingError(
-            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
-        )
-
-
-def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. Reads block by block."""
-    (path, info), (other_path, other) = a, b
-    if (info.dtype, info.shape) != (other.dtype, other.shape):
-        return False
-    left = prod(info.shape) * ITEM_BYTES[info.dtype]
+    if output not in tensors:
+        return
+    (path, info), (other_path, other) = tensors[output], tensors[embedding]
+    is_same, left = (info.dtype, info.shape) == (other.dtype, other.shape), prod(info.shape) * ITEM_BYTES[info.dtype]
     with path.open("rb") as file, other_path.open("rb") as other_file:
         file.seek(info.offset)
         other_file.seek(other.offset)
-        while left > 0:
+        while is_same and left > 0:
             size = min(left, _COMPARED_BYTES)
-            if file.read(size) != other_file.read(size):
-                return False
+            is_same = file.read(size) == other_file.read(size)
             left -= size
-    return True
+    if not is_same:
+        raise WeightMappingError(
+            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
+        )
 
 
 def _read_bin(path: Path) -> dict[str, TensorInfo]:
