@@ -258,9 +258,8 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
                 try:
                     row = parse_json(line)
                 except ValueError as error:
-                    is_json = isinstance(error, json.JSONDecodeError)
-                    reason = f"{error.msg}, column {error.colno}" if is_json else str(error)
-                    raise ConfigError(f"{place} is not JSON ({reason}); write one JSON object per line") from None
+                    text = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                    raise ConfigError(f"{place} is not JSON ({text}); write one JSON object per line") from None
                 if not isinstance(row, dict):
                     problem = f"holds a JSON {type(row).__name__}, not an object"
                     raise ConfigError(f"{place} {problem}; write one JSON object per line")

@@ -190,10 +190,12 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     }
     if checkpoint.is_megatron:
         saved = read_metadata(checkpoint.weights)
-        # A checkpoint loads at any tensor-parallel size.
-        projection = next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight"))
-        tp_size = len({chunk.offset[-1] for chunk in projection.chunks})
-        description["layout"] = manifest.layout if manifest else f"any (saved in pieces of tp={tp_size})"
+        if manifest:
+            description["layout"] = manifest.layout
+        else:  # the checkpoint loads at any tensor-parallel size
+            projection = next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight"))
+            tp_size = len({chunk.offset[-1] for chunk in projection.chunks})
+            description["layout"] = f"any (saved in pieces of tp={tp_size})"
         description["optimizer"] = any(key.startswith("optimizer") for key in saved)
     return description
 
@@ -219,9 +221,9 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
     """Compare config, names, and every tensor bit by bit. Raise WeightMappingError if a checkpoint is damaged."""
     from grpo_mega.formats.reader import Streamer
 
-    configs = [{_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b)]
-    fields = ((k, *(config.get(k) for config in configs)) for k in sorted({*configs[0], *configs[1]}))
-    difference = FileDifference(config=[(k, in_a, in_b) for k, in_a, in_b in fields if in_a != in_b])
+    fields, others = ({_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b))
+    changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
+    difference = FileDifference(config=[(k, fields.get(k), others.get(k)) for k in changed])
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
     difference.missing = sorted(set(shapes) - set(other_shapes))

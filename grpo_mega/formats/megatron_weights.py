@@ -106,6 +106,7 @@ class MegatronWeights:
             if stored.keys not in self._chunks:
                 by_place = self._chunks[stored.keys] = defaultdict(list)
                 for chunk in self._find(stored).chunks:
+                    # A chunk may cover several layers and experts.
                     ranges = map(range, chunk.offset, map(add, chunk.offset, chunk.shape))
                     for place in product(*islice(ranges, len(stored.place))):
                         by_place[place].append(chunk)
@@ -164,7 +165,7 @@ class MegatronWeights:
         """Yield the parts of a Hugging Face tensor, each with its chunk."""
         for stored, piece in self._pieces[name]:
             depth = len(stored.place)
-            first = tuple(map(sub, piece.box.start, piece.offset))  # of the parameter in the Hugging Face tensor
+            first = tuple(map(sub, piece.box.start, piece.offset))  # start of the parameter in the Hugging Face tensor
             for chunk in self._chunks[stored.keys].get(stored.place, ()):
                 start = tuple(map(add, first, chunk.offset[depth:]))
                 held = Box(piece.box.tensor, start, tuple(map(add, start, chunk.shape[depth:])))

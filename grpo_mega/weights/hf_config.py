@@ -246,8 +246,8 @@ def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
 
 
 def _check_numbers(fields: Fields) -> None:
-    most = dict.fromkeys(_SIZES, _MAX_SIZE) | dict.fromkeys(_COUNTS, _MAX_COUNT) | {"num_hidden_layers": _MAX_LAYERS}
-    for name, limit in most.items():
+    limits = dict.fromkeys(_SIZES, _MAX_SIZE) | dict.fromkeys(_COUNTS, _MAX_COUNT) | {"num_hidden_layers": _MAX_LAYERS}
+    for name, limit in limits.items():
         value = fields.get(name)
         if value is not None and not (_is_int(value) and 1 <= value <= limit):
             raise _wrong(name, value, f"a positive whole number up to {limit:,}")

@@ -149,10 +149,10 @@ def compare_kinds(gold: str, text: str) -> bool | None:
     if "pmod" in gold or "pmod" in text:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
-        (minutes, half), (other, other_half) = gold_time, time
-        if half == other_half or (not half and minutes == other and minutes < 13 * 60):
-            return minutes == other
-        has_24_hours = bool(half) != bool(other_half) and max(minutes, other) >= 13 * 60  # 19:30 is 7:30 pm
+        (minutes, half), (other_minutes, other_half) = gold_time, time
+        if half == other_half or (not half and minutes == other_minutes and minutes < 13 * 60):
+            return minutes == other_minutes
+        has_24_hours = bool(half) != bool(other_half) and max(minutes, other_minutes) >= 13 * 60  # 19:30 is 7:30 pm
         return has_24_hours and _of_day(gold_time) == _of_day(time)
     if (values := _assigned(gold)) and (others := _assigned(text)) and values.keys() == others.keys():
         numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
