@@ -177,9 +177,7 @@ def _our_beta(inputs: Json, settings: Json) -> Json:
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
-    """Pack the responses as in training. After each response comes a position outside of the loss; here it holds
-    NaN.
-    """
+    """Pack the responses as in training. A position outside of the loss follows each; here it holds NaN."""
     names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
     names += ["teacher_logprobs"] if settings.get("distill_beta") else []
     vectors: Json = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}

@@ -246,9 +246,7 @@ def beta_cases() -> Iterator[Json]:
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Make ratios of 0.4 to 2.5. Advantages are constant per response and alternate in sign. `has_gaps` puts NaN at
-    masks.
-    """
+    """Make ratios of 0.4 to 2.5, and advantages of alternating signs. `has_gaps` puts NaN at masks."""
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:

@@ -56,15 +56,11 @@ DIGITS = 12  # precision of expected numbers in the file, so rounding difference
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)"
-    )
+    parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="default: %(default)s")
     parser.add_argument("--tolerance", type=float, help="for all kinds; default: 1e-6 for advantages, otherwise 1e-9")
     parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
     parser.add_argument("--file", type=user_path, default=FILE, help="the cases (%(default)s)")
-    parser.add_argument(
-        "--write", action="store_true", help="compute the expected numbers with the oracles and write the file"
-    )
+    parser.add_argument("--write", action="store_true", help="write the file with the oracles' numbers")
     options = parser.parse_args(arguments)
     if options.write:
         options.file.write_text(dumps(computed_cases()))
@@ -128,9 +124,7 @@ def rounded(value: Any) -> Any:
 
 
 def dumps(cases: list[dict[str, Any]]) -> str:
-    """Return the cases as JSON with one line per response, group or set of settings, for readable diffs. NaN becomes
-    null.
-    """
+    """Return JSON with one line per response, group or settings, for readable diffs. NaN becomes null."""
     bodies = [",\n".join(f"  {_line(name)}: {_block(value, '  ')}" for name, value in case.items()) for case in cases]
     return "[\n" + ",\n".join(f" {{\n{body}\n }}" for body in bodies) + "\n]\n"
 
@@ -142,9 +136,7 @@ def loads(text: str) -> list[dict[str, Any]]:
 
 
 def _block(value: Any, indent: str) -> str:
-    """Return the JSON of a value. Arrays of arrays or objects have one line per item, objects of arrays one line per
-    name.
-    """
+    """Return JSON with one line per item of nested arrays, and per name of objects of arrays."""
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
         return "[\n" + ",\n".join(f"{indent} {_line(item)}" for item in value) + f"\n{indent}]"
     if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):

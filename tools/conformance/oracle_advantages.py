@@ -95,9 +95,7 @@ def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
 
 
 def outcome(sample: Scored, settings: AdvantageSettings) -> float:
-    """Return the sample's reward plus the overlong penalty, minus the sum of its KL penalties if they are in the
-    reward.
-    """
+    """Return the reward plus the overlong penalty, minus the KL penalties if they are in the reward."""
     assert sample.reward is not None
     return sample.reward + overlong_penalty(sample.length, settings) - math.fsum(penalties(sample, settings))
 
@@ -109,9 +107,7 @@ def counts(sample: Scored, settings: AdvantageSettings) -> bool:
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
-    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var divides by their number minus
-    1.
-    """
+    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var has ddof 1."""
     pairs = [list(zip(group, rows, strict=True)) for group, rows in zip(groups, values, strict=True)]
     tokens = [token for group in pairs for sample, row in group if counts(sample, settings) for token in row]
     if len(tokens) < 2 or max(tokens) == min(tokens):
@@ -148,9 +144,7 @@ def of_groups(groups: Groups, settings: AdvantageSettings, score: Score) -> Adva
 
 
 def zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return (r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; r - mean for Dr. GRPO (arXiv
-    2503.20783).
-    """
+    """Return (r - mean) / (std + eps), arXiv 2402.03300, 4.1.2; r - mean for Dr. GRPO, arXiv 2503.20783."""
     if len(rewards) <= settings.std_ddof:
         return [0.0 for _ in rewards]
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps if settings.normalize_by_std else 1.0
@@ -178,9 +172,7 @@ def with_others(rewards: Sequence[float]) -> list[tuple[float, list[float]]]:
 
 
 def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return (r_i - mean) / (std + eps) with mean and std of the other rewards. Return r_i - mean if the others are
-    equal.
-    """
+    """Return (r_i - mean) / (std + eps) over the other rewards, or r_i - mean if they are equal."""
     result = []
     for centered, (_, others) in zip(leave_one_out(rewards, lengths, settings), with_others(rewards), strict=True):
         std = deviation(others, settings.std_ddof)
@@ -239,9 +231,7 @@ def grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """As grpo_process, but normalize each reward over rewards of the same turn in the group (MT-GRPO, arXiv
-    2505.11821).
-    """
+    """As grpo_process, but normalize over rewards of the same turn (MT-GRPO, arXiv 2505.11821)."""
     result = of_outcomes_if_any(groups, settings)
     for group, rows in zip(groups, result, strict=True):
         own: list[list[float]] = [[] for _ in group]
@@ -271,9 +261,7 @@ def add_steps(group: Sequence[Scored], rows: list[list[float]], own: Sequence[Se
 
 
 def over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r minus its group's mean, divided by the deviation of all rewards of the step (Lite PPO, arXiv
-    2508.08221).
-    """
+    """Divide r minus its group's mean by the deviation of all rewards (Lite PPO, arXiv 2508.08221)."""
     rewards = [outcome(sample, settings) for group in groups for sample in group if sample.reward is not None]
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps
     centered = of_groups(groups, settings, less_mean)
@@ -281,9 +269,7 @@ def over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advanta
 
 
 def gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return the weighted sum of z-scores, one per reward function, normalized over all responses (GDPO, arXiv
-    2601.05242).
-    """
+    """Normalize the weighted sums of z-scores per reward function over all responses (arXiv 2601.05242)."""
     sums: list[list[tuple[Scored, float]]] = []  # each sample with its weighted sum
     for group in groups:
         totals = [0.0 for _ in group]
@@ -305,9 +291,7 @@ def gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Sum token rewards from each token to the last: -beta KL_t, plus r at the last token (arXiv 2501.03262, gamma
-    1).
-    """
+    """Sum -beta KL_t from each token to the last, and r at the last token (arXiv 2501.03262, gamma 1)."""
     result: Advantages = []
     for group in groups:
         result.append([])

@@ -187,9 +187,7 @@ def gspo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
 
 
 def gspo_token(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient and
-    advantage.
-    """
+    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient."""
     ratio = sequence_ratio(response, kept).detach()
     ones = {t: (response.logprobs[t] - response.logprobs[t].detach()).exp() for t in kept}
     return {t: -clipped_objective(ratio * ones[t], response.advantages[t], settings) for t in kept}
@@ -227,9 +225,7 @@ def reinforce(response: Response, kept: Sequence[int], settings: Settings) -> di
 
 
 def by_covariance(response: Response, kept: Sequence[int], settings: Settings, chosen: set[int]) -> dict[int, Tensor]:
-    """arXiv 2505.22617, 4.2: clip_cov removes the chosen tokens unless they are clipped; kl_cov adds |log r| to
-    them.
-    """
+    """arXiv 2505.22617, 4.2: clip_cov removes chosen tokens that are not clipped; kl_cov adds |log r|."""
     if settings.loss_type == "kl_cov":
         terms = {t: -token_ratio(response, t) * response.advantages[t] for t in kept}
         gaps = {t: settings.cov_kl * log_ratio(response, t).abs() for t in chosen}
@@ -316,9 +312,7 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
 
 
 def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
-    """Return the mean weight over unmasked tokens, or over non-empty responses if each has one weight; 1 if the mean is
-    0.
-    """
+    """Return the mean weight over unmasked tokens, or over responses if each has one; 1 instead of 0."""
     weights = [list(correct(response, settings)[0].values()) for response in responses]
     if settings.importance == "sequence":
         weights = [row[:1] for row in weights]
