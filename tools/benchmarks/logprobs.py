@@ -100,7 +100,7 @@ def main(arguments: list[str] | None) -> int:
         f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32"
     )
     formats = {"extra_mib": ".1f", "cpu_seconds": ".2f", "seconds": ".2f", "max_error": ".1e"}
-    rows = [("", "extra MiB", "CPU s", "s", "max error")]
+    rows: list[tuple[str, ...]] = [("", "extra MiB", "CPU s", "s", "max error")]
     rows += [(name, *(format(f[key], form) for key, form in formats.items())) for name, f in found.items()]
     result: dict[str, Any] = {}
     for peer, suffix in (("trl", ""), ("log_softmax", "_log_softmax")):

@@ -137,7 +137,7 @@ def loss_cases() -> Iterator[Json]:
         items, correction = responses(20 + number, [5, 3, 6]), CORRECTIONS["importance, mask and veto"]
         yield loss(f"{loss_type}, {kind} and entropy, tokens dropped", items, **regularized, correction=correction)
     for number, (name, correction) in enumerate(CORRECTIONS.items()):
-        changes = {"loss_agg_func": "token-mean", "correction": correction}
+        changes: Json = {"loss_agg_func": "token-mean", "correction": correction}
         for loss_type in ("actor", "gspo") if number < 8 or name == "off-policy mask" else ("actor",):
             yield loss(f"{loss_type}, {name}", responses(30 + number, [4, 3, 5]), loss_type=loss_type, **changes)
     yield from teacher_cases()
@@ -171,7 +171,7 @@ def loss_edges() -> Iterator[Json]:
     some = responses(50, [3, 4])
     all_masked = [item | {"mask": [0] * len(item["mask"])} for item in some]
     for loss_type in LOSS_TYPES:
-        own = {"loss_type": loss_type} | COVARIANCE_SETTINGS.get(loss_type, {})
+        own: Json = {"loss_type": loss_type} | COVARIANCE_SETTINGS.get(loss_type, {})
         yield loss(f"{loss_type}, ratios e^+-10000", beyond, **own)
         own |= {"kl_beta": 0.1, "entropy_bonus": 0.1}
         yield loss(f"{loss_type}, responses without tokens", responses(60, [0, 2, 0]), **own)

@@ -100,7 +100,7 @@ def dense(num_params: float) -> dict[str, Any]:
 
 def moe(num_tensors: int) -> dict[str, Any]:
     layers = 4
-    experts = {
+    experts: dict[str, Any] = {
         "num_experts": max(2, (num_tensors // layers - 9) // 3),
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,

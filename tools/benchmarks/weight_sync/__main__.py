@@ -134,7 +134,8 @@ def source_of(text: str) -> MegatronLayout:
     order = found.pop("order", ORDERS[0])
     if order not in ORDERS:
         raise ConfigError(f"--source: order={order} is not known; use {' or '.join(ORDERS)}")
-    return MegatronLayout(order=order, **whole_numbers("--source", found))
+    tp, pp, vpp, dp, ep = (dict.fromkeys(SIZES, 1) | whole_numbers("--source", found)).values()
+    return MegatronLayout(tp, pp, vpp, dp, order, ep=ep)
 
 
 def target_of(text: str) -> EngineLayout:
