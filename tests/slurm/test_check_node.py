@@ -89,7 +89,7 @@ def test_the_cuda_version_of_torch_is_read_without_importing_torch(
 def test_a_missing_compiler_is_a_problem_if_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     [problem] = check_node.compiler_problems()
-    assert problem.startswith("nvcc is not there, with which SGLang compiles kernels")
+    assert problem.startswith("nvcc is missing; SGLang compiles kernels")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "nvcc").chmod(0o755)
