@@ -84,7 +84,7 @@ class Bench:
         load_shards(trainer.rank_shards(rank), self.weights, self.read)
         self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
         self._syncs = [WeightSync(plan, DTYPE, spec.bucket_bytes, meet, verify=verify) for verify in (False, True)]
-        self._gather = FullGather(trainer, spec.source, self.wanted, DTYPE)
+        self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
 
     def read(self, box: Box) -> Tensor:
         """Return the contents of a slice of a Hugging Face tensor: pseudorandom numbers below 2."""
