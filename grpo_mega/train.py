@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
-from grpo_mega.observe.progress import progress
+from grpo_mega.observe.progress import phase
 from grpo_mega.observe.run_log import num_logged
 from grpo_mega.paths import EXPORT_DIR, TRACE
 from grpo_mega.rewards.scorer import drop_unusable
@@ -28,7 +27,9 @@ from grpo_mega.run.batches import (
     gather_old_logprobs,
     is_zero_variance,
     pack,
+    shown_logprobs,
     staleness_metrics,
+    update_policy,
 )
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
@@ -56,7 +57,8 @@ def run(config: Config) -> None:
             job.log,
             runtime.everyone,
         )
-        job.colocation.sync_weights(version=first)
+        with phase("sending the weights to the engines", job.shows_progress):
+            job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         take_step = generate_step if job.policy is None else train_step
         for step in range(first, config.steps):
@@ -70,7 +72,7 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR)
+                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR, shows_progress=job.shows_progress)
             job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
 
 
@@ -90,7 +92,8 @@ def train_step(job: Job, step: int) -> None:
         batches = pack(config, groups, policy) if is_trained else []
     with job.colocation.training():  # the trainer owns the GPUs' memory in this block
         if is_trained:
-            batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
+            with shown_logprobs(config, batches, job.shows_progress):
+                batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
             metrics |= update(job, policy, batches)
         after_update(job, policy, step, groups, batches, metrics)
         job.steps_done, job.backlog = step + 1, backlog
@@ -167,13 +170,8 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
 
 def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -> StepMetrics:
     """Run the optimizer steps of one rollout, one per mini-batch."""
-    num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
-    with (
-        job.timers("update"),
-        progress(num_passes, "update, micro-batches", job.shows_progress) as bar,
-        recorder().heard(bar.advance),
-    ):
-        return mean_over_updates(policy.update(batches))
+    with job.timers("update"):
+        return mean_over_updates(update_policy(job.config, policy, batches, job.pace, job.shows_progress))
 
 
 def after_update(

@@ -245,7 +245,7 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
 def num_beats(act: Callable[[], None]) -> int:
     """Return how often the hang watch hears of progress during `act()`, besides collectives."""
     beats: list[int] = []
-    with recorder().heard(lambda: beats.append(1)):
+    with recorder().heard(lambda kind: beats.append(1)):
         act()
     return len(beats)
 
