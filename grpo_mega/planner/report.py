@@ -19,6 +19,14 @@ from grpo_mega.planner.plan import MARGIN, Option, Plan, first_changes, other_pl
 from grpo_mega.preflight import Findings
 
 WIDTH, LABEL_WIDTH = 100, 26
+# Words of the text, and what they are called in a plan for ranks on a CPU.
+WITHOUT_GPU = {
+    "per GPU": "per rank",
+    "tokens/s/GPU": "tokens/s/rank",
+    "Memory of a device": "Memory of a rank",
+    "from peak rates": "from measured rates",
+    "of the bf16 peak": "of the measured product",
+}
 AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 
 
@@ -48,7 +56,7 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
         yield ReportSection("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
     usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
     notes = {host.saving.label: "while a checkpoint is gathered"}
-    if host.peak.gib > usual:
+    if host.peak.gib > usual and not setup.card.is_cpu:
         notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
     yield ReportSection(
         "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
@@ -81,9 +89,8 @@ def _batch(plan: Plan) -> ReportSection:
 def _communication(plan: Plan) -> ReportSection:
     notes = {}
     for link in plan.links:
-        where = (
-            f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
-        )
+        name = "network" if link.crosses else plan.setup.card.link
+        where = f"{name}; {link.num_crossing} of {link.num_groups} groups across nodes"
         notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
     figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
     return ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
@@ -158,7 +165,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             {
                 "kind": link.kind,
                 "sent_bytes": link.sent.value,
-                "link": "network" if link.crosses else "nvlink",
+                "link": "network" if link.crosses else setup.card.link.lower(),
                 "groups": link.num_groups,
                 "groups_across_nodes": link.num_crossing,
                 "seconds": link.seconds.value,
@@ -226,7 +233,10 @@ def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, 
         parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
     if explains:
         parts.append(_assumptions(plan))
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    text = "\n\n".join("\n".join(lines) for lines in parts if lines)
+    for words, without_gpu in WITHOUT_GPU.items() if plan.setup.card.is_cpu else ():
+        text = text.replace(words, without_gpu)
+    return text
 
 
 def refusal_text(findings: Findings) -> str:
@@ -299,7 +309,8 @@ def _verdict(plan: Plan) -> list[str]:
     )
     parameters = plan.checkpoint.inputs["parameters"]
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-    title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
+    place = f"{setup.world_size} {'ranks of' if setup.card.is_cpu else 'x'} {setup.card.title}"
+    title = f"{setup.shape.model_type}, {size} parameters, on {place}"
     return [title, *_wrapped([answer]), speed, *_wrapped(_faster(plan))]
 
 
