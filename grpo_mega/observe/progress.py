@@ -138,14 +138,14 @@ class _TerminalBar(Bar):
     def __init__(self, display: Progress, total: int | None, description: str, unit: Unit) -> None:
         super().__init__(total, description, unit)
         self._display = display
-        left = f"of at most {total} s" if unit == "seconds" else ""
-        self._task = display.add_task(description, total=total, rate="", left=left)
+        self._first_left = f"of at most {total} s" if unit == "seconds" else ""
+        self._task = display.add_task(description, total=total, rate="", left=self._first_left)
 
     def _show(self, left: str | None) -> None:
         seconds = self._clock() - self._began
         rate = _rate(self._tokens, seconds) if self._tokens else ""
-        fields = {} if self._unit == "seconds" else {"left": left if left is not None else self._left(seconds)}
-        self._display.update(self._task, completed=self._done, rate=rate, **fields)
+        text = left if left is not None else self._left(seconds) or self._first_left
+        self._display.update(self._task, completed=self._done, rate=rate, left=text)
 
 
 class Pace:

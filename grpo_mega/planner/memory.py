@@ -287,7 +287,7 @@ def _served(setup: PlannedJob) -> EngineMemory:
     hidden, vocab, tp, concurrent = setup.shape.hidden, setup.shape.vocab, rollout.tp, rollout.max_concurrent
     weights, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
     cache_tokens = rollout.cache_tokens
-    if cache_tokens is None and card.is_cpu:  # as EngineSettings.cache_tokens
+    if cache_tokens is None and card.is_cpu:  # a server on a CPU has this default (EngineSettings.cache_tokens)
         cache_tokens = concurrent * setup.longest_sample + 256
     if cache_tokens is not None:
         cache = product("KV cache", tokens=cache_tokens, per_token=per_token)

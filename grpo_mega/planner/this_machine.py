@@ -35,7 +35,7 @@ from grpo_mega.weights.spec import ModelShape
 
 MEMORY = "memory"  # start of the findings on memory
 SURELY_TOO_MUCH = 1.25  # share of the machine's memory; estimates may be 25% too high
-MOST_ROWS = 2048  # of the measured product
+MOST_ROWS = 2048  # largest number of rows in the measured product
 SECONDS_TO_MEASURE = 120.0
 _MEASURE = """
 import json, sys, time
@@ -123,8 +123,8 @@ def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--gpu cpu: torch cannot measure a matrix product here ({error}); repair torch") from None
     found = json.loads(measured.stdout)
-    threads = max(1, num_cores() // ranks)  # as rank_environments
-    share = min(1.0, num_cores() / ranks)  # of a core, if there are more ranks than cores
+    threads = max(1, num_cores() // ranks)  # rank_environments gives each rank so many
+    share = min(1.0, num_cores() / ranks)  # share of a core that a rank gets if there are more ranks than cores
     return Rates(found["flops"] * threads * share, found["copied_bytes"] * share, found["call_s"] / share)
 
 

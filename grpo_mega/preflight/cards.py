@@ -126,11 +126,11 @@ class CpuAssumptions(Assumptions):
     worker_host_gib: float = _assume(0.1, "memory of a reward worker that it does not share with its parent")
     decode_hbm_share: float = _assume(0.80, "share of the measured copy's rate when weights and cache are read")
     prefill_share: float = _assume(0.50, "share of the measured product's rate in prefill and decoding")
-    step_overhead_s: float = _assume(0.2, "remainder of a step: last rewards, packing, logs")
+    step_overhead_s: float = _assume(0.3, "remainder of a step: last rewards, packing, logs")
     # Overheads, in calls of a small operation. The time of a call is measured, because it depends on machine and load.
-    pass_layer_calls: float = _assume(150, "calls in the forward pass of a layer")
-    decode_layer_calls: float = _assume(60, "calls in a decoding step of a layer")
-    decode_step_calls: float = _assume(100, "calls in a decoding step besides the layers")
+    pass_layer_calls: float = _assume(600, "calls in the forward pass of a layer")
+    decode_layer_calls: float = _assume(250, "calls in a decoding step of a layer")
+    decode_step_calls: float = _assume(800, "calls in a decoding step besides the layers")
     gloo_s: float = _assume(3e-4, "time of a small all-reduce of gloo between the ranks of a machine")
     gloo_bytes: float = _assume(1e9, "rate of gloo between the ranks of a machine, bytes per second")
 
