@@ -77,7 +77,7 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     world_size = options.world_size or config.layout.world_size
     machine = Machine(world_size, world_size if is_here else options.gpus_per_node, card)
     if is_here and options.model is None and options.model_config is None:
-        findings = this_machine.find_all(config, machine)  # the same findings as in training
+        findings = this_machine.find_all(config, machine)  # it lists the same findings as training
     else:
         read = partial(read_planned_model, model_config=options.model_config, name=options.model)
         findings = (this_machine.find_all if is_here else find_all)(config, machine, read)
