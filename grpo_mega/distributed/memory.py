@@ -26,7 +26,12 @@ class HostRoom:
 
 
 def host_room(root: Path = Path("/")) -> HostRoom:
-    """Return the smallest limit that applies to this process: of the machine, or of one of its control groups."""
+    """Return the smallest limit that applies to this process: of the machine, or of one of its control groups.
+
+    A system without /proc has no limit.
+    """
+    if not (root / "proc/meminfo").is_file():
+        return HostRoom(NO_LIMIT, NO_LIMIT)
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
     kib = {name: int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")}
     total, available = (kib["MemTotal"] + kib["SwapTotal"]) << 10, (kib["MemAvailable"] + kib["SwapFree"]) << 10

@@ -81,6 +81,10 @@ def test_the_smallest_limit_of_machine_and_groups_counts(
     assert host_room(write_files(tmp_path, files)) == expected
 
 
+def test_a_system_without_proc_refuses_nothing(tmp_path: Path) -> None:
+    assert host_room(tmp_path).available >= 2**60
+
+
 def test_a_process_holds_what_it_has_written() -> None:
     before = resident_bytes(os.getpid())
     held = b"1" * 100_000_000

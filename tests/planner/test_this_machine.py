@@ -99,6 +99,8 @@ def test_all_commands_list_the_same_findings(tmp_path: Path, capsys: pytest.Capt
     assert found[0] == found[1] == found[2]
     text = "\n".join(found[0])
     assert len(found[0]) == 3
+    code = cli.main(["check", str(path), "--layouts", "tp=two tp=2"])
+    assert set(found[0]) < set(lines_of(code, capsys.readouterr().err)), "a bad layout must not hide other problems"
     assert all(part in text for part in ("no_such_package", "none.jsonl", "tp=2"))
 
 
