@@ -26,6 +26,7 @@ WITHOUT_GPU = {
     "Memory of a device": "Memory of a rank",
     "from peak rates": "from measured rates",
     "of the bf16 peak": "of the measured product",
+    "TFLOP/s bf16, 0 fp8, HBM": "TFLOP/s per rank, memory",
 }
 AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 
@@ -421,8 +422,8 @@ def _assumptions(plan: Plan) -> list[str]:
     card = plan.setup.card
     rates = (
         f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g} fp8, "
-        f"HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network {card.network_bytes / 1e9:g}, "
-        f"host {card.host_bytes / 1e9:g}"
+        f"HBM {card.hbm_bytes / 1e9:g} GB/s, {card.link} {card.nvlink_bytes / 1e9:g}, "
+        f"network {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
     )
     rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
     return [_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")]

@@ -125,6 +125,8 @@ class CpuAssumptions(Assumptions):
     workspace_gib: float = _assume(0.0, "workspaces of the products")
     worker_host_gib: float = _assume(0.1, "memory of a reward worker that it does not share with its parent")
     decode_hbm_share: float = _assume(0.80, "share of the measured copy's rate when weights and cache are read")
+    decode_layer_s: float = _assume(0.0, "a layer's overhead in a decoding step: decode_layer_calls at measured time")
+    embedded_layer_s: float = _assume(0.0, "the same in the transformers model")
     prefill_share: float = _assume(0.50, "share of the measured product's rate in prefill and decoding")
     step_overhead_s: float = _assume(0.3, "remainder of a step: last rewards, packing, logs")
     # Overheads, in calls of a small operation. The time of a call is measured, because it depends on machine and load.
