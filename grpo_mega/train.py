@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
-from grpo_mega.observe.progress import progress
+from grpo_mega.observe.progress import phase
 from grpo_mega.observe.run_log import num_logged
 from grpo_mega.paths import EXPORT_DIR, TRACE
 from grpo_mega.rewards.scorer import drop_unusable
@@ -30,6 +29,7 @@ from grpo_mega.run.batches import (
     is_zero_variance,
     pack,
     staleness_metrics,
+    update_policy,
 )
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
@@ -57,7 +57,8 @@ def run(config: Config) -> None:
             job.log,
             runtime.everyone,
         )
-        job.colocation.sync_weights(version=first)
+        with phase("sending the weights to the engines", job.shows_progress):
+            job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
         take_step = generate_step if job.policy is None else train_step
         for step in range(first, config.steps):
@@ -71,7 +72,7 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR)
+                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR, shows_progress=job.shows_progress)
             job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
 
 
@@ -88,7 +89,9 @@ def train_step(job: Job, step: int) -> None:
             assign_advantages(config, policy.algorithm, groups)
         batches = pack(config, groups, policy)
     with job.colocation.training():  # the trainer owns the GPUs' memory in this block
-        batches = attach_logprobs(config, groups, batches, policy, job.runtime, job.timers, step)
+        batches = attach_logprobs(
+            config, groups, batches, policy, job.runtime, job.timers, step, shows_progress=job.shows_progress
+        )
         metrics |= update(job, policy, batches)
         after_update(job, policy, step, groups, batches, metrics)
         job.save_if_due(step + 1, backlog)
@@ -164,13 +167,8 @@ def update(job: Job, policy: Policy, batches: Sequence[Sequence[PackedBatch]]) -
     """Run the optimizer steps of one rollout, one per mini-batch. Return {} without batches."""
     if not batches:
         return {}
-    num_passes = sum(map(len, batches)) * (job.config.layout.vpp or 1) * job.config.batch.epochs
-    with (
-        job.timers("update"),
-        progress(num_passes, "update, micro-batches", job.shows_progress) as bar,
-        recorder().heard(bar.advance),
-    ):
-        return mean_over_updates(policy.update(batches))
+    with job.timers("update"):
+        return mean_over_updates(update_policy(job.config, policy, batches, job.pace, job.shows_progress))
 
 
 def after_update(

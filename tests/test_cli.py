@@ -17,6 +17,7 @@ from grpo_mega import cli
 from grpo_mega.config import Config, LayoutConfig
 from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
+from grpo_mega.preflight import Findings
 from grpo_mega.preflight.layout import world_size_problems
 
 HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
@@ -54,7 +55,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module.run = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "grpo_mega.train", module)
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
-    monkeypatch.setattr("grpo_mega.preflight.check_config", lambda config, machine: None)
+    monkeypatch.setattr("grpo_mega.planner.this_machine.find_all", lambda config, machine: Findings())
     return configs
 
 

@@ -10,19 +10,20 @@ processes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import CheckOptions
-from grpo_mega.commands.train import rank_imports
+from grpo_mega.commands.train import print_notes, rank_imports
 from grpo_mega.config import Config
-from grpo_mega.distributed.launch import launch_processes
+from grpo_mega.distributed.launch import current_rank, launch_processes
 from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.observe.progress import phase
 from grpo_mega.processes import private_folder
 from grpo_mega.types import Group, StepMetrics
 from grpo_mega.weights.boxes import Box
@@ -52,6 +53,24 @@ class Case:
     @property
     def world_size(self) -> int:
         return self.config.layout.world_size
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The cases of one launch, keyed by their index, and the state of the check when it starts."""
+
+    members: dict[int, Case]
+    folder: Path
+    num_done: int  # cases of earlier launches
+    num_cases: int  # cases of all launches
+    started_at: float  # start of the check on this machine's monotonic clock
+
+    def line(self, index: int) -> str:
+        """Return the line that rank 0 prints before a case, with the time left if all cases take equally long."""
+        done = self.num_done + list(self.members).index(index)
+        seconds = time.monotonic() - self.started_at
+        left = f", about {seconds * (self.num_cases - done) / done:.0f} s left" if done else ""
+        return f"check: {self.members[index].name}, {done + 1} of {self.num_cases} ({seconds:.0f} s{left})"
 
 
 @dataclass
@@ -101,23 +120,42 @@ def run(options: CheckOptions) -> int:
 
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raise ConfigError for a bad layout."""
-    from grpo_mega import preflight
-
     config = config.model_copy(
         update={
             "batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}),
             "run_dir": Path("unused"),
         }
     )
-    cases = [Case("one rank", with_layout(config, "tp=1"))]
-    cases += [Case(text, with_layout(config, text)) for text in layouts]
-    found = (preflight.find_problems(case.config, preflight.this_machine(case.config.layout)) for case in cases)
-    raise_all(chain.from_iterable(found))
+    with phase("checking the config, the model's files and the data", config.log.progress):
+        cases = find_cases(config, layouts)
     with private_folder() as folder:
         baseline, *outcomes = run_cases(cases, folder)
         return [
             compare_outcomes(case.name, outcome, baseline) for case, outcome in zip(cases[1:], outcomes, strict=True)
         ]
+
+
+def find_cases(config: Config, layouts: Sequence[str]) -> list[Case]:
+    """Return a case for a single rank and one for each layout. Raise ConfigError with all problems of all cases."""
+    from grpo_mega import preflight
+    from grpo_mega.planner import this_machine
+
+    cases: list[Case] = []
+    problems: list[str] = []
+    notes: dict[str, None] = {}  # each once, in order
+    for name, text in [("one rank", "tp=1"), *((text, text) for text in layouts)]:
+        try:
+            case = Case(name, with_layout(config, text))
+        except ConfigError as error:
+            problems += error.lines
+            continue
+        found = this_machine.find_all(case.config, preflight.this_machine(case.config.layout))
+        problems += found.violations
+        notes |= dict.fromkeys(found.notes)
+        cases.append(case)
+    raise_all(problems)
+    print_notes(notes)
+    return cases
 
 
 def with_layout(config: Config, text: str) -> Config:
@@ -137,9 +175,12 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     """
     import torch
 
+    started_at, num_done = time.monotonic(), 0
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
-        code = launch_processes(run_members, (members, folder), world_size, folder / f"logs-{world_size}")
+        request = Launch(members, folder, num_done, len(cases), started_at)
+        num_done += len(members)
+        code = launch_processes(run_members, request, world_size, folder / f"logs-{world_size}")
         if code:
             names = [c.name for i, c in members.items() if not (folder / str(i) / "outcome.pt").exists()]
             failed = names[0] if names else "the end of the launch"
@@ -147,11 +188,11 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     return [torch.load(folder / str(i) / "outcome.pt", weights_only=False) for i in range(len(cases))]
 
 
-def run_members(launched: tuple[dict[int, Case], Path]) -> None:
+def run_members(launched: Launch) -> None:
     """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and
     checkpoint.
     """
-    members, folder = launched
+    members, folder, is_main = launched.members, launched.folder, not current_rank()
     first = next(iter(members.values())).config
     with rank_imports(first):
         import torch
@@ -161,6 +202,7 @@ def run_members(launched: tuple[dict[int, Case], Path]) -> None:
         from grpo_mega.run.job import open_job
 
     if not (folder / "groups.pt").exists():  # the first launch has a single rank
+        print("check: generating samples on one rank", flush=True)
         with open_job(first.model_copy(update={"run_dir": folder / "run"})) as job:
             job.colocation.sync_weights(version=0)
             prompts = [turn.prompt for turn in job.draw(0)][: first.batch.prompts_per_step]
@@ -168,6 +210,8 @@ def run_members(launched: tuple[dict[int, Case], Path]) -> None:
             torch.save(job.rollouts.score(generated)[0], folder / "groups.pt")
     device = runtimes.join(first)
     for index, case in members.items():
+        if is_main:
+            print(launched.line(index), flush=True)
         groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
         runtime = runtimes.arrange(case.config, device)
         run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
@@ -179,8 +223,15 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
+    from grpo_mega.observe.progress import Pace
     from grpo_mega.observe.timers import Timers
-    from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack
+    from grpo_mega.run.batches import (
+        assign_advantages,
+        attach_logprobs,
+        gather_responses,
+        pack,
+        update_policy,
+    )
     from grpo_mega.run.model_files import build_policy, export_policy, read_model_files
 
     model = read_model_files(case.config)
@@ -189,7 +240,8 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     if not policy.algorithm.has_kl_reward:
         assign_advantages(case.config, policy.algorithm, groups)
     batches = pack(case.config, groups, policy)
-    batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers())
+    is_shown = runtime.rank == 0 and case.config.log.progress
+    batches = attach_logprobs(case.config, groups, batches, policy, runtime, Timers(), shows_progress=is_shown)
     outcome = Outcome([], {"old_logprobs": {}, "ref_logprobs": {}, "teacher_logprobs": {}}, folder / "hf")
     for name, by_sample in outcome.logprobs.items():
         values_of = attrgetter(name)
@@ -197,7 +249,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
         if runtime.max(has_values.to(runtime.device.torch_device)):
             values = gather_responses(values_of, batches, samples, runtime)
             by_sample.update({(s.prompt.id, s.index): part for s, part in zip(samples, values, strict=True)})
-    outcome.updates = policy.update(batches)
+    outcome.updates = update_policy(case.config, policy, batches, Pace(), is_shown)
     export_policy(policy, model, outcome.checkpoint)
     if runtime.rank == 0:
         torch.save(outcome, folder / "outcome.pt")

@@ -90,7 +90,7 @@ def run(options: EvalOptions) -> int:
     request = make_request(options)
     if request.note is not None and not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
-    check_config(request.config)
+    check_config(request.config, trains=False)
     with private_folder() as folder:
         run_dir = folder / "run"
         if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages
@@ -208,6 +208,7 @@ def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> t
 def evaluate_request(request: EvalRequest) -> None:
     """Evaluate as one rank. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
     with rank_imports(request.config):
+        from grpo_mega.observe.progress import phase
         from grpo_mega.run.evaluation import evaluate_set, write_rows
         from grpo_mega.run.job import open_job
 
@@ -215,7 +216,8 @@ def evaluate_request(request: EvalRequest) -> None:
     with open_job(request.config, request.build_policy) as job:
         for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
             signal.signal(number, signal.default_int_handler)
-        job.colocation.sync_weights(version=request.step)
+        with phase("sending the weights to the engines", job.shows_progress):
+            job.colocation.sync_weights(version=request.step)
         sets = prompts_of(job, request)
         results = {name: evaluate_set(job.rollouts, name, prompts, request.step) for name, prompts in sets.items()}
         if job.is_main:

@@ -118,7 +118,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
-    gpu: str = flag("default: h100", default="h100", choices=("a100", "h100", "h200", "b200"))
+    gpu: str = flag("default: h100", default="h100", choices=("a100", "h100", "h200", "b200", "cpu"))
     world_size: int | None = flag("number of GPUs; default: the layout's", "N")
     gpus_per_node: int = flag("default: 8", "N", 8)
     model: str | None = flag("well-known model to plan with: llama-3-70b, qwen3-30b-a3b, ...", "NAME")

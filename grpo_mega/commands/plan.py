@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean
 
@@ -11,14 +12,14 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
-from grpo_mega.planner import report
+from grpo_mega.planner import report, this_machine
 from grpo_mega.planner.generation import read_lengths
-from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.known_models import known_model, read_planned_model
+from grpo_mega.planner.job import PlannedJob, plan_on
+from grpo_mega.planner.known_models import known_model, read_planned_model, read_teachers
 from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all
-from grpo_mega.preflight.cards import ASSUMED, card_of
-from grpo_mega.weights.spec import ModelShape
+from grpo_mega.preflight.cards import ASSUMED, CPU, card_of
+from grpo_mega.preflight.model import Model
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -60,7 +61,8 @@ def run(options: PlanOptions) -> int:
 
 def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
-    card = card_of(options.gpu)
+    is_here = options.gpu == CPU
+    card = None if is_here else card_of(options.gpu)
     if options.ranks and not options.rehearses:
         raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")
     if options.model is not None:
@@ -73,14 +75,18 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
             raise ConfigError(f"{name}={value}: must be at least 1")
     config = configs.load(options.config, list(options.overrides))
     world_size = options.world_size or config.layout.world_size
-    read = partial(read_planned_model, model_config=options.model_config, name=options.model)
-    findings = find_all(config, Machine(world_size, options.gpus_per_node, card), read)
+    machine = Machine(world_size, world_size if is_here else options.gpus_per_node, card)
+    if is_here and options.model is None and options.model_config is None:
+        findings = this_machine.find_all(config, machine)  # it lists the same findings as training
+    else:
+        read = partial(read_planned_model, model_config=options.model_config, name=options.model)
+        findings = (this_machine.find_all if is_here else find_all)(config, machine, read)
     if (model := findings.model) is None:
         return None, findings
-    nodes, rest = divmod(world_size, options.gpus_per_node)
+    nodes, rest = divmod(world_size, machine.ranks_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")
-    if config.device == "cpu":
+    if config.device == "cpu" and card is not None:
         findings.notes.append(f"device=cpu is ignored: the plan is for {card.title}")
     longest_prompt, longest_response = config.data.max_prompt_length, config.rollout.max_response_length
     prompt = ASSUMED.prompt_fill * longest_prompt if options.mean_prompt is None else options.mean_prompt
@@ -96,29 +102,18 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
-    setup = PlannedJob(
-        config=config,
-        shape=model.shape,
-        experts_per_token=model.experts_per_token,
-        card=card,
-        world_size=world_size,
-        gpus_per_node=options.gpus_per_node,
-        mean_prompt=prompt,
-        mean_response=response,
-        teachers=_teachers(config, findings),
-        lengths=lengths,
-    )
-    return setup, findings
+    setup = _plan_here(config, model, machine, findings) if card is None else plan_on(card, config, model, machine)
+    teachers = read_teachers(config, findings.notes)
+    return replace(setup, mean_prompt=prompt, mean_response=response, lengths=lengths, teachers=teachers), findings
 
 
-def _teachers(config: Config, findings: Findings) -> tuple[tuple[ModelShape, int], ...]:
-    """Return the shapes of the teachers that are here or well known. Note the others."""
-    found: list[tuple[ModelShape, int]] = []
-    for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
-        own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})
-        try:
-            model = read_planned_model(own)
-            found.append((model.shape, model.experts_per_token))
-        except UserError:
-            findings.notes.append(f"teachers.{name}.path={teacher.path} cannot be read here: planned without it")
-    return tuple(found)
+def _plan_here(config: Config, model: Model, machine: Machine, findings: Findings) -> PlannedJob:
+    """Return the job on this machine's cores. Too little memory is no broken rule here: the plan shows what needs
+    it.
+    """
+    findings.violations = [line for line in findings.violations if not line.startswith(this_machine.MEMORY)]
+    rates = this_machine.Rates()
+    if not findings.violations:
+        print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
+        rates = this_machine.measure_rates(config, model.shape, machine.world_size)
+    return this_machine.plan_here(config, model, machine, rates)

@@ -10,7 +10,8 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_mega import config as configs
@@ -20,7 +21,8 @@ from grpo_mega.config import Config
 from grpo_mega.config.rewards import ALIASES
 from grpo_mega.distributed.environment import library_environment
 from grpo_mega.distributed.launch import current_rank, launch
-from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
+from grpo_mega.errors import EXIT_USER_ERROR, ConfigError, raise_all
+from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
 
 
@@ -51,15 +53,28 @@ def train_as_rank(config: Config) -> None:
     train.run(config)
 
 
-def check_config(config: Config) -> None:
+def check_config(config: Config, *, trains: bool = True) -> None:
     """Raise ConfigError with every rule that the config breaks on this machine. A rank other than rank 0 checks
     nothing.
-    """
-    from grpo_mega import preflight  # an error of the config itself is found without numpy and rich
 
+    Training also needs enough memory. Evaluation has no optimizer, so its memory is not estimated.
+    """
     rank = current_rank()
-    if not rank:
-        preflight.check_config(config, preflight.this_machine(config.layout, None if rank is None else os.environ))
+    if rank:
+        return
+    with phase("checking the config, the model's files and the data", config.log.progress):
+        from grpo_mega import preflight  # an error of the config itself is found without numpy
+        from grpo_mega.planner import this_machine
+
+        machine = preflight.this_machine(config.layout, None if rank is None else os.environ)
+        findings = (this_machine.find_all if trains else preflight.find_all)(config, machine)
+    raise_all(findings.violations)
+    print_notes(findings.notes)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"grpo-mega: note: {note}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -77,10 +92,13 @@ def rank_imports(config: Config) -> Iterator[None]:
     try:
         processes.enter_private_folder()
         os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
-        from grpo_mega.megatron.loaded_kernels import check_loads  # it imports Megatron, which reads the environment
+        with phase("importing torch, transformers and Megatron-core", config.log.progress and not current_rank()):
+            from grpo_mega.megatron.loaded_kernels import (
+                check_loads,
+            )  # it imports Megatron, which reads the environment
 
-        check_loads()
-        yield
+            check_loads()
+            yield
     finally:
         gc.freeze()
         gc.enable()

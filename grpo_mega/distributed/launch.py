@@ -8,6 +8,9 @@ Rank 0 writes to the terminal, and other ranks write to log_dir/rank_N.log. When
 SIGTERM and 10 s later SIGKILL, and one line reports the rank, its exit code and the end of its log. A signal to the
 launcher is forwarded once to every rank. No rank outlives the launcher, however either ends: each rank leads a separate
 process group, and the group is killed when the rank is gone. The kernel kills each rank when the launcher dies.
+
+The launcher reads the memory of its ranks every second. If a rank is killed by SIGKILL, which the kernel sends when
+memory runs out, the line reports how much the rank held.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from types import FrameType
 from typing import IO, TypeVar
 
 from grpo_mega import processes
+from grpo_mega.distributed.memory import GIB, host_room, resident_bytes
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
 from grpo_mega.processes import die_with_parent
@@ -40,6 +44,8 @@ PORTS = range(10000, 20000)
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_FAIL = 10.0
+SECONDS_BETWEEN_READINGS = 1.0  # the launcher reads the memory of its ranks
+SECONDS_FOR_A_KILLED_RANK = 0.5  # a rank that is killed while it holds much memory ends after ranks that miss it
 LINES_OF_LOG = 5
 Request = TypeVar("Request")
 
@@ -51,6 +57,7 @@ class Rank:
     log: Path | None  # None if the rank writes to the terminal
     log_start: int  # size of the log in bytes before this run
     is_signalled: bool = False  # the launcher has forwarded its signal to this rank
+    resident: int = 0  # bytes of memory when they were last read
 
 
 def current_rank() -> int | None:
@@ -84,6 +91,7 @@ def launch_processes(act: Callable[[Request], None], request: Request, world_siz
     """Run `act(request)` in `world_size` new processes. `act` is a function of a module. Return the exit code, as
     `launch`.
     """
+    print(f"starting {world_size} rank{'s' if world_size > 1 else ''}", flush=True)
     with open(os.memfd_create("request"), "wb", buffering=0) as file:
         file.write(pickle.dumps((act, request)))
         return run_ranks([sys.executable, "-m", "grpo_mega.cli", "rank"], world_size, log_dir, stdin=file.fileno())
@@ -244,6 +252,9 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     failed = _first_failure(ranks)
     if failed is None:
         return 0
+    if failed.process.returncode > 0 and not caught:
+        _wait_for([r for r in ranks if r is not failed], SECONDS_FOR_A_KILLED_RANK)
+        failed = next((rank for rank in ranks if (rank.process.returncode or 0) < 0), failed)
     is_user_error = failed.process.returncode == EXIT_USER_ERROR
     if is_user_error and failed.rank != 0:
         # Most user errors are raised on every rank. Prefer rank 0, because it prints to the terminal.
@@ -257,13 +268,19 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     code = failed.process.returncode
     if not caught and not (is_user_error and failed.rank == 0):
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
-        print(f"grpo-mega: rank {failed.rank} {exit_description(code)}; {log}", file=sys.stderr, flush=True)
+        killed = f", {_memory_hint(failed, ranks)}" if code == -signal.SIGKILL else ""
+        print(f"grpo-mega: rank {failed.rank} {exit_description(code)}{killed}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
 
 def _first_failure(ranks: list[Rank]) -> Rank | None:
     """Wait for a rank that ends with an exit code other than 0. Return None when all ranks have ended with 0."""
+    read_at = 0.0
     while True:
+        if time.monotonic() - read_at >= SECONDS_BETWEEN_READINGS:
+            read_at = time.monotonic()
+            for rank in ranks:
+                rank.resident = resident_bytes(rank.process.pid) or rank.resident
         codes = [rank.process.poll() for rank in ranks]
         for rank, code in zip(ranks, codes, strict=True):
             if code:
@@ -271,6 +288,17 @@ def _first_failure(ranks: list[Rank]) -> Rank | None:
         if None not in codes:
             return None
         time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _memory_hint(killed: Rank, ranks: list[Rank]) -> str:
+    """Return what a rank that the kernel killed held, and what it could hold."""
+    room, everyone = host_room(), sum(rank.resident for rank in ranks)
+    of_all = f"; {len(ranks)} ranks: {everyone / GIB:.1f} GiB" if len(ranks) > 1 else ""
+    of = "" if room.limit == "this machine" else f" in {room.limit}"
+    return (
+        f"probably out of memory (last seen {killed.resident / GIB:.1f} GiB of {room.total / GIB:.0f}{of}{of_all}); see"
+        " dmesg"
+    )
 
 
 def _wait_for(ranks: list[Rank], seconds: float) -> None:

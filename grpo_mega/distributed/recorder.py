@@ -25,22 +25,23 @@ NAMES = (
 class Recorder:
     def __init__(self) -> None:
         self.last_beat = time.monotonic()  # time of the last progress
-        self._on_beat: Callable[[], None] | None = None
+        self._on_beat: Callable[[str], None] | None = None
         self._name, self._arguments, self._is_done = "nothing yet", "", True
 
-    def beat(self) -> None:
-        """Record progress without a collective, such as a micro-batch.
+    def beat(self, kind: str = "") -> None:
+        """Record progress without a collective, such as the start of a "forward" pass. `kind` is for listeners.
 
-        Only the main thread may call it. Work of a background thread counts as progress only if the main thread waits
-        for the work and calls this. Otherwise the work would hide a stuck collective.
+        Only the main thread may call it, or a thread of autograd while the main thread waits for it. Work of a
+        background thread counts as progress only if the main thread waits for the work and calls this. Otherwise the
+        work would hide a stuck collective.
         """
         self.last_beat = time.monotonic()
         if self._on_beat is not None:
-            self._on_beat()
+            self._on_beat(kind)
 
     @contextlib.contextmanager
-    def heard(self, on_beat: Callable[[], None]) -> Iterator[None]:
-        """Call `on_beat()` at every beat during the context."""
+    def heard(self, on_beat: Callable[[str], None]) -> Iterator[None]:
+        """Call `on_beat(kind)` at every beat during the context."""
         self._on_beat = on_beat
         try:
             yield

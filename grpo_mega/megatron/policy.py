@@ -27,6 +27,7 @@ from grpo_mega.batching import flops
 from grpo_mega.batching.layout import segments, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.frozen import Reference, Teacher
@@ -41,6 +42,7 @@ from grpo_mega.megatron.model import (
 from grpo_mega.megatron.offload import PolicyMemory
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import (
+    DTYPES,
     Guard,
     PlainTensors,
     in_bf16,
@@ -52,11 +54,14 @@ from grpo_mega.megatron.precision import (
 )
 from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.progress import phase
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import Family, ModelShape
+
+OPTIMIZER = "optimizer"  # kind of beat at the start of an optimizer step
 
 
 class Policy:
@@ -64,7 +69,9 @@ class Policy:
         """Build the model without weights; `load` fills them."""
         self._config, self._shape, self._runtime = config, shape, runtime
         self.shards = shards_of(family, shape, config, runtime)
-        self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
+        self._shows_progress = runtime.rank == 0 and config.log.progress
+        with phase("building the model", self._shows_progress):
+            self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
         if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
             first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
@@ -128,19 +135,32 @@ class Policy:
         """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer."""
         self.load_weights(read)
         if self._config.algorithm.kl_beta > 0:
-            self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
+            with phase("copying the weights for the reference", self._shows_progress):
+                self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
         # The optimizer copies the weights into its fp32 master shards, so they must be filled first.
-        self._optimizer = optimizers.build(
-            self.chunks, self._config.optimizer, self._config.layout, self._config.precision
-        )
+        with phase("setting up the optimizer", self._shows_progress):
+            self._optimizer = optimizers.build(
+                self.chunks, self._config.optimizer, self._config.layout, self._config.precision
+            )
 
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
-        with self._runtime.raise_on_all_ranks():
-            for name, shard in self.shards.rank_shards(self._runtime.rank).items():
+        shards, b = self.shards.rank_shards(self._runtime.rank), DTYPES[self._config.model.dtype].itemsize
+        total = b * sum(piece.box.size for shard in shards.values() for piece in shard.pieces)
+        with (
+            phase("loading the model", self._shows_progress, total, "bytes") as bar,
+            self._runtime.raise_on_all_ranks(),
+        ):
+
+            def read_shown(box: Box) -> Tensor:
+                values = read(box)
+                bar.advance(b * box.size)
+                return values
+
+            for name, shard in shards.items():
                 p = self.parameters[name]
                 values = torch.empty(p.shape, dtype=p.dtype, device=p.device) if is_quantised(p) else p
-                load_shards({name: shard}, {name: values}, read)
+                load_shards({name: shard}, {name: values}, read_shown)
                 if values is not p:
                     write_back(p, values)
 
@@ -267,6 +287,7 @@ class Policy:
 
     def _optimizer_update(self, *totals: float) -> StepMetrics:
         """Take one optimizer step. Drop the mini-batch instead if one of `totals` or the gradient is not finite."""
+        recorder().beat(OPTIMIZER)
         self._optimizer.prepare_grads()
         squares = optimizers.squared_norms(self._optimizer, self._layer_group, num_groups(self._shape.num_layers))
         self._layer_norms.append(self._runtime.sum(squares).sqrt().tolist())

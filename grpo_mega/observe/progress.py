@@ -1,26 +1,30 @@
-"""Progress of anything that may take longer than 5 seconds: a bar on a terminal, else a plain line at most every 5 s.
+"""Progress of anything that may take longer than 2 seconds: a bar on a terminal, else a plain line at most every 5 s.
 
-`progress(total, description, enabled)` is a context manager that yields a Bar to advance, in items or bytes. It shows
-the amount done, the time left, and bytes or tokens per second. Only rank 0 shows progress: other ranks pass
-enabled=False. Bars may be nested, threads may share one, and printed lines appear above them.
+`progress(total, description, enabled)` is a context manager that yields a Bar to advance, in items, bytes or seconds.
+It shows the amount done, the time left, and bytes or tokens per second. `phase` does the same for work that happens
+once, such as a part of the start, and prints its first line after a second. `Pace` estimates the time left of work of
+several kinds. Only rank 0 shows progress: other ranks pass enabled=False. Bars may be nested, threads may share one,
+and printed lines appear above them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_mega import console as consoles
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Unit = Literal["items", "bytes"]
+Unit = Literal["items", "bytes", "seconds"]
 
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_OF_SILENCE = 1.0  # a phase that takes longer prints its description
 
 
 @contextmanager
@@ -37,34 +41,44 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
             DownloadColumn,
             MofNCompleteColumn,
             Progress,
+            TaskProgressColumn,
             TextColumn,
             TimeElapsedColumn,
-            TimeRemainingColumn,
             TransferSpeedColumn,
         )
 
-        done = (
-            (DownloadColumn(), TransferSpeedColumn())
-            if unit == "bytes"
-            else (MofNCompleteColumn(), TimeElapsedColumn())
-        )
-        rate = TextColumn("{task.fields[rate]}", markup=False)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            *done,
-            TimeRemainingColumn(),
-            rate,
-        )
+        if total is None or unit == "seconds":
+            done: tuple[Any, ...] = (TimeElapsedColumn(),)
+        elif unit == "bytes":
+            done = (TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn())
+        else:
+            done = (MofNCompleteColumn(), TimeElapsedColumn())
+        texts = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("left", "rate")]
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, *texts)
         with Progress(*columns, console=console, transient=True) as display:
             consoles.filter_output()  # rich replaces stdout and stderr until the bar is gone
-            yield _TerminalBar(display, total, description)
+            yield _TerminalBar(display, total, description, unit)
+
+
+@contextmanager
+def phase(description: str, enabled: bool = True, total: int | None = None, unit: Unit = "items") -> Iterator[Bar]:
+    """Show work that happens once and may take long. Without a terminal, its first line is its description."""
+    silence = threading.Timer(SECONDS_OF_SILENCE, print, [description], {"flush": True})
+    silence.daemon = True
+    if enabled and not consoles.get_console().is_terminal:
+        silence.start()
+    try:
+        with progress(total, description, enabled, unit) as bar:
+            yield bar
+    finally:
+        silence.cancel()
 
 
 class Bar:
     """Prints a line at most once in SECONDS_BETWEEN_LINES, so quick work prints nothing.
 
-    A line is `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)` or `writing: 1.2 of 3.4 GB, 567 MB/s, 4 s left`.
+    A line is `sampling: 40/256 (12 s, 65 s left, 3,400 tokens/s)`, `writing: 35%, 1.2 of 3.4 GB, 567 MB/s, 4 s left`,
+    or `waiting for the server: 12 s of at most 600 s`.
     """
 
     def __init__(
@@ -81,44 +95,108 @@ class Bar:
         self._began = self._written = clock()
         self._lock = threading.Lock()
 
-    def advance(self, n: int = 1, tokens: int = 0) -> None:
-        """Count `n` more items or bytes as done, with `tokens` tokens in them."""
+    def advance(self, n: int = 1, tokens: int = 0, left: str | None = None) -> None:
+        """Count `n` more items, bytes or seconds as done, with `tokens` tokens in them.
+
+        `left` is a text like "65 s left". If it is None, the rest is expected to take as long as the part that is done.
+        """
         with self._lock:
             self._done += n
             self._tokens += tokens
-            self._show()
+            self._show(left)
 
-    def _show(self) -> None:
+    def _show(self, left: str | None) -> None:
         now = self._clock()
         if now - self._written >= SECONDS_BETWEEN_LINES:
             self._written = now
             seconds = now - self._began
-            self._write(
-                f"{self._description}: {self._bytes(seconds) if self._unit == 'bytes' else self._items(seconds)}"
-            )
+            parts = {"bytes": self._bytes, "seconds": self._waited, "items": self._items}[self._unit]
+            self._write(f"{self._description}: {parts(seconds, left if left is not None else self._left(seconds))}")
 
-    def _items(self, seconds: float) -> str:
-        parts = [f"{seconds:.0f} s"]
-        if self._total is not None and 0 < self._done <= self._total:
-            parts.append(f"{seconds * (self._total - self._done) / self._done:.0f} s left")
-        if self._tokens:
-            parts.append(_rate(self._tokens, seconds))
-        return f"{self._done}{'' if self._total is None else f'/{self._total}'} ({', '.join(parts)})"
+    def _left(self, seconds: float) -> str:
+        """Return the time left if it grows with the amount left; "" if it is not known or a wait may end at any
+        time.
+        """
+        if self._total is None or self._unit == "seconds" or not 0 < self._done <= self._total:
+            return ""
+        return f"{seconds * (self._total - self._done) / self._done:.0f} s left"
 
-    def _bytes(self, seconds: float) -> str:
-        total, speed = self._total or 0, max(1.0, self._done / seconds)
-        left = (total - self._done) / speed
-        return f"{self._done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed / 1e6:.0f} MB/s, {left:.0f} s left"
+    def _items(self, seconds: float, left: str) -> str:
+        parts = [f"{seconds:.0f} s", left, _rate(self._tokens, seconds) if self._tokens else ""]
+        return f"{self._done}{'' if self._total is None else f'/{self._total}'} ({', '.join(filter(None, parts))})"
+
+    def _bytes(self, seconds: float, left: str) -> str:
+        total, speed = self._total or 0, self._done / seconds
+        share = f"{self._done / max(1, total):.0%}, {self._done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        return ", ".join(filter(None, [share, f"{speed / 1e6:.0f} MB/s", left]))
+
+    def _waited(self, seconds: float, left: str) -> str:
+        return f"{seconds:.0f} s of at most {self._total} s"
 
 
 class _TerminalBar(Bar):
-    def __init__(self, display: Progress, total: int | None, description: str) -> None:
-        super().__init__(total, description)
-        self._display, self._task = display, display.add_task(description, total=total, rate="")
+    def __init__(self, display: Progress, total: int | None, description: str, unit: Unit) -> None:
+        super().__init__(total, description, unit)
+        self._display = display
+        self._first_left = f"of at most {total} s" if unit == "seconds" else ""
+        self._task = display.add_task(description, total=total, rate="", left=self._first_left)
 
-    def _show(self) -> None:
-        rate = _rate(self._tokens, self._clock() - self._began) if self._tokens else ""
-        self._display.update(self._task, completed=self._done, rate=rate)
+    def _show(self, left: str | None) -> None:
+        seconds = self._clock() - self._began
+        rate = _rate(self._tokens, seconds) if self._tokens else ""
+        text = left if left is not None else self._left(seconds) or self._first_left
+        self._display.update(self._task, completed=self._done, rate=rate, left=text)
+
+
+class Pace:
+    """Estimates the time left of work with pieces of several kinds, such as forward and backward passes.
+
+    It measures the time between the starts of two pieces, and charges it to the first one. It remembers the mean time
+    of each kind, so the second update of a run knows how long an optimizer step takes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}  # seconds of all finished pieces, by kind
+        self._counts: Counter[str] = Counter()  # number of finished pieces, by kind
+        self._todo: dict[str, int] = {}
+        self._running: tuple[str, float] | None = None  # kind and start of the piece that is running
+
+    @contextmanager
+    def over(self, todo: Mapping[str, int], bar: Bar) -> Iterator[Callable[[str], None]]:
+        """Yield a function that advances the bar: call it with the kind of each piece at the start of the piece.
+
+        `todo` has the number of pieces by kind. Other kinds are ignored.
+        """
+        self._todo, self._running = dict(todo), None
+
+        def start(kind: str) -> None:
+            if kind in todo:
+                num_finished = self._finish()
+                bar.advance(num_finished, left=self._left())
+                self._todo[kind] -= 1
+                self._running = kind, self._clock()
+
+        try:
+            yield start
+        finally:
+            self._finish()
+
+    def _finish(self) -> int:
+        """Measure the running piece. Return the number of pieces that ended, 0 or 1."""
+        if self._running is None:
+            return 0
+        kind, started_at = self._running
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + self._clock() - started_at
+        self._counts[kind] += 1
+        self._running = None
+        return 1
+
+    def _left(self) -> str:
+        todo = {kind: count for kind, count in self._todo.items() if count > 0}
+        unknown = [kind for kind in todo if kind not in self._seconds]
+        seconds = sum(count * self._seconds[k] / self._counts[k] for k, count in todo.items() if k in self._seconds)
+        return " + ".join([f"{seconds:.0f} s", *unknown]) + " left"
 
 
 def _rate(tokens: int, seconds: float) -> str:

@@ -24,6 +24,7 @@ from grpo_mega.weights.spec import BLOCK
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192  # tile size in algorithm/logprobs.py on a GPU
+CPU_TILE = (1024, 4096)  # tile size there on a CPU
 KEPT_BYTES = {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / BLOCK, "mxfp8": 1 + 1 / 32}
 WHOLE = "a layer keeps without recompute, per token"
 SELECTIVE = "a layer keeps with selective recompute, per token"
@@ -249,7 +250,8 @@ def _logprobs(setup: PlannedJob, pp_rank: int) -> TracedNumber:
         return product(label)
     tokens, h, b = setup.micro_batch_tokens, setup.shape.hidden, setup.itemsize
     tiles = 2 if setup.config.algorithm.calculate_entropy else 1
-    tile_tokens, tile_columns = min(TILE_TOKENS, tokens), min(TILE_COLUMNS, -(-setup.shape.vocab // setup.layout.tp))
+    most_tokens, most_columns = CPU_TILE if setup.card.is_cpu else (TILE_TOKENS, TILE_COLUMNS)
+    tile_tokens, tile_columns = min(most_tokens, tokens), min(most_columns, -(-setup.shape.vocab // setup.layout.tp))
     # Float32 tiles and the tile's gradient in bf16; all hidden states, the selected ones, and their gradient in
     # float32.
     return figure(

@@ -14,7 +14,9 @@ from grpo_mega.formats.slices import item_bytes
 from grpo_mega.planner.figures import TracedNumber, figure, product
 from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
+from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import megatron_layout
+from grpo_mega.preflight.model import Model
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
@@ -48,7 +50,7 @@ class PlannedJob:
     lengths: Lengths | None = None  # distribution of response lengths with mean mean_response; None if unknown
 
     def __post_init__(self) -> None:
-        if self.shape.shared_ffn:
+        if self.shape.shared_ffn or self.card.is_cpu:
             object.__setattr__(self, "uses_te", False)
 
     @property
@@ -113,6 +115,11 @@ class PlannedJob:
         return -(-self.world_size // self.gpus_per_node)
 
     @property
+    def machine(self) -> Machine:
+        """Return the machines for the rules of a job."""
+        return Machine(self.world_size, self.gpus_per_node, None if self.card.is_cpu else self.card)
+
+    @property
     def ranks_per_node(self) -> int:
         return min(self.world_size, self.gpus_per_node)
 
@@ -124,14 +131,15 @@ class PlannedJob:
     @property
     def takes_turns(self) -> bool:
         """Return True if policy and engine take turns on the device's memory; sleep=auto ends this once both fit."""
-        return self.is_served and not self.is_separate and self.config.rollout.sleep != "never"
+        return not self.card.is_cpu and self.is_served and not self.is_separate and self.config.rollout.sleep != "never"
 
     @property
     def keeps_host_copies(self) -> bool:
         """Return True if the policy's weights and optimizer state move to the host. The embedded engine stays on the
         device.
         """
-        return self.takes_turns or (self.config.rollout.sleep == "always" and not self.is_separate)
+        is_asked = self.config.rollout.sleep == "always" and not self.is_separate
+        return self.takes_turns or (is_asked and not self.card.is_cpu)
 
     def of_teachers(self) -> list[PlannedJob]:
         """Return one setup per teacher, for its forward pass."""
@@ -231,3 +239,17 @@ class PlannedJob:
         mean = figure("tokens per micro-batch", lambda: tokens / (mini_batches * dp * cp * micro_batches), "tokens")
         bubble = figure("pipeline bubble", lambda: (pp - 1) / (vpp * micro_batches + pp - 1), "")
         return Batch(samples, tokens, micro_batches, most, mean, bubble)
+
+
+def plan_on(card: Card, config: Config, model: Model, machine: Machine) -> PlannedJob:
+    """Return a job with assumed mean lengths. Its config must break no rule."""
+    return PlannedJob(
+        config=config,
+        shape=model.shape,
+        experts_per_token=model.experts_per_token,
+        card=card,
+        world_size=machine.world_size,
+        gpus_per_node=machine.ranks_per_node,
+        mean_prompt=ASSUMED.prompt_fill * config.data.max_prompt_length,
+        mean_response=ASSUMED.response_fill * config.rollout.max_response_length,
+    )

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_mega.config import Config
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.formats.hf_files import adapter_problem
 from grpo_mega.paths import MAX_JSON_BYTES, parse_json, read_file
 from grpo_mega.preflight.model import Model, model_of, read_model
-from grpo_mega.weights.spec import read_config
+from grpo_mega.weights.spec import ModelShape, read_config
 
 
 class KnownModel(NamedTuple):
@@ -69,6 +69,19 @@ def find_known_model(name: str) -> KnownModel | None:
     ids = {model.source.lower(): model for model in KNOWN_MODELS.values()}
     ids |= {source.partition("/")[2]: model for source, model in ids.items()}
     return (KNOWN_MODELS | ids).get(name.lower())
+
+
+def read_teachers(config: Config, notes: list[str]) -> tuple[tuple[ModelShape, int], ...]:
+    """Return the shapes of the teachers that are here or well known. Add a note for each of the others."""
+    found: list[tuple[ModelShape, int]] = []
+    for name, teacher in [pair for pair in config.teachers.items() if pair[1].url is None]:
+        own = config.model_copy(update={"model": config.model.model_copy(update={"path": teacher.path})})
+        try:
+            model = read_planned_model(own)
+            found.append((model.shape, model.experts_per_token))
+        except UserError:
+            notes.append(f"teachers.{name}.path={teacher.path} cannot be read here: planned without it")
+    return tuple(found)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:

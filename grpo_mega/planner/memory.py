@@ -49,14 +49,14 @@ class StageMemory:
 def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory:
     """Return the memory of each device of a stage. `engine` is the memory of the engine on it."""
     state, acts, fixed = state_of(setup, pp_rank), activations(setup, pp_rank), _fixed(setup, engine)
-    trainer = [*_state_figures(setup, state), *_fp8_copies(setup, state, pp_rank)]
+    trainer = [*_state_figures(setup, state), *_fp8_copies(setup, state, pp_rank), *_host_copies(setup, state, pp_rank)]
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
     gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
-    bucket = setup.config.sync.bucket_mib * 2**20
+    bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
     moving = product("sync buckets in flight", count=1 if setup.is_served or setup.is_separate else 3, bucket=bucket)
     awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
-    stays = [] if setup.keeps_host_copies else trainer[:3]
+    stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
     teachers = setup.of_teachers()
     # Teachers are on the device one at a time.
     taught = product(
@@ -118,6 +118,9 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
+    if setup.card.is_cpu:
+        process = product("process", count=1, process=setup.assumed.context_gib * GIB)
+        return [process, *([] if setup.is_separate else [engine.asleep])]
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
         product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
@@ -178,6 +181,21 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNum
     return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 
+def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+    """Return the copies of weights that a rank without a GPU holds in the same memory as everything else."""
+    if not setup.card.is_cpu:
+        return []
+    algorithm, has_reference = setup.config.algorithm, int(setup.has_reference)
+    average = FP32 * state.num_parameters if algorithm.averages_reference else 0
+    taught = sum(_teacher_weights(one, pp_rank) for one in setup.of_teachers())
+    weights = state.weights
+    # The policy's weights are copied, too, while the reference's weights are in their place.
+    return [
+        figure("reference", lambda: 2 * has_reference * weights + average),
+        product("teachers", trust="exact", weights=taught),
+    ]
+
+
 @dataclass(frozen=True)
 class EngineMemory:
     """Memory of one device of an engine."""
@@ -199,8 +217,11 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
     hidden, vocab, tp, concurrent = setup.shape.hidden, setup.shape.vocab, rollout.tp, rollout.max_concurrent
     weights, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
     prefill = 8192 if card.memory_gib < 160 else 16384
-    if rollout.cache_tokens is not None:
-        cache = product("KV cache", tokens=rollout.cache_tokens, per_token=per_token)
+    cache_tokens = rollout.cache_tokens
+    if cache_tokens is None and card.is_cpu:  # a server on a CPU has this default (EngineSettings.cache_tokens)
+        cache_tokens = concurrent * setup.longest_sample + 256
+    if cache_tokens is not None:
+        cache = product("KV cache", tokens=cache_tokens, per_token=per_token)
     else:
         # SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve.
         num_mib, graph_batch = card.memory_gib * 1024, 256 if tp < 4 and card.memory_gib < 160 else 512
@@ -312,6 +333,8 @@ class HostMemory:
 
 
 def host_memory(setup: PlannedJob) -> HostMemory:
+    if setup.card.is_cpu:
+        return _machine_memory(setup)
     layout = setup.layout
     states = [state_of(setup, pp_rank) for pp_rank in range(layout.pp)]
     by_node: dict[int, list[State]] = {rank // setup.gpus_per_node: [] for rank in range(setup.world_size)}
@@ -322,6 +345,32 @@ def host_memory(setup: PlannedJob) -> HostMemory:
         return max((_node(setup, held, engines[node]) for node, held in by_node.items()), key=lambda host: host.peak)
     node = max(by_node.values(), key=lambda held: sum(s.weights + s.largest_share for s in held))
     return _node(setup, node, setup.ranks_per_node)
+
+
+def _machine_memory(setup: PlannedJob) -> HostMemory:
+    """Return the memory of the machine without a GPU whose ranks need most: all phases of all its ranks, and
+    workers.
+    """
+    layout, memory = setup.layout, engine_memory(setup)
+    peaks = [stage_memory(setup, memory, pp_rank).peak for pp_rank in range(layout.pp)]
+    engine = total("an engine's rank", engine_device(setup))
+    by_node: Counter[int] = Counter()  # in bytes
+    for rank in range(setup.world_size):
+        trains = rank < layout.world_size
+        by_node[rank // setup.gpus_per_node] += int(peaks[layout.place(rank)[1]] if trains else engine)
+    leaders = min(setup.num_engine_ranks, setup.ranks_per_node) // setup.config.rollout.tp
+    other = [
+        product("ranks, at their peaks", bytes=max(by_node.values())),
+        product(
+            "reward workers",
+            leaders=leaders,
+            workers=setup.config.rewards.num_workers,
+            each=setup.assumed.worker_host_gib * GIB,
+        ),
+    ]
+    is_saved, staged = int(setup.config.checkpoint.interval > 0), checkpoint_bytes(setup)
+    saving = figure("while saving", lambda: is_saved * staged)
+    return HostMemory([], product("pinned per node"), other, saving, total("host peak per node", [*other, saving]))
 
 
 def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:

@@ -32,7 +32,7 @@ from grpo_mega.planner.memory import (
 )
 from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Timing, timing
-from grpo_mega.preflight import Machine, job_problems
+from grpo_mega.preflight import job_problems
 from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers
 
@@ -97,6 +97,8 @@ class Plan:
 
     @property
     def peak_gib(self) -> float:
+        if self.setup.card.is_cpu:  # the ranks of a machine share its memory with reward workers
+            return self.host.peak.gib / self.setup.ranks_per_node
         return max(self.worst.peak.gib, self.engine_total.gib)
 
     @property
@@ -117,6 +119,8 @@ class Plan:
         """Return the reasons why the job does not run although no rule is broken."""
         worst, capacity = self.worst, self.capacity_gib
         reasons = [self.engine.shortfall] if self.engine.shortfall else []
+        if self.setup.card.is_cpu:
+            return [*reasons, self.host_shortfall] if self.peak_gib > capacity else reasons
         if self.engine_total.gib > capacity:
             reasons.append(f"an engine's own device takes {self.engine_total.gib:.1f} GiB of {capacity:.1f}")
         if worst.peak.gib > capacity:
@@ -126,6 +130,19 @@ class Plan:
                 f"{worst.pp_rank}, most of it {largest.label} ({largest.gib:.1f} GiB)"
             )
         return reasons
+
+    @property
+    def host_shortfall(self) -> str:
+        """Return what the ranks of a machine without a GPU need, and what it has."""
+        setup, worst = self.setup, self.worst
+        largest = max(worst.phases[worst.peak_phase])
+        ranks = f"{setup.ranks_per_node} rank{'s' if setup.ranks_per_node > 1 else ''}"
+        return (
+            f"{ranks} on this machine need about {self.host.peak.gib:.1f} GiB, but it has "
+            f"{self.capacity_gib * setup.ranks_per_node:.1f} (most of it in {worst.peak_phase}: {largest.label}, "
+            f"{largest.gib:.1f} GiB per rank); use fewer ranks, a smaller batch.tokens_per_micro_batch, "
+            "model.recompute=full or a smaller model"
+        )
 
     @property
     def fits(self) -> bool:
@@ -236,7 +253,6 @@ def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
 
 def _options(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Option]:
     """Yield an option for each candidate whose config breaks no rule."""
-    machine = Machine(setup.world_size, setup.gpus_per_node, setup.card)
     for changes in candidates:
         raw, news = setup.config.model_dump(mode="json"), {}
         for key, value in changes.items():
@@ -247,7 +263,7 @@ def _options(setup: PlannedJob, candidates: Iterable[Changes]) -> Iterator[Optio
             config = configs.validate(raw)
         except ConfigError:  # the values contradict one another
             continue
-        if not any(job_problems(config, setup.shape, machine)):
+        if not any(job_problems(config, setup.shape, setup.machine)):
             yield Option(news, Plan(replace(setup, config=config)))
 
 

@@ -19,6 +19,15 @@ from grpo_mega.planner.plan import MARGIN, Option, Plan, first_changes, other_pl
 from grpo_mega.preflight import Findings
 
 WIDTH, LABEL_WIDTH = 100, 26
+# Words of the text, and what they are called in a plan for ranks on a CPU.
+WITHOUT_GPU = {
+    "per GPU": "per rank",
+    "tokens/s/GPU": "tokens/s/rank",
+    "Memory of a device": "Memory of a rank",
+    "from peak rates": "from measured rates",
+    "of the bf16 peak": "of the measured product",
+    "TFLOP/s bf16, 0 fp8, HBM": "TFLOP/s per rank, memory",
+}
 AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
 
 
@@ -48,7 +57,7 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
         yield ReportSection("memory, engine's own device", [*plan.engine_device, plan.engine_total], room)
     usual = setup.card.node_memory_gib * setup.ranks_per_node / 8
     notes = {host.saving.label: "while a checkpoint is gathered"}
-    if host.peak.gib > usual:
+    if host.peak.gib > usual and not setup.card.is_cpu:
         notes[host.peak.label] = f"more than the {usual:,.0f} GiB of a usual node"
     yield ReportSection(
         "host memory", [*host.pinned, host.pinned_total, *host.other, host.saving, host.peak], "per node", notes
@@ -61,8 +70,8 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
     remarks = [f"A save needs {size} of free disk."]
     yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
     notes = {
-        link.kind: f"= {link.sent / 1e9:,.1f} GB; {'network' if link.crosses else 'NVLink'}; {link.num_crossing} of"
-        f" {link.num_groups} groups across nodes"
+        link.kind: f"= {link.sent / 1e9:,.1f} GB; {'network' if link.crosses else setup.card.link};"
+        f" {link.num_crossing} of {link.num_groups} groups across nodes"
         for link in plan.links
     }
     figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
@@ -148,7 +157,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
             {
                 "kind": link.kind,
                 "sent_bytes": link.sent.value,
-                "link": "network" if link.crosses else "nvlink",
+                "link": "network" if link.crosses else setup.card.link.lower(),
                 "groups": link.num_groups,
                 "groups_across_nodes": link.num_crossing,
                 "seconds": link.seconds.value,
@@ -219,16 +228,19 @@ def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, 
         none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
         detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
         parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
+    card = plan.setup.card
     if explains:
-        card = plan.setup.card
         rates = (
             f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g}"
-            f" fp8, HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network"
+            f" fp8, HBM {card.hbm_bytes / 1e9:g} GB/s, {card.link} {card.nvlink_bytes / 1e9:g}, network"
             f" {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
         )
         rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
         parts.append([_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")])
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    text = "\n\n".join("\n".join(lines) for lines in parts if lines)
+    for words, without_gpu in WITHOUT_GPU.items() if card.is_cpu else ():
+        text = text.replace(words, without_gpu)
+    return text
 
 
 def refusal_text(findings: Findings) -> str:
@@ -298,7 +310,8 @@ def _verdict(plan: Plan) -> list[str]:
     )
     parameters = plan.checkpoint.inputs["parameters"]
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-    title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
+    place = f"{setup.world_size} {'ranks of' if setup.card.is_cpu else 'x'} {setup.card.title}"
+    title = f"{setup.shape.model_type}, {size} parameters, on {place}"
     lines, compared = [title, *_wrapped([answer]), speed], other_placement(plan)
     if compared is None:
         return lines

@@ -94,6 +94,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize  # bytes per element in an optimizer step
     touched_bytes = config.batch.optimizer_steps * (state.largest_share * touched + state.gradients)
     adam = touched_bytes / (setup.card.hbm_bytes * setup.assumed.hbm_share)
+    overhead = config.batch.mini_batches * setup.batch.micro_batches * setup.largest_stage * setup.assumed.pass_layer_s
     in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of all passes that updates run
     share = 1 - in_updates
     logprobs = figure(
@@ -103,6 +104,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
                 (forwards - reference) * max(layers, last * layers + output)
                 + reference * max(reference_layers, last * reference_layers + output)
                 + taught
+                + forwards * overhead
             )
             / (1 - bubble)
             + (within + pipeline) * share
@@ -112,7 +114,9 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     update = figure(
         "update",
         lambda: (
-            updates * max((3 + again) * layers, (3 + again) * last * layers + 4 * output) / (1 - bubble)
+            updates
+            * (max((3 + again) * layers, (3 + again) * last * layers + 4 * output) + (3 + again) * overhead)
+            / (1 - bubble)
             + (within + pipeline) * in_updates
             + reduce
             + adam

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 
 from grpo_mega.errors import ConfigError
 
+CPU = "cpu"  # value of --gpu for ranks on this machine's cores; planner/this_machine.py measures their rates
+
 
 @dataclass(frozen=True)
 class Card:
@@ -26,6 +28,12 @@ class Card:
     network_bytes: float  # bytes per second between nodes
     host_bytes: float  # bytes per second to host memory
     node_memory_gib: float  # host memory of a typical node of eight GPUs
+    link: str = "NVLink"  # link between the ranks of a node
+
+    @property
+    def is_cpu(self) -> bool:
+        """Return True if a rank computes on a share of this machine's cores and memory, without a GPU."""
+        return self.name == CPU
 
 
 CARDS = {
@@ -41,7 +49,7 @@ CARDS = {
 
 def card_of(name: str) -> Card:
     if name not in CARDS:
-        raise ConfigError(f"--gpu {name} is not known; known are {', '.join(CARDS)}")
+        raise ConfigError(f"--gpu {name} is not known; known are {', '.join([*CARDS, CPU])}")
     return CARDS[name]
 
 
@@ -87,6 +95,7 @@ class Assumptions:
     all_reduce_s: float = _assume(8e-6, "latency of one all-reduce within a node")
     embedded_layer_s: float = _assume(6e-4, "a layer in the transformers model, without CUDA graphs")
     prefill_share: float = _assume(0.50, "share of the peak of the engine's precision in prefill and decoding")
+    pass_layer_s: float = _assume(0.0, "overhead of a layer in a forward pass over a micro-batch")
     step_overhead_s: float = _assume(2.0, "remainder of a step: last rewards, packing, logs, sleeping and waking")
 
     def rows(self) -> Iterator[tuple[str, float, str]]:
@@ -96,3 +105,36 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+
+
+@dataclass(frozen=True)
+class CpuAssumptions(Assumptions):
+    """Assumptions for ranks without a GPU. Rates are measured, so their shares are of a short measured product."""
+
+    matmul_share: float = _assume(0.80, "share of the measured product's rate in a layer's products")
+    attention_share: float = _assume(0.30, "share of the measured product's rate in padded attention")
+    logprob_share: float = _assume(0.60, "share of the measured product's rate in tiles of logits")
+    hbm_share: float = _assume(0.60, "share of the measured copy's rate in optimizer steps")
+    nvlink_share: float = _assume(1.0, "share of the assumed rate of gloo")
+    host_share: float = _assume(1.0, "share of the measured copy's rate when the reference's weights are swapped")
+    overlap_share: float = _assume(0.0, "hidden share of data-parallel communication: gloo uses the same cores")
+    packing_fill: float = _assume(0.90, "share of a micro-batch's token budget that samples fill")
+    context_gib: float = _assume(0.45, "a process with torch, transformers and Megatron-core imported")
+    communicator_gib: float = _assume(0.0, "gloo's buffers")
+    graph_gib: float = _assume(1.5, "the processes of an SGLang server, without weights and cache, per rank")
+    workspace_gib: float = _assume(0.0, "workspaces of the products")
+    worker_host_gib: float = _assume(0.1, "memory of a reward worker that it does not share with its parent")
+    decode_hbm_share: float = _assume(0.80, "share of the measured copy's rate when weights and cache are read")
+    decode_layer_s: float = _assume(0.0, "a layer's overhead in a decoding step: decode_layer_calls at measured time")
+    embedded_layer_s: float = _assume(0.0, "the same in the transformers model")
+    prefill_share: float = _assume(0.50, "share of the measured product's rate in prefill and decoding")
+    step_overhead_s: float = _assume(0.3, "remainder of a step: last rewards, packing, logs")
+    # Overheads, in calls of a small operation. The time of a call is measured, because it depends on machine and load.
+    pass_layer_calls: float = _assume(600, "calls in the forward pass of a layer")
+    decode_layer_calls: float = _assume(250, "calls in a decoding step of a layer")
+    decode_step_calls: float = _assume(800, "calls in a decoding step besides the layers")
+    gloo_s: float = _assume(3e-4, "time of a small all-reduce of gloo between the ranks of a machine")
+    gloo_bytes: float = _assume(1e9, "rate of gloo between the ranks of a machine, bytes per second")
+
+
+CPU_ASSUMED = CpuAssumptions()

@@ -6,7 +6,8 @@ Every rank computes the same advantages and weights. Each data-parallel rank pac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -28,9 +29,11 @@ from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import MismatchError
 from grpo_mega.megatron.frozen import Teacher
-from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.pipeline import BACKWARD, FORWARD
+from grpo_mega.megatron.policy import OPTIMIZER, Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import K3_STALE
+from grpo_mega.observe.progress import Pace, progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.rollout.routes import is_intact
 from grpo_mega.rollout.sglang.session import served_logprobs
@@ -63,6 +66,8 @@ def attach_logprobs(
     runtime: Runtime,
     timers: Timers,
     step: int = 0,
+    *,
+    shows_progress: bool = False,
 ) -> list[list[PackedBatch]]:
     """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from
     mini-batches.
@@ -77,11 +82,12 @@ def attach_logprobs(
         return []
     if config.rollout.routing_replay:
         check_routes(batches, samples, runtime)
-    with timers("logprobs"):
-        batches = policy.attach_logprobs(batches, timers)
-    if config.teachers:
-        with timers("teacher"):
-            attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
+    with _shown_passes(config, batches, shows_progress):
+        with timers("logprobs"):
+            batches = policy.attach_logprobs(batches, timers)
+        if config.teachers:
+            with timers("teacher"):
+                attach_teacher_logprobs(config, samples, batches, policy.teachers, runtime)
     with timers("pack"):
         if a.has_kl_reward:
             penalties = gather_responses(lambda batch: _penalty(a, batch), batches, samples, runtime)
@@ -99,6 +105,33 @@ def attach_logprobs(
             random = torch.Generator().manual_seed(config.seed * 2**31 + step)
             _attach_from_whole(a, groups, batches, old_logprobs, random)
     return batches
+
+
+@contextmanager
+def _shown_passes(config: Config, batches: Sequence[Sequence[PackedBatch]], is_shown: bool) -> Iterator[None]:
+    """Show the progress of the forward passes of policy, reference and teachers inside."""
+    teachers = sum(teacher.url is None for teacher in config.teachers.values())
+    num_models = int(config.needs_old_logprobs) + int(config.algorithm.kl_beta > 0) + teachers
+    num_passes = num_models * sum(map(len, batches)) * (config.layout.vpp or 1)
+    with (
+        progress(num_passes, "log-probs, micro-batches", is_shown and num_passes > 0) as bar,
+        recorder().heard(lambda kind: bar.advance() if kind == FORWARD else None),
+    ):
+        yield
+
+
+def update_policy(
+    config: Config, policy: Policy, batches: Sequence[Sequence[PackedBatch]], pace: Pace, is_shown: bool
+) -> list[StepMetrics]:
+    """Run the optimizer steps of one rollout, and show their progress. Return the metrics of each step."""
+    num_passes = sum(map(len, batches)) * (config.layout.vpp or 1) * config.batch.epochs
+    pieces = {FORWARD: num_passes, BACKWARD: num_passes, OPTIMIZER: config.batch.optimizer_steps}
+    with (
+        progress(sum(pieces.values()), "update, passes and optimizer steps", is_shown) as bar,
+        pace.over(pieces, bar) as start,
+        recorder().heard(start),
+    ):
+        return policy.update(batches)
 
 
 def attach_teacher_logprobs(

@@ -27,6 +27,7 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
+from grpo_mega.observe.progress import progress
 from grpo_mega.observe.timers import Timers
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.apply import buckets
@@ -193,6 +194,7 @@ class WeightSync:
         *,
         verify: bool = True,
         ranks: dist.ProcessGroup | None = None,
+        shows_progress: bool = False,
     ) -> None:
         """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare
         checksums.
@@ -200,7 +202,7 @@ class WeightSync:
         `ranks`: the group of all ranks of the plan; None for the default group.
         """
         self._plan, self._dtype, self._bucket_bytes, self._verify = plan, dtype, bucket_bytes, verify
-        self._all_gather, self._ranks = all_gather, ranks
+        self._all_gather, self._ranks, self._shows_progress = all_gather, ranks, shows_progress
 
     def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
         """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other
@@ -210,18 +212,20 @@ class WeightSync:
         differs.
         """
         self._check("starting a sync", engine.start_update(), "the engine's tensors do not match the plan")
-        num_bytes = 0
-        for bucket in buckets(
-            self._plan,
-            tensors,
-            dtype=self._dtype,
-            bucket_bytes=self._bucket_bytes,
-            allocate=engine.allocate,
-            group=self._ranks,
-            verify=self._verify,
-        ):
-            engine.load(bucket)
-            num_bytes += bucket.num_bytes_received
+        num_bytes, num_rounds = 0, len(self._plan.rounds(self._bucket_bytes, self._dtype.itemsize))
+        with progress(num_rounds, "weight sync, buckets", self._shows_progress) as bar:
+            for bucket in buckets(
+                self._plan,
+                tensors,
+                dtype=self._dtype,
+                bucket_bytes=self._bucket_bytes,
+                allocate=engine.allocate,
+                group=self._ranks,
+                verify=self._verify,
+            ):
+                engine.load(bucket)
+                num_bytes += bucket.num_bytes_received
+                bar.advance()
         self._check("ending a sync", engine.end_update(version), f"the engine does not have policy version {version}")
         return num_bytes
 

@@ -61,6 +61,7 @@ def build_sync(
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
         verify=config.sync.verify,
         ranks=runtime.everyone,
+        shows_progress=runtime.rank == 0 and config.log.progress,
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +22,8 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.distributed.device import PeakMemory
+from grpo_mega.distributed.launch import current_rank
+from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest
 from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
@@ -31,7 +34,7 @@ from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import engine_mismatch
-from grpo_mega.observe.progress import progress
+from grpo_mega.observe.progress import Pace, phase, progress
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, STATE
@@ -78,6 +81,7 @@ class Job:
     steps_done: int = 0
     backlog: Backlog = field(default_factory=Backlog)  # the backlog after the last finished step
     is_stopping: bool = False
+    pace: Pace = field(default_factory=Pace)  # measures the passes and optimizer steps of all updates
 
     @property
     def is_main(self) -> bool:
@@ -220,8 +224,13 @@ class Job:
         check_model(checkpoint, manifest.model, self.model.shape)
         for change in self.inputs.changes(manifest.inputs):
             self.log.warn(change)
-        verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
-        policy.restore(checkpoint / STATE)
+        with phase("verifying the checkpoint", self.shows_progress):
+            verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
+        with (
+            phase("loading the checkpoint, tensors", self.shows_progress) as bar,
+            recorder().heard(lambda kind: bar.advance()),
+        ):
+            policy.restore(checkpoint / STATE)
         self.checkpoints.saved_step = manifest.step
         algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
         if (
@@ -298,21 +307,22 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     with ExitStack() as stack:
         # The workers import in the background while the model is built.
         pool = stack.enter_context(_reward_pool(config))
-        model = read_model_files(config)
-        tokenizer = read_tokenizer(model)
-        data = load_data(config.data, tokenizer)
-        sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
-        pool.wait_until_ready()
-
-        runtime = runtimes.start(config)
-        stack.callback(runtimes.stop)
+        shown = partial(phase, enabled=config.log.progress and not current_rank())
+        with shown("reading the tokenizer and the data"):
+            model, tokenizer, data, sampler = _read_inputs(config)
+        with shown("starting the reward workers"):
+            pool.wait_until_ready()
+        with shown("connecting the ranks"):
+            runtime = runtimes.start(config)
+            stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        engine = build_engine(config, model, runtime, rendezvous)
+        with shown("building the engine"):
+            engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
         peak = PeakMemory(runtime.device)
         memory = make_room(engine, runtime, config.rollout, peak)
         policy = build(config, model, runtime) if runtime.trains else None
-        with runtime.raise_on_all_ranks(runtime.everyone):
+        with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
         stop = StopRequest(config.run_dir)
@@ -349,6 +359,14 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             stop=stop,
             health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
         )
+
+
+def _read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
+    """Return the model's files, the tokenizer, the data, and the order of its prompts."""
+    model = read_model_files(config)
+    tokenizer = read_tokenizer(model)
+    data = load_data(config.data, tokenizer)
+    return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
 
 def _reward_pool(config: Config) -> RewardPool:

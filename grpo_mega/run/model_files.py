@@ -36,6 +36,7 @@ from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.progress import phase
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
@@ -182,8 +183,9 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     for name, settings in config.teachers.items():
         if settings.url is None:
             theirs = read_model_files(config, settings.path)
-            teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
-            theirs.read_weights(teacher.load)
+            with phase(f"loading the teacher {name}", runtime.rank == 0 and config.log.progress):
+                teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
+                theirs.read_weights(teacher.load)
             policy.teachers[name] = teacher
             continue
         with runtime.raise_on_all_ranks():
@@ -191,7 +193,14 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     return policy
 
 
-def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def export_policy(
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    shows_progress: bool = False,
+) -> None:
     """Write the policy as a Hugging Face folder on rank 0, replacing it. All ranks call it.
 
     Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
@@ -212,17 +221,21 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
         shutil.rmtree(partial, ignore_errors=True)  # the remains of an interrupted export
         partial.mkdir(parents=True)
     device = next(iter(tensors.values())).device
-    for file, names in shards.items():
-        wanted = hf_rank_shards(family, shape, (name for name in names if name not in extra))
-        targets = ShardLayout.of_ranks([wanted if rank == 0 else {} for rank in range(world_size)])
-        plan = plan_transfers(sources, targets, ranks_per_node=world_size)
-        mine = wanted.items() if is_writer else ()
-        gathered = {name: torch.empty(local.shape, dtype=dtypes[name], device=device) for name, local in mine}
-        execute(plan, tensors, gathered, dtype=model.dtype)
-        if is_writer:
-            kept = {name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra}
-            content = {name: tensor.cpu().contiguous() for name, tensor in (gathered | kept).items()}
-            save_file(content, partial / file, metadata={"format": "pt"})
+    with phase("writing the policy", shows_progress and is_writer, sum(num_bytes.values()), "bytes") as bar:
+        for file, names in shards.items():
+            wanted = hf_rank_shards(family, shape, (name for name in names if name not in extra))
+            targets = ShardLayout.of_ranks([wanted if rank == 0 else {} for rank in range(world_size)])
+            plan = plan_transfers(sources, targets, ranks_per_node=world_size)
+            mine = wanted.items() if is_writer else ()
+            gathered = {name: torch.empty(local.shape, dtype=dtypes[name], device=device) for name, local in mine}
+            execute(plan, tensors, gathered, dtype=model.dtype)
+            if is_writer:
+                kept = {
+                    name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra
+                }
+                content = {name: tensor.cpu().contiguous() for name, tensor in (gathered | kept).items()}
+                save_file(content, partial / file, metadata={"format": "pt"})
+            bar.advance(sum(num_bytes[name] for name in names))
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
@@ -250,6 +263,7 @@ class InputDigests(threading.Thread):
             (name, path, i) for name, path in files.items() for i in range(max(1, -(-path.stat().st_size // PIECE)))
         ]
         self._mine = pieces[rank::world_size]
+        self._shows_progress = rank == 0 and config.log.progress
         self._digests: dict[tuple[str, int], str] = {}  # digest of each piece, by file name and piece number
         self._num_done = 0  # number of hashed chunks
         self._problem = ""
@@ -263,11 +277,14 @@ class InputDigests(threading.Thread):
             if self.ident is None:
                 self.start()
             num_seen = 0
-            while self.is_alive():
-                self.join(_SECONDS_BETWEEN_LOOKS)
-                if self._num_done > num_seen:
-                    num_seen = self._num_done
-                    recorder().beat()
+            total = sum(min(PIECE, path.stat().st_size - i * PIECE) for _, path, i in self._mine)
+            with phase("hashing the start model", self._shows_progress, total, "bytes") as bar:
+                while self.is_alive():
+                    self.join(_SECONDS_BETWEEN_LOOKS)
+                    if (num_done := self._num_done) > num_seen:
+                        bar.advance(_CHUNK * (num_done - num_seen))
+                        num_seen = num_done
+                        recorder().beat()
             everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
             dist.all_gather_object(everyone, (self._digests, self._problem))
             for _, problem in everyone:

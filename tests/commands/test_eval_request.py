@@ -202,7 +202,7 @@ def test_a_target_that_is_neither_run_nor_config_is_a_one_line_error(config_file
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--set", "model.path=/none"], "model.path=/none is not a folder"),
+        (["--set", "model.path=/none", "--set", "log.progress=false"], "model.path=/none is not a folder"),
         (["--prompts", "0"], "--prompts 0 leaves nothing to evaluate"),
     ],
 )

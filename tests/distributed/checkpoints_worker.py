@@ -138,7 +138,7 @@ def stages_on_the_disk(rank: int, folder: Path) -> None:
     assert policy.folder == found.folder / ".step-000003.partial" / "state"
     found.finish()
     beats: list[int] = []
-    with recorder().heard(lambda: beats.append(1)):
+    with recorder().heard(lambda kind: beats.append(1)):
         saving.verify_files(found.folder / "step-000003", read_manifest(found.folder / "step-000003"), rank, WORLD_SIZE)
     assert len(beats) >= 3, "each verified chunk must count as progress"
     found.save(policy_fits, manifest(4))

@@ -1,6 +1,7 @@
 """The local launcher: environment, logs, exit codes, signals, and no leftover processes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from grpo_mega.config import load
 from grpo_mega.distributed.launch import launch, rank_environments, run_ranks
+from grpo_mega.distributed.memory import host_room
 
 LAUNCHER = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
 LAUNCHER += "sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])))"
@@ -210,3 +212,30 @@ def test_an_error_of_the_function_that_the_user_can_fix_is_one_line(
     assert launch(load, tmp_path / "none.yaml", 2, tmp_path) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("grpo-mega: error: ") and "No such file" in line
+
+
+def test_a_rank_killed_by_sigkill_is_reported_with_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 holds 500 MB and is killed as the kernel does it. Rank 0 misses it a moment before it has ended."""
+    monkeypatch.setattr("grpo_mega.distributed.launch.SECONDS_BETWEEN_READINGS", 0.1)
+    program = write_pid(tmp_path) + (
+        "is_held = os.environ['RANK'] == '1'\n"
+        f"while not is_held and not os.path.exists('{tmp_path}/missed'): time.sleep(0.02)\n"
+        "if not is_held: sys.exit(1)\n"
+        "held = b'1' * 500_000_000\n"
+        "time.sleep(1)\n"
+        f"open('{tmp_path}/missed', 'w')\n"
+        "time.sleep(0.3)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert run_ranks(python(program), 2, tmp_path) == 128 + signal.SIGKILL
+    total = host_room().total / 2**30
+    pattern = (
+        r"grpo-mega: rank 1 was killed by SIGKILL, probably out of memory \(last seen (0\.\d) GiB of (\d+)(.*)\); "
+    )
+    pattern += r"see dmesg; .*rank_1\.log ends: \(empty\)\n"
+    match = re.fullmatch(pattern, capfd.readouterr().err)
+    assert match is not None
+    assert match[1] == "0.5" and match[2] == f"{total:.0f}"
+    assert re.fullmatch(r"( in the cgroup .*)?; 2 ranks: 0\.5 GiB", match[3])

@@ -181,4 +181,4 @@ def test_progress_shows_bytes_speed_and_the_time_left(
     monkeypatch.setattr("grpo_mega.observe.progress.SECONDS_BETWEEN_LINES", 0.0)
     lines = Bar(4_000_000_000, "writing", "bytes")
     lines.advance(1_000_000_000)
-    assert re.fullmatch(r"writing: 1\.0 of 4\.0 GB, \d+ MB/s, \d+ s left\n", capsys.readouterr().out)
+    assert re.fullmatch(r"writing: 25%, 1\.0 of 4\.0 GB, \d+ MB/s, \d+ s left\n", capsys.readouterr().out)

@@ -25,7 +25,8 @@ from grpo_mega.distributed.recorder import recorder
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.pipeline import BACKWARD, FORWARD
+from grpo_mega.megatron.policy import OPTIMIZER, Policy
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
@@ -245,9 +246,29 @@ def check_resume(text: str, rank: int, folder: Path) -> None:
 def num_beats(act: Callable[[], None]) -> int:
     """Return how often the hang watch hears of progress during `act()`, besides collectives."""
     beats: list[int] = []
-    with recorder().heard(lambda: beats.append(1)):
+    with recorder().heard(lambda kind: beats.append(1)):
         act()
     return len(beats)
+
+
+def check_pieces(text: str, rank: int, folder: Path) -> None:
+    """An update reports the start of every forward pass, backward pass and optimizer step, once on each rank."""
+    trainee = Trainee(make_config_of(text, "model.recompute=full"))
+    batches = trainee.policy.attach_logprobs(make_batches(trainee.policy, trainee.config, 0))
+    kinds: list[str] = []
+    with recorder().heard(kinds.append):
+        trainee.policy.update(batches)
+    passes = trainee.config.layout.vpp or 1
+    expected: list[tuple[int, str]] = []
+    for mini_batch in batches:
+        expected += [(passes * len(mini_batch), kind) for kind in (FORWARD, BACKWARD)] + [(1, OPTIMIZER)]
+    found, rest = [], kinds
+    for _ in batches:
+        end = rest.index(OPTIMIZER) + 1
+        part, rest = rest[:end], rest[end:]
+        found += [(part.count(kind), kind) for kind in (FORWARD, BACKWARD, OPTIMIZER)]
+        assert part.index(FORWARD) < part.index(BACKWARD)
+    assert found == expected and not rest, (kinds, expected)
 
 
 def check_many_steps(rank: int, folder: Path) -> None:
@@ -352,6 +373,7 @@ def main() -> None:
     cases: dict[str, Callable[[int, Path], None]] = {
         f"moving: {text}": partial(check_moving_changes_nothing, text) for text in LAYOUTS[world_size]
     }
+    cases |= {f"pieces: {text}": partial(check_pieces, text) for text in LAYOUTS[world_size]}
     cases |= {f"reference: {text}": partial(check_reference, text) for text in WITH_REFERENCE[world_size]}
     cases |= {f"resume: {text}": partial(check_resume, text) for text in RESUMED[world_size]}
     if world_size == 1:

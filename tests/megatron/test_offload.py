@@ -15,7 +15,7 @@ import torch
 from grpo_mega.megatron.offload import ALIGNMENT, HostCopy, Movable, storages_of
 from tests.helpers.ranks import Results, launch
 
-MANY_STEPS = "many steps"  # name of a case of the worker
+MANY_STEPS, PIECES = "many steps", "pieces: "  # names of cases of the worker
 DEVICES = [
     "cpu",
     pytest.param(
@@ -37,8 +37,18 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_moving_between_all_steps_changes_no_bit_and_frees_every_byte(found: Results) -> None:
     """Compare losses, gradient norms, weights, fingerprints and device bytes; save and restore while the policy is on
     the host."""
-    wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS]
+    wrong = [line for case, lines in found.items() for line in lines if case != MANY_STEPS and PIECES not in case]
     assert found and not wrong, "\n".join(wrong)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("found", [1, pytest.param(4, marks=pytest.mark.full)], indirect=True)
+def test_every_pass_and_optimizer_step_of_an_update_is_reported(found: Results) -> None:
+    """The progress of an update counts them, in all layouts, with full recompute."""
+    cases = [case for case in found if PIECES in case]
+    assert len(cases) >= 3
+    wrong = [line for case in cases for line in found[case]]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.full

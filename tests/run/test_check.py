@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,14 @@ def test_check_prints_a_line_per_layout_and_succeeds_if_all_are_equal(tmp_path: 
         timeout=240,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    shown = [line for line in result.stdout.splitlines() if line.startswith("check: ")]
+    assert [re.sub(r"\d+ s", "N s", line) for line in shown] == [
+        "check: generating samples on one rank",
+        "check: one rank, 1 of 4 (N s)",
+        "check: tp=2, 2 of 4 (N s, about N s left)",
+        "check: pp=2,layers_per_chunk=[1;1], 3 of 4 (N s, about N s left)",
+        "check: cp=2, 4 of 4 (N s, about N s left)",
+    ]
     lines = [line for line in result.stdout.splitlines() if line.endswith("same")]
     assert [line.split()[0] for line in lines] == ["tp=2", "pp=2,layers_per_chunk=[1;1]", "cp=2"]
 

@@ -27,7 +27,7 @@ from grpo_mega.distributed.environment import loopback_sockets, server_cache
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import NoReply, send
-from grpo_mega.observe.progress import SECONDS_BETWEEN_LINES
+from grpo_mega.observe.progress import Bar, phase
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang import server_main
@@ -214,8 +214,12 @@ class Server:
         If the server ends or is not ready in time, stop it and raise EngineError. If another process has taken its
         port, start it again with another port.
         """
-        started_at = shown = time.monotonic()
         deadline_s = self._settings.rollout.start_deadline_s
+        with phase("waiting for the SGLang server", self._settings.shows_progress, int(deadline_s), "seconds") as bar:
+            self._wait(deadline_s, bar)
+
+    def _wait(self, deadline_s: float, bar: Bar) -> None:
+        started_at, num_shown = time.monotonic(), 0
         while not self._generates():
             seconds = time.monotonic() - started_at
             if not self.is_alive():
@@ -232,9 +236,8 @@ class Server:
                     f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
                     f" {self.tail()}"
                 )
-            if self._settings.shows_progress and time.monotonic() - shown > SECONDS_BETWEEN_LINES:
-                shown = time.monotonic()
-                print(f"waiting for the SGLang server: {seconds:.0f} s", flush=True)
+            bar.advance(int(seconds) - num_shown)
+            num_shown = int(seconds)
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     @property
