@@ -30,6 +30,7 @@ from grpo_mega.run.batches import (
     pack,
     staleness_metrics,
 )
+from grpo_mega.run.checkpoints import next_export_record
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
 from grpo_mega.run.job import Job, open_job
@@ -70,7 +71,8 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR)
+                record = next_export_record(job.checkpoints.folder, config.steps)
+                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR, record=record)
             job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
 
 

@@ -28,10 +28,10 @@ from grpo_mega.commands.train import check_config, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.detect import read_manifest, without_checkpoints
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, LOGS, STATE
+from grpo_mega.formats.detect import read_manifest
+from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
 from grpo_mega.processes import KEEP, private_folder
-from grpo_mega.run.checkpoints import check_model, find, find_finished
+from grpo_mega.run.checkpoints import SavedPolicy, check_model, find_policy
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -50,9 +50,7 @@ class EvalRequest:
     set_names: tuple[str, ...] | None
     description: str  # description of the prompts, for the log
     out: Path | None
-    step: int = (
-        0  # step after which the policy was saved; known from the start if a finished run wrote the config's model
-    )
+    step: int = 0  # step after which the policy was saved
     note: str | None = None  # message for the user
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
@@ -120,13 +118,13 @@ def make_request(options: EvalOptions) -> EvalRequest:
         raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file")
     path = options.target / CONFIG_FILE if is_run else options.target
     config = configs.load(path, ["run_dir=unused", *options.overrides])
-    finished = find_finished(options.target, options.step) if is_run and options.model is None else None
-    checkpoint = _checkpoint(options, is_run) if finished is None else None
+    saved = _saved_policy(options, is_run)
+    checkpoint = saved.path if saved and saved.export is None else None
     _check_out(options.out)
     raw = config.model_dump(mode="json")
     raw["eval"] |= _eval_settings(options, raw["eval"])
     set_names, description = _choose_data(raw, config, options)
-    model = options.model or finished
+    model = options.model or (saved.path if saved and saved.export else None)
     if model is not None:
         raw["model"] |= {"path": str(model), "init": "checkpoint"}
     elif checkpoint is not None:
@@ -139,26 +137,24 @@ def make_request(options: EvalOptions) -> EvalRequest:
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False}
-    from grpo_mega.run.folder import last_step
-
     return EvalRequest(
         config=configs.validate(raw),
         checkpoint=checkpoint,
         set_names=set_names,
         description=description,
         out=options.out,
-        step=last_step(options.target) if finished else 0,
-        note=without_checkpoints(finished) if finished else None,
+        step=saved.step if saved else 0,
+        note=(saved.note or f"evaluating {saved.path}, the policy after step {saved.step}") if saved else None,
     )
 
 
-def _checkpoint(options: EvalOptions, is_run: bool) -> Path | None:
+def _saved_policy(options: EvalOptions, is_run: bool) -> SavedPolicy | None:
     if options.model is not None:
         if options.step is not None:
             raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
         return None
     if is_run:
-        return find(options.target / CHECKPOINTS, options.step)
+        return find_policy(options.target, options.step)
     if options.step is not None:
         raise ConfigError(
             f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
@@ -221,7 +217,7 @@ def evaluate_request(request: EvalRequest) -> None:
         if job.is_main:
             if request.out is not None:
                 write_rows(request.out, [row for one in results.values() for row in one.rows])
-            title = f"{request.checkpoint} (step {request.step})" if request.checkpoint else request.config.model.path
+            title = f"{request.checkpoint or request.config.model.path}{f' (step {request.step})' * bool(request.step)}"
             print(f"\n{title}, {request.description}", flush=True)
             print(score_table(results), flush=True)
             print(json.dumps(summary(request, results, time.monotonic() - started_at)), flush=True)

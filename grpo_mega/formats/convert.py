@@ -68,10 +68,8 @@ def convert_mcore_to_hf(
     check_free(out)
     checkpoint = find_checkpoint(folder, config_folder)
     if not checkpoint.is_megatron:
-        if checkpoint.path != Path(folder):
-            raise ConfigError(
-                f"{folder} has no checkpoints; use {checkpoint.path}, which is already a Hugging Face folder"
-            )
+        if checkpoint.note is not None:
+            raise ConfigError(f"{checkpoint.note}, which is already a Hugging Face folder; use that folder")
         raise ConfigError(f"{folder} is already a Hugging Face folder; use convert_hf_to_mcore.py")
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -196,8 +197,16 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     return policy
 
 
-def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def export_policy(
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    record: Mapping[str, bytes | Path] = MappingProxyType({}),
+) -> None:
     """Write the policy as a Hugging Face folder on rank 0, replacing it. All ranks call it.
+
+    `record`: further files of the folder by name, such as the step of the policy.
 
     Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
     copied byte for byte from the start model, because libraries rewrite fields when they save a config.
@@ -227,7 +236,7 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
             save_file(content, partial / file, metadata={"format": "pt"})
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
-        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
+        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | record)
     dist.barrier()
 
 
