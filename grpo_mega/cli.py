@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _refuse(error.lines)
     except KeyboardInterrupt:
+        print("\ngrpo-mega: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has exited; Python writes to stdout once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

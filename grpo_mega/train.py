@@ -46,7 +46,7 @@ def run(config: Config) -> None:
     Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end.
     Ranks without a policy only generate, step by step.
     """
-    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
+    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure(), job.listening():
         first, runtime = job.resume(), job.runtime
         tracer = Tracer(
             config.log.profiled_steps,

@@ -21,8 +21,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import CheckOptions
 from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import launch_processes
-from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, raise_all
 from grpo_mega.processes import private_folder
 from grpo_mega.types import Group, StepMetrics
 from grpo_mega.weights.boxes import Box
@@ -140,6 +141,8 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     for world_size in dict.fromkeys(case.world_size for case in cases):
         members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
         code = launch_processes(run_members, (members, folder), world_size, folder / f"logs-{world_size}")
+        if code == EXIT_INTERRUPTED:
+            raise SystemExit(code)
         if code:
             names = [c.name for i, c in members.items() if not (folder / str(i) / "outcome.pt").exists()]
             failed = names[0] if names else "the end of the launch"
@@ -153,6 +156,11 @@ def run_members(launched: tuple[dict[int, Case], Path]) -> None:
     """
     members, folder = launched
     first = next(iter(members.values())).config
+    with ends_at_first("ending; no layout is compared"):
+        _run_members(members, first, folder)
+
+
+def _run_members(members: dict[int, Case], first: Config, folder: Path) -> None:
     with rank_imports(first):
         import torch
         import torch.distributed as dist

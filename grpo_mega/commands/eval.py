@@ -13,24 +13,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
 from grpo_mega.commands.train import check_config, rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
-from grpo_mega.processes import KEEP, private_folder
+from grpo_mega.processes import KEEP, own_folder, private_folder
 from grpo_mega.run.checkpoints import SavedPolicy, check_model, find_policy
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from grpo_mega.types import Prompt
 
 
+Request = TypeVar("Request", bound="EvalRequest")
+
+
 @dataclass
 class EvalRequest:
     config: Config
@@ -51,7 +55,7 @@ class EvalRequest:
     description: str  # description of the prompts, for the log
     out: Path | None
     step: int = 0  # step after which the policy was saved
-    note: str | None = None  # message for the user
+    note: str = ""  # message for the user
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
@@ -85,18 +89,24 @@ class EvalRequest:
 
 def run(options: EvalOptions) -> int:
     """Evaluate on all ranks. Return the exit code."""
-    request = make_request(options)
-    if request.note is not None and not current_rank():
+    return run_request(make_request(options), evaluate_request)
+
+
+def run_request(request: Request, act: Callable[[Request], None]) -> int:
+    """Run `act(request)` on all ranks, with a temporary run_dir. Return the exit code."""
+    if not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
     check_config(request.config)
     with private_folder() as folder:
         run_dir = folder / "run"
         if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages
             run_dir = Path(tempfile.gettempdir(), f"grpo-mega-eval-{os.getuid()}-{os.getppid()}")
+            if current_rank() == 0:
+                own_folder(run_dir)
         request.config = request.config.model_copy(update={"run_dir": run_dir})
         code = 1  # exit code after an unexpected exception
         try:
-            code = launch(evaluate_request, request, request.config.layout.world_size, folder / LOGS)
+            code = launch(act, request, request.config.layout.world_size, folder / LOGS)
             return code
         except (UserError, KeyboardInterrupt):
             code = 0
@@ -120,7 +130,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
     config = configs.load(path, ["run_dir=unused", *options.overrides])
     saved = _saved_policy(options, is_run)
     checkpoint = saved.path if saved and saved.export is None else None
-    _check_out(options.out)
+    check_out(options.out)
     raw = config.model_dump(mode="json")
     raw["eval"] |= _eval_settings(options, raw["eval"])
     set_names, description = _choose_data(raw, config, options)
@@ -129,14 +139,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
         raw["model"] |= {"path": str(model), "init": "checkpoint"}
     elif checkpoint is not None:
         raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
-    # The trainer's side only holds weights: it neither computes nor steps.
-    raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
-    raw["precision"] = {}
-    raw["optimizer"] |= {"moments_dtype": "float32"}
-    raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
-    raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
-    raw["checkpoint"] |= {"interval": 0}
-    raw["log"] |= {"wandb": False}
+    hold_weights(raw)
     return EvalRequest(
         config=configs.validate(raw),
         checkpoint=checkpoint,
@@ -144,8 +147,26 @@ def make_request(options: EvalOptions) -> EvalRequest:
         description=description,
         out=options.out,
         step=saved.step if saved else 0,
-        note=(saved.note or f"evaluating {saved.path}, the policy after step {saved.step}") if saved else None,
+        note=describe_policy("evaluating", saved, raw["model"]["path"]),
     )
+
+
+def hold_weights(raw: dict[str, Any]) -> None:
+    """Change a config so that the trainer's side only holds weights: it neither computes nor steps."""
+    raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
+    raw["precision"] = {}
+    raw["optimizer"] |= {"moments_dtype": "float32"}
+    raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
+    raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
+    raw["checkpoint"] |= {"interval": 0}
+    raw["log"] |= {"wandb": False}
+
+
+def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
+    """Return a line for the user that names the policy and its step."""
+    if saved is None:
+        return f"{work} {model}"
+    return saved.note or f"{work} {saved.path}, the policy after step {saved.step}"
 
 
 def _saved_policy(options: EvalOptions, is_run: bool) -> SavedPolicy | None:
@@ -162,7 +183,7 @@ def _saved_policy(options: EvalOptions, is_run: bool) -> SavedPolicy | None:
     return None
 
 
-def _check_out(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     if out is None:
         return
     if out.exists():
@@ -203,14 +224,14 @@ def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> t
 
 def evaluate_request(request: EvalRequest) -> None:
     """Evaluate as one rank. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
-    with rank_imports(request.config):
-        from grpo_mega.run.evaluation import evaluate_set, write_rows
-        from grpo_mega.run.job import open_job
-
     started_at = time.monotonic()
-    with open_job(request.config, request.build_policy) as job:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
-            signal.signal(number, signal.default_int_handler)
+    with ExitStack() as stack:
+        stack.enter_context(ends_at_first("ending; nothing is written"))
+        with rank_imports(request.config):
+            from grpo_mega.run.evaluation import evaluate_set, write_rows
+            from grpo_mega.run.job import open_job
+
+        job = stack.enter_context(open_job(request.config, request.build_policy))
         job.colocation.sync_weights(version=request.step)
         sets = prompts_of(job, request)
         results = {name: evaluate_set(job.rollouts, name, prompts, request.step) for name, prompts in sets.items()}
