@@ -182,7 +182,7 @@ def _agree(folder: Path, differing: list[str]) -> None:
         raise ResumeError(
             f"checkpoint {folder}: fp32 masters do not match the weights (first {by_rank[rank][0]} on rank {rank}); "
             "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
-            f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
+            f"`grpo-mega convert {folder} OUT`, and start a new run with model.path=OUT"
         )
 
 
