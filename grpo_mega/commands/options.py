@@ -157,6 +157,25 @@ class EvalOptions:
 
 
 @dataclass(frozen=True)
+class SampleOptions:
+    """The options of sample. None means: as in the run's config, or a default for a model without a run."""
+
+    target: Path = positional("a model's folder, a run's folder, or a config with a model", "MODEL_OR_RUN_DIR")
+    overrides: Sequence[str] = overrides()
+    prompt: str | None = flag("text of a user message to answer; without --prompt and --data a chat starts", "TEXT")
+    answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
+    data: str | None = flag("data set to answer; its answers are scored", "FILE")
+    prompts: int | None = flag("only the first N of --data", "N")
+    n: int = flag("responses per prompt; default: 8", "N", 8)
+    step: int | None = flag("the run's policy after this step; default: the newest")
+    engine: str | None = flag("default: the run's, or embedded", choices=("embedded", "sglang"))
+    temperature: float | None = flag("0 is greedy; default: rollout.temperature", "T")
+    top_p: float | None = flag("default: rollout.top_p", "P")
+    max_response_length: int | None = flag("default: rollout.max_response_length, or 512", "TOKENS")
+    out: Path | None = flag("JSON lines to write, one per response with its log-probs; must not exist", "FILE")
+
+
+@dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
     gpu: str = flag("default: h100", default="h100", choices=("a100", "h100", "h200", "b200"))
     world_size: int | None = flag("number of GPUs; default: the layout's", "N")

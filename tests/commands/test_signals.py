@@ -54,6 +54,7 @@ class Command:
 COMMANDS = {
     "eval": Command("eval", "--out rows.jsonl", "ending; nothing is written"),
     "eval on two ranks": Command("eval", "--set layout.dp=2 --out rows.jsonl", "ending; nothing is written"),
+    "sample": Command("sample", "--prompt Hi --out rows.jsonl", "ending; nothing is written"),
     "check": Command("check", "--layouts dp=2", "ending; no layout is compared"),
 }
 
