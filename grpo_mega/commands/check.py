@@ -10,6 +10,7 @@ processes.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -95,6 +96,7 @@ def run(options: CheckOptions) -> int:
     difference.
     """
     config = configs.load(options.config, list(options.overrides))
+    print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
     differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
     print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1

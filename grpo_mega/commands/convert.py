@@ -31,6 +31,7 @@ def run(options: ConvertOptions) -> int:
         return dry(options)
     source, _ = _ends(options)
     checkpoint = find_checkpoint(source, options.config)
+    print(f"converting {checkpoint.path} ({checkpoint.kind}) to {options.out}", flush=True)
     # A run whose newest policy is RUN_DIR/hf has a note. It needs no conversion, as to_hf says.
     return to_hf(options) if checkpoint.is_megatron or checkpoint.note else to_mcore(options)
 

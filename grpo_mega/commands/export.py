@@ -32,6 +32,7 @@ def run(options: ExportOptions) -> int:
         print(f"policy after step {policy.step} written to {out}")
         return 0
     checkpoint, manifest = policy.path, read_manifest(policy.path)
+    print(f"grpo-mega: note: exporting {checkpoint}, the policy after step {policy.step}", file=sys.stderr, flush=True)
     import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf

@@ -90,12 +90,10 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
     if options.data is None:
         raw["data"] |= {"prompt_column": "prompt", "answer_column": "answer"}
     raw["eval"] = {"num_prompts": options.prompts}
-    raw["teachers"], raw["algorithm"] = {}, {}
     if saved is not None:
         raw["model"] |= {"init": "random"} if saved.export is None else {"path": str(saved.path), "init": "checkpoint"}
     if is_chat:
-        raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}
-        _check_chat(raw)
+        _prepare_chat(raw)
     _set_engine(raw, options, is_chat)
     longest = raw["data"]["max_prompt_length"] + raw["rollout"]["max_response_length"]
     raw["batch"]["tokens_per_micro_batch"] = max(raw["batch"]["tokens_per_micro_batch"], longest)
@@ -167,11 +165,13 @@ def _set_engine(raw: dict[str, Any], options: SampleOptions, is_chat: bool) -> N
     rollout |= {"longest_first": False, "routing_replay": False}
 
 
-def _check_chat(raw: dict[str, Any]) -> None:
-    """Give a chat one rank. Raise ConfigError under torchrun."""
+def _prepare_chat(raw: dict[str, Any]) -> None:
+    """Give a chat one rank, and no rewards that could be slow to start. Raise ConfigError under torchrun."""
     if current_rank() is not None:
         raise ConfigError("a chat has one rank, which reads the terminal; start it without torchrun, or give --prompt")
-    raw["layout"] = {}
+    raw |= {"layout": {}, "teachers": {}, "algorithm": {}}
+    raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}
+    raw["data"]["teacher_column"] = None
 
 
 def sample_request(request: SampleRequest) -> None:
@@ -351,5 +351,6 @@ class Chat:
         request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop)
         group = self._job.colocation.engine.generate(request).get(0, before)
         content = "".join(self._job.rollouts.decode(sample.response_ids) for sample in group.samples)
-        print(content, *(f"\n[{_logprob(sample)}]" for sample in group.samples), sep="", flush=True)
+        figures = [_logprob(sample) for sample in group.samples] or ["ended by you, before the first token"]
+        print(f"{content}\n[{figures[0]}]", flush=True)
         self._messages.append({"role": "assistant", "content": content})

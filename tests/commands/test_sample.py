@@ -51,7 +51,7 @@ def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]
     finally:
         timer.cancel()
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def sampled(run_dir: Path, *arguments: str) -> str:
@@ -141,7 +141,7 @@ def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
         process.stdin.flush()
         read_until(process, "model: ")
         process.send_signal(signal.SIGINT)
-        assert "ended by you]" in read_until(process, "\n\nyou: ")
+        assert "ended by you" in read_until(process, "\n\nyou: ")
         process.stdin.close()
         assert process.wait(timeout=60) == 0
 
