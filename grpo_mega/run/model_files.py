@@ -236,7 +236,7 @@ def export_policy(
             save_file(content, partial / file, metadata={"format": "pt"})
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
-        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | record)
+        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | dict(record))
     dist.barrier()
 
 
