@@ -30,6 +30,8 @@ def main() -> int:
         rows = [json.loads(line) for line in lines][: options.prompts]
     checkpoint = options.run_dir / "hf"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    if tokenizer.pad_token is None:  # the attention mask hides the padding, so any token will do
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, add_special_tokens=False)
     longest = max(len(row["token_ids"]) for row in rows)

@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         return _refuse(error.lines)
     except KeyboardInterrupt:
+        print("\ngrpo-mega: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has exited; Python writes to stdout once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -98,7 +99,11 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "plan": (_in("plan"), of.PlanOptions, "estimate without a GPU whether a job fits in memory, and how fast it is"),
     "check": (_in("check"), of.CheckOptions, "verify that layouts give the same numbers as a single rank"),
     "eval": (_in("eval"), of.EvalOptions, "generate and score responses to held-out or other prompts"),
+    "sample": (_in("sample"), of.SampleOptions, "sample scored responses to a prompt or a data set, or chat"),
     "export": (_in("export"), of.ExportOptions, "write a checkpoint of a run as a Hugging Face folder"),
+    "convert": (_in("convert"), of.ConvertOptions, "convert a Hugging Face folder to a Megatron checkpoint, or back"),
+    "verify": (_in("verify"), of.VerifyOptions, "compare two checkpoints: config, bits, and the output of every layer"),
+    "inspect": (_in("inspect"), of.InspectOptions, "describe a checkpoint: kind, family, parameters, dtype, step"),
     "report": (_report, of.RunOptions, "write a run's report.html and curves.png into its folder"),
     "config": (_in("config"), of.KeyOptions, "print the keys of the config: type, default and description"),
     "rank": (_rank, of.NoOptions, None),  # launchers use it, so --help does not list it

@@ -38,6 +38,7 @@ SECONDS_TO_DIE = 60.0  # a process in a system call or with much GPU memory take
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _entered: tuple[int, Path] | None = None  # the process that entered (it may have been forked since) and its folder
+_own: set[tuple[int, Path]] = set()  # processes with the folders that they remove when they end
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,22 @@ def enter_private_folder() -> Path:
         os.environ[SHARED] = str(shared_folder())
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
         _entered = os.getpid(), folder
+        own_folder(folder)
         # This runs after the fork server removes its own folder in this one (exit priority -100), and not in forks.
         util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)
     return _entered[1]
+
+
+def own_folder(folder: Path) -> None:
+    """Let `remove_own_folders` remove a folder."""
+    _own.add((os.getpid(), folder))
+
+
+def remove_own_folders() -> None:
+    """Remove the temporary folders of this process. Call it before an exit that skips the ends of contexts."""
+    for pid, folder in list(_own):
+        if pid == os.getpid() and not (folder / KEEP).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared_folder() -> Path:
@@ -162,6 +176,7 @@ def make_folder() -> tuple[Path, int]:
 def private_folder() -> Iterator[Path]:
     """Yield a new folder. It is removed at the end unless it has a file called KEEP."""
     folder, lock = make_folder()
+    own_folder(folder)
     try:
         yield folder
     finally:

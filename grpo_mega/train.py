@@ -31,6 +31,7 @@ from grpo_mega.run.batches import (
     staleness_metrics,
     update_policy,
 )
+from grpo_mega.run.checkpoints import next_export_record
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
 from grpo_mega.run.job import Job, open_job
@@ -46,7 +47,7 @@ def run(config: Config) -> None:
     Evaluate before, during and after training. If asked to stop, save a checkpoint after the current step and end.
     Ranks without a policy only generate, step by step.
     """
-    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure():
+    with explained(config.run_dir), open_job(config) as job, job.saved_on_failure(), job.listening():
         first, runtime = job.resume(), job.runtime
         tracer = Tracer(
             config.log.profiled_steps,
@@ -72,7 +73,13 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(job.policy, job.model, config.run_dir / EXPORT_DIR, shows_progress=job.shows_progress)
+                export_policy(
+                    job.policy,
+                    job.model,
+                    config.run_dir / EXPORT_DIR,
+                    record=next_export_record(job.checkpoints.folder, config.steps),
+                    shows_progress=job.shows_progress,
+                )
             job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
 
 

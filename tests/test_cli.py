@@ -74,7 +74,7 @@ def modules_after(arguments: list[str]) -> tuple[set[str], int]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    for arguments in (["--help"], ["train", "--help"]):
+    for arguments in (["--help"], ["train", "--help"], ["sample", "--help"], ["convert", "--help"]):
         modules, code = modules_after(arguments)
         assert code == 0
         assert not modules & (HEAVY | {"pydantic", "yaml"})

@@ -38,7 +38,7 @@ OTHERWISE_FILTERED = {  # scripts whose __main__ block does not install the filt
             f"tools/{name}.py"
             for name in ("convert_hf_to_mcore", "convert_mcore_to_hf", "inspect_checkpoint", "verify_checkpoint")
         ),
-        "the parser installs it",
+        "run_script installs it",
     ),
 }
 KEPT = "redro, lines", "[bold]markup[/bold] [/] :smile:, tab", ", é漢🙂, end"

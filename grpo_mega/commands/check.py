@@ -10,6 +10,7 @@ processes.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import CheckOptions
 from grpo_mega.commands.train import print_notes, rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch_processes
-from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.processes import private_folder
 from grpo_mega.types import Group, StepMetrics
@@ -113,6 +115,7 @@ def run(options: CheckOptions) -> int:
     difference.
     """
     config = configs.load(options.config, list(options.overrides))
+    print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
     differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
     print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
@@ -181,6 +184,8 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
         request = Launch(members, folder, num_done, len(cases), started_at)
         num_done += len(members)
         code = launch_processes(run_members, request, world_size, folder / f"logs-{world_size}")
+        if code == EXIT_INTERRUPTED:
+            raise SystemExit(code)
         if code:
             names = [c.name for i, c in members.items() if not (folder / str(i) / "outcome.pt").exists()]
             failed = names[0] if names else "the end of the launch"
@@ -192,6 +197,11 @@ def run_members(launched: Launch) -> None:
     """Run all cases of a launch as one rank. Write the groups, if they are missing, and each case's outcome and
     checkpoint.
     """
+    with ends_at_first("ending; no layout is compared"):
+        _run_members(launched)
+
+
+def _run_members(launched: Launch) -> None:
     members, folder, is_main = launched.members, launched.folder, not current_rank()
     first = next(iter(members.values())).config
     with rank_imports(first):

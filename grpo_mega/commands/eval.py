@@ -13,25 +13,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
 from grpo_mega.commands.train import check_config, rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
-from grpo_mega.formats.detect import read_manifest, without_checkpoints
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, LOGS, STATE
-from grpo_mega.processes import KEEP, private_folder
-from grpo_mega.run.checkpoints import check_model, find, find_finished
+from grpo_mega.formats.detect import read_manifest
+from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
+from grpo_mega.processes import KEEP, own_folder, private_folder
+from grpo_mega.run.checkpoints import SavedPolicy, check_model, find_policy
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from grpo_mega.types import Prompt
 
 
+Request = TypeVar("Request", bound="EvalRequest")
+
+
 @dataclass
 class EvalRequest:
     config: Config
@@ -50,10 +54,8 @@ class EvalRequest:
     set_names: tuple[str, ...] | None
     description: str  # description of the prompts, for the log
     out: Path | None
-    step: int = (
-        0  # step after which the policy was saved; known from the start if a finished run wrote the config's model
-    )
-    note: str | None = None  # message for the user
+    step: int = 0  # step after which the policy was saved
+    note: str = ""  # message for the user
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
@@ -87,18 +89,24 @@ class EvalRequest:
 
 def run(options: EvalOptions) -> int:
     """Evaluate on all ranks. Return the exit code."""
-    request = make_request(options)
-    if request.note is not None and not current_rank():
+    return run_request(make_request(options), evaluate_request)
+
+
+def run_request(request: Request, act: Callable[[Request], None]) -> int:
+    """Run `act(request)` on all ranks, with a temporary run_dir. Return the exit code."""
+    if not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
     check_config(request.config, trains=False)
     with private_folder() as folder:
         run_dir = folder / "run"
         if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages
             run_dir = Path(tempfile.gettempdir(), f"grpo-mega-eval-{os.getuid()}-{os.getppid()}")
+            if current_rank() == 0:
+                own_folder(run_dir)
         request.config = request.config.model_copy(update={"run_dir": run_dir})
         code = 1  # exit code after an unexpected exception
         try:
-            code = launch(evaluate_request, request, request.config.layout.world_size, folder / LOGS)
+            code = launch(act, request, request.config.layout.world_size, folder / LOGS)
             return code
         except (UserError, KeyboardInterrupt):
             code = 0
@@ -120,18 +128,31 @@ def make_request(options: EvalOptions) -> EvalRequest:
         raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file")
     path = options.target / CONFIG_FILE if is_run else options.target
     config = configs.load(path, ["run_dir=unused", *options.overrides])
-    finished = find_finished(options.target, options.step) if is_run and options.model is None else None
-    checkpoint = _checkpoint(options, is_run) if finished is None else None
-    _check_out(options.out)
+    saved = _saved_policy(options, is_run)
+    checkpoint = saved.path if saved and saved.export is None else None
+    check_out(options.out)
     raw = config.model_dump(mode="json")
     raw["eval"] |= _eval_settings(options, raw["eval"])
     set_names, description = _choose_data(raw, config, options)
-    model = options.model or finished
+    model = options.model or (saved.path if saved and saved.export else None)
     if model is not None:
         raw["model"] |= {"path": str(model), "init": "checkpoint"}
     elif checkpoint is not None:
         raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
-    # The trainer's side only holds weights: it neither computes nor steps.
+    hold_weights(raw)
+    return EvalRequest(
+        config=configs.validate(raw),
+        checkpoint=checkpoint,
+        set_names=set_names,
+        description=description,
+        out=options.out,
+        step=saved.step if saved else 0,
+        note=describe_policy("evaluating", saved, raw["model"]["path"]),
+    )
+
+
+def hold_weights(raw: dict[str, Any]) -> None:
+    """Change a config so that the trainer's side only holds weights: it neither computes nor steps."""
     raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
     raw["precision"] = {}
     raw["optimizer"] |= {"moments_dtype": "float32"}
@@ -139,26 +160,22 @@ def make_request(options: EvalOptions) -> EvalRequest:
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False}
-    from grpo_mega.run.folder import last_step
-
-    return EvalRequest(
-        config=configs.validate(raw),
-        checkpoint=checkpoint,
-        set_names=set_names,
-        description=description,
-        out=options.out,
-        step=last_step(options.target) if finished else 0,
-        note=without_checkpoints(finished) if finished else None,
-    )
 
 
-def _checkpoint(options: EvalOptions, is_run: bool) -> Path | None:
+def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
+    """Return a line for the user that names the policy and its step."""
+    if saved is None:
+        return f"{work} {model}"
+    return saved.note or f"{work} {saved.path}, the policy after step {saved.step}"
+
+
+def _saved_policy(options: EvalOptions, is_run: bool) -> SavedPolicy | None:
     if options.model is not None:
         if options.step is not None:
             raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
         return None
     if is_run:
-        return find(options.target / CHECKPOINTS, options.step)
+        return find_policy(options.target, options.step)
     if options.step is not None:
         raise ConfigError(
             f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
@@ -166,7 +183,7 @@ def _checkpoint(options: EvalOptions, is_run: bool) -> Path | None:
     return None
 
 
-def _check_out(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     if out is None:
         return
     if out.exists():
@@ -207,15 +224,15 @@ def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> t
 
 def evaluate_request(request: EvalRequest) -> None:
     """Evaluate as one rank. Rank 0 writes request.out, and prints a table and, as the last line, a summary in JSON."""
-    with rank_imports(request.config):
-        from grpo_mega.observe.progress import phase
-        from grpo_mega.run.evaluation import evaluate_set, write_rows
-        from grpo_mega.run.job import open_job
-
     started_at = time.monotonic()
-    with open_job(request.config, request.build_policy) as job:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the trainer's handler would wait for the end of a step
-            signal.signal(number, signal.default_int_handler)
+    with ExitStack() as stack:
+        stack.enter_context(ends_at_first("ending; nothing is written"))
+        with rank_imports(request.config):
+            from grpo_mega.observe.progress import phase
+            from grpo_mega.run.evaluation import evaluate_set, write_rows
+            from grpo_mega.run.job import open_job
+
+        job = stack.enter_context(open_job(request.config, request.build_policy))
         with phase("sending the weights to the engines", job.shows_progress):
             job.colocation.sync_weights(version=request.step)
         sets = prompts_of(job, request)
@@ -223,7 +240,7 @@ def evaluate_request(request: EvalRequest) -> None:
         if job.is_main:
             if request.out is not None:
                 write_rows(request.out, [row for one in results.values() for row in one.rows])
-            title = f"{request.checkpoint} (step {request.step})" if request.checkpoint else request.config.model.path
+            title = f"{request.checkpoint or request.config.model.path}{f' (step {request.step})' * bool(request.step)}"
             print(f"\n{title}, {request.description}", flush=True)
             print(score_table(results), flush=True)
             print(json.dumps(summary(request, results, time.monotonic() - started_at)), flush=True)

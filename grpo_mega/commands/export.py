@@ -1,7 +1,7 @@
 """Write the policy of a run's checkpoint as a Hugging Face folder: only its weights, from any layout, streamed.
 
 No model is built and no optimizer state is read, so even a checkpoint whose optimizer state is refused can be exported.
-A finished run without checkpoints already has such a folder, so export copies it.
+If RUN_DIR/hf is newer than the last checkpoint, it already is such a folder, so export copies it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from grpo_mega import config as configs
 from grpo_mega.commands.options import ExportOptions
 from grpo_mega.errors import ConfigError
-from grpo_mega.formats.detect import read_manifest, without_checkpoints
-from grpo_mega.paths import CHECKPOINTS, CONFIG_FILE, STATE
-from grpo_mega.run.checkpoints import find, find_finished
+from grpo_mega.formats.detect import read_manifest
+from grpo_mega.paths import CONFIG_FILE, STATE
+from grpo_mega.run.checkpoints import find_policy
 
 
 def run(options: ExportOptions) -> int:
@@ -25,14 +25,14 @@ def run(options: ExportOptions) -> int:
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = configs.load(run_dir / CONFIG_FILE)
-    finished = find_finished(run_dir, step)
-    if finished is not None:
-        print(f"grpo-mega: note: {without_checkpoints(finished)}", file=sys.stderr, flush=True)
-        _copy_folder(finished, out)
-        print(f"policy of {finished} written to {out}")
+    policy = find_policy(run_dir, step)
+    if policy.export is not None:
+        print(f"grpo-mega: note: {policy.note}", file=sys.stderr, flush=True)
+        _copy_folder(policy.path, out)
+        print(f"policy after step {policy.step} written to {out}")
         return 0
-    checkpoint = find(run_dir / CHECKPOINTS, step)
-    manifest = read_manifest(checkpoint)
+    checkpoint, manifest = policy.path, read_manifest(policy.path)
+    print(f"grpo-mega: note: exporting {checkpoint}, the policy after step {policy.step}", file=sys.stderr, flush=True)
     import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf

@@ -85,6 +85,46 @@ class ExportOptions(RunOptions):
 
 
 @dataclass(frozen=True)
+class ConvertOptions:
+    source: Path | None = positional(
+        "Hugging Face folder, Megatron checkpoint, or a run's folder; the direction follows from it",
+        "SOURCE",
+        default=None,
+    )
+    out: Path | None = positional("folder to write, which must not exist", "OUT", default=None)
+    dtype: str | None = flag("cast all weights to float32, bfloat16 or float16; default: each keeps its dtype")
+    workers: int = flag("tensors to convert at once; default: 2", "N", 2)
+    max_shard_size: str | None = flag("of a Hugging Face folder's files, like 500MiB; default: 5GB", "SIZE")
+    config: Path | None = flag(
+        "folder with config.json and tokenizer, for a Megatron checkpoint without; with --dry, in place of SOURCE",
+        "PATH",
+    )
+    dry: bool = flag("write nothing, and list what each rank of --layout would hold; needs no weights", default=False)
+    layout: str | None = flag("with --dry, for example tp=4,pp=4,ep=2; default: tp=1", "LAYOUT")
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    a: Path = positional("checkpoint of any kind", "A")
+    b: Path = positional("checkpoint to compare it with", "B")
+    logits: bool = flag(
+        "also compare the outputs of every layer, if the model fits into memory",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+    )
+    workers: int = flag("tensors to compare at once; default: 2", "N", 2)
+    config_a: Path | None = flag("folder with config.json, if A has none", "FOLDER")
+    config_b: Path | None = flag("folder with config.json, if B has none", "FOLDER")
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    path: Path = positional("Hugging Face folder, Megatron checkpoint, or a run's folder", "PATH")
+    config: Path | None = flag("folder with config.json, for a checkpoint without one", "FOLDER")
+    is_json: bool = flag("print JSON", default=False, names="--json")
+
+
+@dataclass(frozen=True)
 class KeyOptions:
     key: str | None = positional("a key or a section, like rollout.top_p; default: all keys", "KEY", default=None)
     is_markdown: bool = flag("print them as a table in Markdown", default=False, names="--markdown")
@@ -114,6 +154,25 @@ class EvalOptions:
         "one greedy response per prompt; default: eval.greedy", action=argparse.BooleanOptionalAction
     )
     out: Path | None = flag("JSON lines to write, one per prompt; must not exist", "FILE")
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """The options of sample. None means: as in the run's config, or a default for a model without a run."""
+
+    target: Path = positional("a model's folder, a run's folder, or a config with a model", "MODEL_OR_RUN_DIR")
+    overrides: Sequence[str] = overrides()
+    prompt: str | None = flag("text of a user message to answer; without --prompt and --data a chat starts", "TEXT")
+    answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
+    data: str | None = flag("data set to answer; its answers are scored", "FILE")
+    prompts: int | None = flag("only the first N of --data", "N")
+    n: int = flag("responses per prompt; default: 8", "N", 8)
+    step: int | None = flag("the run's policy after this step; default: the newest")
+    engine: str | None = flag("default: the run's, or embedded", choices=("embedded", "sglang"))
+    temperature: float | None = flag("0 is greedy; default: rollout.temperature", "T")
+    top_p: float | None = flag("default: rollout.top_p", "P")
+    max_response_length: int | None = flag("default: rollout.max_response_length, or 512", "TOKENS")
+    out: Path | None = flag("JSON lines to write, one per response with its log-probs; must not exist", "FILE")
 
 
 @dataclass(frozen=True)

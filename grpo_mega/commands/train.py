@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_mega.commands.options import RewardOptions, TrainOptions
 from grpo_mega.config import Config
 from grpo_mega.config.rewards import ALIASES
 from grpo_mega.distributed.environment import library_environment
+from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
@@ -48,9 +50,10 @@ def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
 
 
 def train_as_rank(config: Config) -> None:
-    with rank_imports(config):
-        from grpo_mega import train
-    train.run(config)
+    with ends_at_first("ending before the first step; nothing is lost", (signal.SIGINT,)):
+        with rank_imports(config):
+            from grpo_mega import train
+        train.run(config)
 
 
 def check_config(config: Config, *, trains: bool = True) -> None:

@@ -33,8 +33,9 @@ from types import FrameType
 from typing import IO, TypeVar
 
 from grpo_mega import processes
+from grpo_mega.distributed.interrupts import show_cursor
 from grpo_mega.distributed.memory import GIB, host_room, resident_bytes
-from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
+from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
 from grpo_mega.processes import die_with_parent
 
@@ -266,6 +267,9 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
     _wait_for(ranks, SECONDS_TO_STOP)
     _send(ranks, signal.SIGKILL)
     code = failed.process.returncode
+    if len(caught) > 1:  # it was killed for the second signal
+        show_cursor()
+        return EXIT_INTERRUPTED
     if not caught and not (is_user_error and failed.rank == 0):
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
         killed = f", {_memory_hint(failed, ranks)}" if code == -signal.SIGKILL else ""

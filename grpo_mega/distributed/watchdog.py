@@ -20,10 +20,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch
@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from grpo_mega.config import Config
+from grpo_mega.distributed import interrupts
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import EngineError
@@ -49,14 +50,24 @@ PACKAGE = Path(__file__).parents[1]
 class StopRequest:
     """A request to stop between steps: SIGTERM or SIGINT to any rank, or a file RUN_DIR/stop.
 
-    Once this object exists, the signals set a flag and do not end the process.
+    While it listens, the first signal sets a flag, and a second SIGINT ends the process.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / STOP_FILE
         self._is_raised = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._raise)
+
+    def listening(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return a context that handles the signals. `describe` says after a Ctrl-C what the run does."""
+
+        def handle(number: int) -> None:
+            if number == signal.SIGINT:
+                if self._is_raised:
+                    interrupts.end_now()
+                interrupts.answer(describe())
+            self._is_raised = True
+
+        return interrupts.handled(handle)
 
     def requested(self) -> bool:
         """Return True if any rank got a signal or sees the file. The result is identical on all ranks."""
@@ -67,9 +78,6 @@ class StopRequest:
     def clear(self) -> None:
         """Remove the file, so the next start does not stop at once."""
         self._file.unlink(missing_ok=True)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        self._is_raised = True
 
 
 class HangWatch:

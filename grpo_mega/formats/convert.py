@@ -13,7 +13,7 @@ from grpo_mega.formats.hf_files import extra_names, header_of, index_of, side_co
 from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
-from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, WEIGHTS, target_of
+from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, known_dtype, target_of
 from grpo_mega.weights.boxes import alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -35,11 +35,11 @@ def convert_hf_to_mcore(
     `dtype`: torch's name of the dtype to cast to; None keeps the dtype of each tensor. Raise a one-line ConfigError or
     WeightMappingError for anything that cannot be converted, before writing anything if the headers show it.
     """
-    cast = _known(dtype)
+    cast = known_dtype(dtype)
     check_free(out)
     checkpoint = find_checkpoint(folder)
     if checkpoint.is_megatron:
-        raise ConfigError(f"{folder} is already a Megatron checkpoint; use convert_mcore_to_hf.py")
+        raise ConfigError(f"{folder} is already a Megatron checkpoint; convert it by `grpo-mega convert`")
     weights = checkpoint.open()
     assert isinstance(weights, HfWeights)
     plan = megatron_plan(checkpoint, weights, cast)
@@ -64,15 +64,13 @@ def convert_mcore_to_hf(
     The checkpoint may come from a conversion or a run, in any parallel layout. `config_folder`: the folder of
     config.json and tokenizer, if the checkpoint does not name one.
     """
-    cast = _known(dtype)
+    cast = known_dtype(dtype)
     check_free(out)
     checkpoint = find_checkpoint(folder, config_folder)
     if not checkpoint.is_megatron:
-        if checkpoint.path != Path(folder):
-            raise ConfigError(
-                f"{folder} has no checkpoints; use {checkpoint.path}, which is already a Hugging Face folder"
-            )
-        raise ConfigError(f"{folder} is already a Hugging Face folder; use convert_hf_to_mcore.py")
+        if checkpoint.note is not None:
+            raise ConfigError(f"{checkpoint.note}, which is already a Hugging Face folder; use that folder")
+        raise ConfigError(f"{folder} is already a Hugging Face folder; convert it by `grpo-mega convert`")
     weights = checkpoint.open()
     assert isinstance(weights, MegatronWeights)
     try:
@@ -164,10 +162,3 @@ def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | 
     if changed != config:
         contents["config.json"] = (json.dumps(changed, indent=2) + "\n").encode()
     return contents
-
-
-def _known(dtype: str | None) -> str | None:
-    names = {TORCH_NAMES[name]: name for name in WEIGHTS}
-    if dtype is not None and dtype not in names:
-        raise ConfigError(f"--dtype={dtype} is not known; use one of {', '.join(sorted(names))}")
-    return names[dtype] if dtype else None

@@ -7,6 +7,7 @@ checkpoint written by training, these files are in the folder that the run start
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,6 +27,7 @@ from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
     EXPORT_DIR,
+    EXPORT_FILE,
     LATEST,
     MANIFEST,
     MAX_JSON_BYTES,
@@ -85,6 +87,47 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 @dataclass(frozen=True)
+class Export:
+    """RUN_DIR/hf: the policy after the last step of a run, as a Hugging Face folder."""
+
+    folder: Path
+    step: int
+    written_at: float  # seconds since the epoch, as in Manifest
+
+
+def export_record(step: int, written_at: float) -> dict[str, bytes | Path]:
+    """Return the file that records the step of an exported policy, by its name in the folder."""
+    return {EXPORT_FILE: json.dumps({"step": step, "written_at": written_at}).encode() + b"\n"}
+
+
+def newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
+    """Return RUN_DIR/hf if it has a newer policy than the run's last checkpoint, described by `last`.
+
+    A run writes RUN_DIR/hf when it finishes. It is newer if checkpoint.interval is 0, or if the run has gone back to an
+    older checkpoint since. Raise ResumeError if its step cannot be read.
+    """
+    path = run_dir / EXPORT_DIR / EXPORT_FILE
+    if not path.is_file():
+        return None
+    try:
+        values = read_json(path)
+        found = Export(path.parent, int(values["step"]), float(values["written_at"]))
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ResumeError(
+            f"{path} cannot be read ({error!r}); remove {path.parent}, and write the policy again with --resume"
+        ) from None
+    if last is not None and (found.step == last.step or found.written_at <= last.written_at):
+        return None
+    return found
+
+
+def export_note(export: Export, last: Manifest | None) -> str:
+    """Return a line that says why the policy of a run was taken from RUN_DIR/hf, with its step."""
+    reason = "has no checkpoints" if last is None else f"has an older checkpoint, of step {last.step}"
+    return f"{export.folder.parent} {reason}: taking {export.folder}, the policy after step {export.step}"
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """`weights`: the folder with the tensors. `side`: the folder with config.json and tokenizer. `manifest`: only for
     runs.
@@ -95,7 +138,8 @@ class Checkpoint:
     weights: Path
     side: Path
     manifest: Manifest | None
-    note: str | None = None  # says where the tensors are if not at `path`
+    note: str | None = None  # says why a run's policy was taken from RUN_DIR/hf
+    export: Export | None = None
 
     @property
     def is_megatron(self) -> bool:
@@ -130,29 +174,20 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     if (problem := adapter_problem(path)) is not None:
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
+    manifest = None if state is None else _manifest_of(state.parent)
+    export = _newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
+    if export is not None and _is_hugging_face(export.folder):
+        note, folder = export_note(export, manifest), export.folder
+        return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
     if state is not None:
-        side, manifest = config_folder or _side_of(state), None
-        if (state.parent / MANIFEST).exists():
-            try:
-                manifest = read_manifest(state.parent)
-            except ResumeError as error:
-                raise WeightMappingError(str(error)) from None
-        return Checkpoint(path, "Megatron", state, side, manifest)
+        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
     if _is_hugging_face(path):
-        return Checkpoint(path, "Hugging Face", path, config_folder or path, None)
-    finished = path / EXPORT_DIR
-    if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
-        note = without_checkpoints(finished)
-        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, None, note)
+        export = _newer_export(path.parent, None) if path.name == EXPORT_DIR else None
+        return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=export)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
         " give one"
     )
-
-
-def without_checkpoints(finished: Path) -> str:
-    """Return a line that says why the policy of a run was taken from `finished`."""
-    return f"{finished.parent} has no checkpoints: taking {finished}, the policy after its last step"
 
 
 def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
@@ -161,7 +196,8 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     _, shape = checkpoint.model()
     weights = checkpoint.open()
     dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
-    manifest = checkpoint.manifest
+    manifest, export = checkpoint.manifest, checkpoint.export
+    step = manifest.step if manifest else export.step if export else None
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
     if isinstance(weights, HfWeights):
         kind = "Hugging Face folder" + (", FP8 with block scales" if weights.is_quantised else "")
@@ -182,8 +218,8 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
         "bytes": sum(p.stat().st_size for p in files),
         "layout": None,
         "optimizer": None,
-        "step": manifest and manifest.step,
-        "policy_version": manifest and manifest.step,
+        "step": step,
+        "policy_version": step,
         "optimizer_step": manifest and manifest.optimizer_step,
         "config": str(checkpoint.side / "config.json"),
         "note": checkpoint.note,
@@ -277,6 +313,23 @@ def _name_in(path: Path) -> str:
         return read_name(path)
     except (OSError, ValueError) as error:
         raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
+
+
+def _newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
+    try:
+        return newer_export(run_dir, last)
+    except ResumeError as error:
+        raise WeightMappingError(str(error)) from None
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    """Return the manifest of a run's checkpoint; None if there is none."""
+    if not (folder / MANIFEST).exists():
+        return None
+    try:
+        return read_manifest(folder)
+    except ResumeError as error:
+        raise WeightMappingError(str(error)) from None
 
 
 def _side_of(state: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.slices import ITEM_BYTES
-from grpo_mega.paths import check_regular, read_json
+from grpo_mega.paths import EXPORT_FILE, check_regular, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -89,11 +89,13 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
 
 
 def side_contents(folder: Path) -> dict[str, bytes | Path]:
-    """Return config, generation config, tokenizer and all other files of a model except its weights, by name in the
-    folder.
+    """Return config, generation config, tokenizer and all other files of a model, by name in the folder.
+
+    Weights are left out, and the step of a run's policy too, because it does not describe weights that are converted
+    or trained further.
     """
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
-    files = [p for p in files if p.name != ADAPTER_CONFIG]
+    files = [p for p in files if p.name not in (ADAPTER_CONFIG, EXPORT_FILE)]
     files += sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())
     return {str(path.relative_to(folder)): path for path in files}
 

@@ -142,7 +142,7 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
         if name.endswith(SCALE_SUFFIX):
             raise WeightMappingError(
                 f"{folder} is quantised to FP8 in blocks (it holds {name!r}), and only plain weights can be trained; "
-                f"write plain weights with tools/convert_hf_to_mcore.py {folder} OUT, and set model.path=OUT"
+                f"write plain weights by `grpo-mega convert {folder} OUT`, and set model.path=OUT"
             )
         if not name.endswith("rotary_emb.inv_freq"):
             raise WeightMappingError(

@@ -17,7 +17,7 @@ from operator import sub
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from grpo_mega.errors import WeightMappingError
+from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 
 BLOCK_BYTES = 512 << 10  # size of one read; two blocks stay in the cache of a core
@@ -46,6 +46,14 @@ TORCH_NAMES = {name: torch for name, _, torch, _ in _ROWS}
 FROM_TORCH = {torch: name for name, torch in TORCH_NAMES.items()}
 STORAGE_NAMES = {name: storage for name, _, _, storage in _ROWS if storage != "-"}
 FROM_STORAGE = {storage: name for name, storage in STORAGE_NAMES.items()}
+
+
+def known_dtype(dtype: str | None) -> str | None:
+    """Return the safetensors name of torch's name of a dtype; None for None. Raise ConfigError for another one."""
+    names = {TORCH_NAMES[name]: name for name in WEIGHTS}
+    if dtype is not None and dtype not in names:
+        raise ConfigError(f"--dtype={dtype} is not known; use one of {', '.join(sorted(names))}")
+    return names[dtype] if dtype else None
 
 
 def item_bytes(torch_name: str) -> int:

@@ -90,7 +90,7 @@ def load_state(
         raise ResumeError(
             f"checkpoint {folder}: fp32 masters do not match the weights (first {name} on rank {rank}); "
             "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
-            f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
+            f"`grpo-mega convert {folder} OUT`, and start a new run with model.path=OUT"
         )
     return restored
 

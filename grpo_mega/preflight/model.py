@@ -273,5 +273,5 @@ def _quantization_problems(fields: dict[str, Any]) -> Iterator[str]:
     method = quantization.get("quant_method")
     remedy = "name the model that it was made from"
     if method == "fp8" and quantization.get("weight_block_size"):
-        remedy = "write plain ones by tools/convert_hf_to_mcore.py HF_DIR OUT, and set model.path=OUT"
+        remedy = "write plain ones by `grpo-mega convert HF_DIR OUT`, and set model.path=OUT"
     yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"

@@ -111,6 +111,23 @@ class StopWhenTrainersArrive(StopCondition):
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
 
+class StopWhenAsked(StopCondition):
+    """Met after a call of `ask`, from any thread."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__(rendezvous, wanted=0)
+        self._is_asked = False
+
+    def ask(self) -> None:
+        self._is_asked = True
+
+    def done(self, prompt_index: int, clock: int = 0) -> None:
+        self.clocks[prompt_index] = clock
+
+    def is_met(self, clock: int = 0) -> bool:
+        return self._is_asked
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of

@@ -17,15 +17,25 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError
-from grpo_mega.formats.detect import FORMAT, Manifest, read_manifest
-from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, LATEST, MANIFEST, read_name, sync_to_disk
+from grpo_mega.formats.detect import FORMAT, Export, Manifest, export_note, export_record, newer_export, read_manifest
+from grpo_mega.paths import CHECKPOINTS, LATEST, MANIFEST, read_name, sync_to_disk
 
 _CLOCK_TICK_S = 1e-3
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy of a run: a checkpoint, or RUN_DIR/hf."""
+
+    path: Path
+    step: int
+    export: Export | None = None  # None: a checkpoint
+    note: str | None = None  # says why RUN_DIR/hf was taken
 
 
 def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
@@ -90,20 +100,30 @@ def find(folder: Path, step: int | None) -> Path:
     return found
 
 
-def find_finished(run_dir: Path, step: int | None) -> Path | None:
-    """Return RUN_DIR/hf of a finished run without checkpoints; None if the caller should use `find`.
-
-    Raise ResumeError if a step's checkpoint is requested from such a run.
+def find_policy(run_dir: Path, step: int | None) -> SavedPolicy:
+    """Return the policy of a step, or the newest: the run's last checkpoint or RUN_DIR/hf. Raise ResumeError if there
+    is none.
     """
-    finished = run_dir / EXPORT_DIR
-    if not (finished / "config.json").is_file() or any((run_dir / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
-        return None
-    if step is not None:
+    folder = run_dir / CHECKPOINTS
+    has_checkpoint = step is not None and (folder / step_name(step) / MANIFEST).is_file()
+    last = None if has_checkpoint else latest(folder)
+    manifest = None if last is None else read_manifest(last)
+    export = None if has_checkpoint else newer_export(run_dir, manifest)
+    if export is not None and step in (None, export.step):
+        return SavedPolicy(export.folder, export.step, export, export_note(export, manifest))
+    if export is not None and manifest is None:
         raise ResumeError(
-            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {finished}, the policy after its"
-            " last step"
+            f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {export.folder}, the policy after"
+            f" step {export.step}"
         )
-    return finished
+    checkpoint = find(folder, step)
+    return SavedPolicy(checkpoint, read_manifest(checkpoint).step)
+
+
+def next_export_record(folder: Path, step: int) -> dict[str, bytes | Path]:
+    """Return the record of RUN_DIR/hf after `step`. It counts as newer than all checkpoints in the folder."""
+    newest = max((when for when, _, _ in _written(folder)), default=0.0)
+    return export_record(step, max(time.time(), newest + _CLOCK_TICK_S))
 
 
 def step_name(step: int) -> str:

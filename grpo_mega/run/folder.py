@@ -210,14 +210,6 @@ def trim(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def last_step(folder: Path) -> int:
-    """Return the last step in the run's log; 0 if there is none."""
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        return 0
-    return max((row["step"] for _, row in read_json_lines(path) if row), default=0)
-
-
 def _is_free(folder: Path) -> bool:
     """Return True if the folder is empty except for logs, or is left over from a start that was killed early.
 

@@ -10,7 +10,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest
-from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError
+from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError, ResumeError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
@@ -37,7 +37,7 @@ from grpo_mega.observe.metrics import engine_mismatch
 from grpo_mega.observe.progress import Pace, phase, progress
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS, STATE
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -179,6 +179,10 @@ class Job:
                 f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
             ) from None
 
+    def listening(self) -> AbstractContextManager[None]:
+        """Return a context in which a first signal stops the run after its step."""
+        return self.stop.listening(self.describe_stop)
+
     def stops_after(self, step: int) -> bool:
         """Allow the step's checkpoint to become visible after the step is logged. Return True if the run must stop
         here.
@@ -202,6 +206,22 @@ class Job:
                 " --resume"
             )
         return self.is_stopping
+
+    def describe_stop(self) -> str:
+        """Return the answer to a first Ctrl-C: how the run ends now, and the steps that a second one would lose."""
+        last, step = self.config.steps, self.steps_done + 1
+        saved = 0
+        with suppress(ResumeError):
+            checkpoint = latest(self.checkpoints.folder)
+            saved = read_manifest(checkpoint).step if checkpoint else 0
+        started = min(step, last)
+        loses = "" if saved >= started else f", losing step {started}"
+        if saved + 1 < started:
+            loses = f", losing steps {saved + 1}-{started}"
+        work = f"finishing step {step} and saving" if step < last else f"finishing step {last}, the last"
+        if step > last:
+            work = f"writing {self.config.run_dir / EXPORT_DIR}"
+        return f"{work}; press again to end now{loses}"
 
     def check_health(self, step: int, metrics: StepMetrics) -> None:
         """End a run that has diverged, after its step is logged. Raise NonFiniteError, with a checkpoint, or
@@ -325,7 +345,6 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        stop = StopRequest(config.run_dir)
         log = _open_log(config, runtime, data.notes)
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
@@ -356,7 +375,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
             log=log,
             timers=timers,
-            stop=stop,
+            stop=StopRequest(config.run_dir),
             health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
         )
 

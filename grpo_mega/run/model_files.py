@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -198,10 +199,13 @@ def export_policy(
     model: ModelFiles,
     folder: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    record: Mapping[str, bytes | Path] = MappingProxyType({}),
     *,
     shows_progress: bool = False,
 ) -> None:
     """Write the policy as a Hugging Face folder on rank 0, replacing it. All ranks call it.
+
+    `record`: further files of the folder by name, such as the step of the policy.
 
     Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
     copied byte for byte from the start model, because libraries rewrite fields when they save a config.
@@ -238,7 +242,7 @@ def export_policy(
             bar.advance(sum(num_bytes[name] for name in names))
     if is_writer:
         shutil.rmtree(folder, ignore_errors=True)
-        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
+        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | dict(record))
     dist.barrier()
 
 

@@ -14,7 +14,9 @@ from grpo_mega import config as configs
 from grpo_mega.commands.eval import make_request
 from grpo_mega.commands.options import EvalOptions, PlanOptions, add_options, read_options
 from grpo_mega.config import EvalConfig
-from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.errors import ConfigError, ResumeError, UserError
+from grpo_mega.run.checkpoints import find_policy
+from tests.formats.families import write_manifest
 
 RAW: dict[str, Any] = {
     "run_dir": "somewhere",
@@ -39,7 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     for step in (2, 4):
         (folder / f"checkpoints/step-00000{step}").mkdir(parents=True)
-        (folder / f"checkpoints/step-00000{step}/checkpoint.json").write_text("{}")
+        write_manifest(folder / f"checkpoints/step-00000{step}", step, written_at=float(step))
     (folder / "checkpoints/latest").write_text("step-000004\n")
     write(folder / "config.yaml")
     return folder
@@ -56,6 +58,36 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_a_step(run_dir: Path)
     assert found.checkpoint == run_dir / "checkpoints/step-000002"
     assert found.config.model.init == "random"  # the run's start weights may be gone
     assert make_request(EvalOptions(run_dir, model=Path("hf"))).checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("exported", "written_at", "expected"),
+    [
+        (7, 5.0, 7),  # the run finished at step 7 with checkpoint.interval=0
+        (2, 3.0, 4),  # the run finished at step 2, and continued to step 4
+        (4, 5.0, 4),  # the checkpoint of the same step has full precision
+        (9, 3.0, 4),  # the run finished at step 9, and was repeated from an earlier step
+    ],
+)
+def test_the_newer_of_checkpoint_and_exported_policy_is_taken(
+    run_dir: Path, exported: int, written_at: float, expected: int
+) -> None:
+    (run_dir / "hf").mkdir()
+    (run_dir / "hf/grpo_mega.json").write_text(f'{{"step": {exported}, "written_at": {written_at}}}')
+    found = make_request(EvalOptions(run_dir))
+    assert found.step == expected
+    if expected == exported == 7:
+        assert (found.checkpoint, found.config.model.path) == (None, run_dir / "hf")
+        note = f"{run_dir} has an older checkpoint, of step 4: taking {run_dir / 'hf'}, the policy after step 7"
+        assert found.note == note
+        assert find_policy(run_dir, 7).path == run_dir / "hf"
+    else:
+        assert found.checkpoint == run_dir / f"checkpoints/step-00000{expected}"
+        assert found.note == f"evaluating {found.checkpoint}, the policy after step {expected}"
+    assert find_policy(run_dir, 2).path == run_dir / "checkpoints/step-000002"
+    (run_dir / "hf/grpo_mega.json").write_text('{"step": null}')
+    with pytest.raises(ResumeError, match=r"grpo_mega\.json cannot be read"):
+        make_request(EvalOptions(run_dir))
 
 
 def test_a_config_is_evaluated_with_its_model_or_another_one(config_file: Path) -> None:

@@ -179,6 +179,24 @@ def test_a_signal_is_passed_on_once_and_the_launcher_waits(tmp_path: Path, numbe
     assert not any(map(is_alive, pids))
 
 
+def test_a_second_ctrl_c_kills_the_ranks_and_exits_with_130(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time, signal\n"
+        f"signal.signal(signal.SIGINT, lambda *_: open('{tmp_path}/caught_' + os.environ['RANK'], 'w').close())\n"
+        + write_pid(tmp_path)
+        + "time.sleep(60)"
+    )
+    launcher = start_launcher(program, 2, tmp_path)
+    pids = wait_for_pids(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    while len(list(tmp_path.glob("caught_*"))) < 2:
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (130, "")
+    assert not any(map(is_alive, pids))
+
+
 def test_ranks_that_die_of_the_signal_give_its_exit_code(tmp_path: Path) -> None:
     launcher = start_launcher(write_pid(tmp_path) + "time.sleep(60)", 2, tmp_path)
     pids = wait_for_pids(tmp_path, 2)

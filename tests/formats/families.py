@@ -158,7 +158,9 @@ def write_manifest(
     optimizer_step: int = 0,
     layout: str = "tp=1,pp=1,vpp=1,cp=1,dp=1",
     format: int = FORMAT,
+    written_at: float = 0.0,
 ) -> None:
     """Write the manifest that turns a folder into a checkpoint of a run."""
     manifest = Manifest(step, optimizer_step, "00c0ffee", layout, model={}, seed=0, checksums={}, draws=step, inputs={})
-    (checkpoint / MANIFEST).write_text(json.dumps(asdict(manifest) | {"format": format}))
+    values = asdict(manifest) | {"format": format, "written_at": written_at}
+    (checkpoint / MANIFEST).write_text(json.dumps(values))

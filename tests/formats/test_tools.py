@@ -1,8 +1,9 @@
-"""inspect_checkpoint.py and the dry run describe a checkpoint and the ranks of its tensors from config and headers."""
+"""convert, verify and inspect as commands and as scripts: directions, descriptions, and the dry run."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import inspect_checkpoint
 import pytest
 import verify_checkpoint
 
+from grpo_mega import cli
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.formats.detect import FORMAT
 from tests.formats.families import CASES, save, tensors_of, write_manifest
@@ -95,6 +97,47 @@ def test_the_dry_run_lists_every_slice_of_a_large_model_within_seconds(
             "model.layers.79.mlp.gate_proj.weight[7168:14336, 0:8192]; "
             "model.layers.79.mlp.up_proj.weight[7168:14336, 0:8192] at 7168,0"
         ) in lines
+
+
+def test_the_dry_run_names_the_dtype_and_sizes_of_what_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save(CASES["qwen3_moe"], tmp_path / "hf")
+    parameters = sum(t.numel() for t in tensors_of(source).values())
+    size = {name: f"{parameters * width / 1e9:.2f} GB" for name, width in (("bfloat16", 2), ("float64", 8))}
+    for arguments, dtype in (([], "bfloat16"), (["--dtype", "float64"], "float64")):
+        assert cli.main(["convert", str(source), "--dry", "--layout", "tp=2", *arguments]) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        assert f"parameters in {dtype}: {size[dtype]} to write, {size[dtype]} to read back, at most " in last
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-70b"] | {"torch_dtype": "float16"}))
+    assert cli.main(["convert", "--dry", "--config", str(tmp_path)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert "70.554 billion parameters in float16: 141.11 GB to write, 141.11 GB to read back" in last
+
+
+def test_the_command_converts_in_the_direction_that_the_source_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save(CASES["llama2"], tmp_path / "hf")
+    assert cli.main(["convert", str(source), str(tmp_path / "megatron")]) == 0
+    assert cli.main(["convert", str(tmp_path / "megatron"), str(tmp_path / "back"), "--max-shard-size", "40KB"]) == 0
+    written = r"[0-9.]+ GB written in [0-9.]+ s \(\d+ MB/s\); [0-9.]+ GB read back and verified in"
+    assert len(re.findall(written, capsys.readouterr().out)) == 2
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert cli.main(["verify", str(source), str(tmp_path / "megatron"), "--no-logits"]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path / "megatron")]) == 0
+    assert "kind             Megatron distributed checkpoint" in capsys.readouterr().out
+    for arguments, problem in (
+        ([str(source)], "SOURCE OUT: must both be given"),
+        ([str(source), str(tmp_path / "new"), "--layout", "tp=2"], "--layout=tp=2: must go with --dry"),
+        ([str(source), "--dry", "--config", str(source)], "--dry: must have either SOURCE or --config"),
+        ([str(tmp_path), str(tmp_path / "new")], f"{tmp_path} is not a checkpoint"),
+    ):
+        assert cli.main(["convert", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"grpo-mega: error: {problem}")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

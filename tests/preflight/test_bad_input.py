@@ -182,7 +182,7 @@ CASES = [
     ),
     Case(
         "FP8 blocks",
-        ("quant_method='fp8'", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
+        ("quant_method='fp8'", "grpo-mega convert", "model.path=OUT"),
         spoil=model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ),
     Case(
@@ -211,7 +211,7 @@ CASES = [
     Case("index names a number", ("not an index of shards", "fetch"), spoil=index_names(3)),
     Case(
         "FP8 scales",
-        (f"{NORM}_scale_inv", "tools/convert_hf_to_mcore.py", "model.path=OUT"),
+        (f"{NORM}_scale_inv", "grpo-mega convert", "model.path=OUT"),
         spoil=tensors(
             lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn), f"{NORM}_scale_inv": torch.ones(1, 1)})
         ),

@@ -189,13 +189,32 @@ def test_evaluating_the_training_set_yields_pass_rates_that_filter_it(run_dir: P
     assert f"{8 - len(kept)} of 8 training prompts dropped" in data.notes[-1]
 
 
+def test_a_run_finished_after_its_last_checkpoint_is_evaluated_from_hf(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So ends a run that resumes with checkpoint.interval=0."""
+    finished = tmp_path / "finished"
+    shutil.copytree(run_dir, finished, ignore=shutil.ignore_patterns("step-000002"))
+    (finished / "checkpoints/latest").write_text("step-000001\n")
+    note = f"{finished} has an older checkpoint, of step 1: taking {finished / 'hf'}, the policy after step 2"
+    output = command(run_dir.parent, "eval", str(finished), "--out", str(tmp_path / "rows.jsonl"))
+    assert note in output and f"{finished / 'hf'} (step 2), held-out prompts" in output
+    assert read(tmp_path / "rows.jsonl") == read(run_dir / "heldout-000002.jsonl")
+    assert cli.main(["export", str(finished), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert note in printed.err and printed.out == f"policy after step 2 written to {tmp_path / 'out'}\n"
+    assert inspect_checkpoint.main([str(finished), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["kind"], facts["step"], facts["note"]) == ("Hugging Face folder", 2, note)
+
+
 def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The quickstart leaves such a run. The answers equal the answers that the run logged after its last step."""
     finished = tmp_path / "finished"
     shutil.copytree(run_dir, finished, ignore=shutil.ignore_patterns("step-*", "latest"))
-    note = f"{finished} has no checkpoints: taking {finished / 'hf'}, the policy after its last step"
+    note = f"{finished} has no checkpoints: taking {finished / 'hf'}, the policy after step 2"
     output = command(run_dir.parent, "eval", str(finished), "--out", str(tmp_path / "rows.jsonl"))
     assert note in output
     assert read(tmp_path / "rows.jsonl") == read(run_dir / "heldout-000002.jsonl")
@@ -218,7 +237,7 @@ def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
     assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
     assert note in capsys.readouterr().out
 
-    there = f"{finished} has no checkpoints; use {finished / 'hf'}, which is already a Hugging Face folder\n"
+    there = f"{note}, which is already a Hugging Face folder; use that folder\n"
     assert convert_mcore_to_hf.main([str(finished), str(tmp_path / "other")]) == 2
     assert capsys.readouterr().err == there
     for arguments in (["eval", str(finished)], ["export", str(finished), str(tmp_path / "other")]):

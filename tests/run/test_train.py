@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from grpo_mega import config as configs
 from tests.helpers.runs import check_same_weights
@@ -61,7 +63,18 @@ def test_phases_sum_to_the_time_of_the_step(run_dir: Path) -> None:
         assert sum(phases) == pytest.approx(row["seconds/step"], rel=0.02)
 
 
-def test_transformers_generates_the_answers_of_the_exported_policy(run_dir: Path) -> None:
+@pytest.mark.parametrize("has_pad_token", [True, False])
+def test_transformers_generates_the_answers_of_the_exported_policy(
+    run_dir: Path, tmp_path: Path, has_pad_token: bool
+) -> None:
+    if not has_pad_token:
+        shutil.copytree(run_dir / "hf", tmp_path / "hf")
+        path = tmp_path / "hf/tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+        assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token is None
+        for heldout in run_dir.glob("heldout-*.jsonl"):
+            shutil.copy(heldout, tmp_path)
+        run_dir = tmp_path
     command = [sys.executable, str(ROOT / "examples" / "answer_again.py"), str(run_dir)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,8 +1,9 @@
 """Compute the outputs of each layer of a checkpoint's model on fixed prompts, in fp32.
 
 transformers runs a Hugging Face folder, Megatron-core runs a Megatron checkpoint. If the outputs agree, both have the
-same names and row order. transformers is the oracle. It runs in a separate process, `verify_logits.py HF_DIR OUT`,
-because the patches that Megatron needs without a GPU change torch's constructors.
+same names and row order. transformers is the oracle. It runs in a separate process,
+`python -m grpo_mega.commands.verify_outputs HF_DIR OUT`, because the patches that Megatron needs without a GPU change
+torch's constructors.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from grpo_mega.formats.reader import open_reader
 from grpo_mega.processes import private_folder
 from grpo_mega.rollout.embedded.compat import scale_attention
 from grpo_mega.weights.apply import load_shards
-
-ROOT = Path(__file__).resolve().parents[1]
 
 TOLERANCE = 1e-4  # relative to a layer's largest output; fp32 errors are about 1e-6
 _BYTES_PER_PARAMETER = 10  # fp32 weights, Megatron's gradient buffer, and a margin
@@ -52,8 +51,8 @@ def outputs(checkpoint: Checkpoint) -> Outputs:
         raise ConfigError(f"{checkpoint.path} is quantized; convert it, and verify the result")
     with private_folder() as folder:
         out = folder / "outputs.pt"
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, __file__, str(checkpoint.weights), str(out)]
+        command = [sys.executable, "-m", "grpo_mega.commands.verify_outputs", str(checkpoint.weights), str(out)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"transformers cannot run {checkpoint.path} ({done.stderr.strip().splitlines()[-1]})")

@@ -1,4 +1,4 @@
-"""`convert_hf_to_mcore.py --dry`: list every tensor that each rank of a layout would hold, its sources and its slices.
+"""`grpo-mega convert --dry`: list every tensor that each rank of a layout would hold, its sources and its slices.
 
 Needs only config.json, neither weights nor torch. Each line is one tensor at one place of the layout. Equal layers and
 experts share a template, so a model with tens of thousands of experts takes only a moment.
@@ -7,12 +7,13 @@ experts share a template, so a model with tens of thousands of experts takes onl
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES
 from grpo_mega.weights.boxes import Block, LocalTensor, Piece
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
@@ -29,8 +30,12 @@ class Counts:
     largest: int = 0  # elements of the rank that holds the most
 
 
-def dry_run(config_folder: Path, layout_text: str) -> None:
-    """Print a line per tensor, and a summary. Raise ConfigError or WeightMappingError."""
+def dry_run(config_folder: Path, layout_text: str, cast: str | None, stored: Mapping[str, int]) -> None:
+    """Print a line per tensor, and a summary with the dtype that a conversion would write. Raise ConfigError or
+    WeightMappingError.
+
+    `cast`: the dtype to cast to. `stored`: number of parameters of the source in each dtype, or their shares.
+    """
     started_at = time.monotonic()
     shape = ModelShape.from_hf_config(read_config(config_folder))
     layout, counts = parse_layout(layout_text), Counts()
@@ -41,9 +46,14 @@ def dry_run(config_folder: Path, layout_text: str) -> None:
             print("\n".join(batch))
             batch.clear()
     print("\n".join(batch))
+    written = {cast: 1} if cast else stored
+    item_bytes = sum(ITEM_BYTES[name] * count for name, count in written.items()) / sum(written.values())
+    total, largest = (number * item_bytes / 1e9 for number in (counts.parameters, counts.largest))
+    dtypes = " and ".join(TORCH_NAMES[name] for name in sorted(written, key=lambda name: -written[name]))
     print(
-        f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters, at most"
-        f" {counts.largest * 2 / 1e9:.2f} GB per rank in bfloat16; {time.monotonic() - started_at:.2f} s"
+        f"{counts.tensors} tensors of {counts.slices} slices; {counts.parameters / 1e9:.3f} billion parameters in"
+        f" {dtypes}: {total:.2f} GB to write, {total:.2f} GB to read back, at most {largest:.2f} GB per rank;"
+        f" {time.monotonic() - started_at:.2f} s"
     )
 
 
