@@ -10,6 +10,8 @@ processes.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +23,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import CheckOptions
 from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import launch_processes
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.processes import private_folder
@@ -94,7 +97,12 @@ def run(options: CheckOptions) -> int:
     difference.
     """
     config = configs.load(options.config, list(options.overrides))
-    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
+    from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
+
+    config, note = resolve_dtype(config, uses_gpu(config.device, os.environ))
+    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.resolved_dtype]
+    if note is not None:
+        print(f"grpo-mega: note: {note}", file=sys.stderr, flush=True)
     print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
 

@@ -90,7 +90,7 @@ def run(options: EvalOptions) -> int:
     request = make_request(options)
     if request.note is not None and not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
-    check_config(request.config)
+    request.config = check_config(request.config)
     with private_folder() as folder:
         run_dir = folder / "run"
         if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages

@@ -16,7 +16,7 @@ from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.known_models import known_model, read_planned_model
 from grpo_mega.planner.plan import Plan, suggest
-from grpo_mega.preflight import Findings, Machine, find_all
+from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype
 from grpo_mega.preflight.cards import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 
@@ -71,12 +71,13 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--world-size", options.world_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
-    config = configs.load(options.config, list(options.overrides))
+    config, dtype_note = resolve_dtype(configs.load(options.config, list(options.overrides)), is_gpu=True)
     world_size = options.world_size or config.layout.world_size
     read = partial(read_planned_model, model_config=options.model_config, name=options.model)
     findings = find_all(config, Machine(world_size, options.gpus_per_node, card), read)
     if (model := findings.model) is None:
         return None, findings
+    findings.notes += [] if dtype_note is None else [dtype_note]
     nodes, rest = divmod(world_size, options.gpus_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")

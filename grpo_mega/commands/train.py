@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from grpo_mega import processes
 from grpo_mega.commands.options import RewardOptions, TrainOptions
 from grpo_mega.config import Config
 from grpo_mega.config.rewards import ALIASES
-from grpo_mega.distributed.environment import library_environment
+from grpo_mega.distributed.environment import library_environment, uses_gpu
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import LOGS
@@ -34,10 +35,10 @@ def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
     """Train on all ranks. Return the exit code. `argv` is for the run's record."""
     from grpo_mega.run import folder as run_folder
 
+    config = check_config(config, run_folder.recorded_dtype(config.run_dir) if resume else None)
     world_size, log_dir = config.layout.world_size, config.run_dir / LOGS
-    if current_rank():  # rank 0 checks and claims
+    if current_rank():  # rank 0 claims
         return launch(train_as_rank, config, world_size, log_dir)
-    check_config(config)
     with run_folder.claim(config, resume=resume, argv=list(argv)) as claim:
         code = launch(train_as_rank, config, world_size, log_dir)
         if code == EXIT_USER_ERROR:
@@ -51,15 +52,21 @@ def train_as_rank(config: Config) -> None:
     train.run(config)
 
 
-def check_config(config: Config) -> None:
-    """Raise ConfigError with every rule that the config breaks on this machine. A rank other than rank 0 checks
-    nothing.
+def check_config(config: Config, recorded_dtype: str | None = None) -> Config:
+    """Return the config with a model.dtype. Raise ConfigError with every rule that it breaks on this machine.
+
+    If the config leaves model.dtype unset, it is the `recorded_dtype` of the run, or else one for this machine, and
+    rank 0 or the launcher reports it. A rank other than rank 0 checks nothing.
     """
     from grpo_mega import preflight  # an error of the config itself is found without numpy and rich
 
     rank = current_rank()
+    config, note = preflight.resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
     if not rank:
         preflight.check_config(config, preflight.this_machine(config.layout, None if rank is None else os.environ))
+        if note is not None:
+            print(f"grpo-mega: note: {note}", file=sys.stderr, flush=True)
+    return config
 
 
 @contextlib.contextmanager

@@ -335,7 +335,7 @@ class Config(Section):
 
     @property
     def engine_dtype(self) -> str:
-        return self.rollout.dtype or self.model.dtype
+        return self.rollout.dtype or self.model.resolved_dtype
 
     def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
@@ -345,7 +345,7 @@ class Config(Section):
                 f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that"
                 " rollout.routing_replay sends to the engine's experts; remove one of them"
             )
-        if self.precision.fp8 and self.model.dtype != "bfloat16":
+        if self.precision.fp8 and self.model.dtype == "float32":
             yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
             yield (
@@ -384,7 +384,7 @@ class Config(Section):
                 self.layout.cp == 1,
                 f": must not be with layout.cp={self.layout.cp}; remove one of them",
             ),
-            ("optimizer.moments_dtype", dtype == "bfloat16", f" needs model.dtype=bfloat16, not {dtype}; set it"),
+            ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (
                 "algorithm.ref_model_sync_steps",
                 not self.precision.fp8_parameters,

@@ -148,7 +148,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             starts = _starts(folder)
             write_atomically(
-                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n"
+                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(config, argv)]}, indent=1).encode() + b"\n"
             )
             undo.pop_all()
             yield claimed
@@ -201,6 +201,13 @@ def adopt(config: Config) -> list[str]:
     changes = _changes(config.run_dir, config)
     write_atomically(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
     return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
+
+
+def recorded_dtype(run_dir: Path) -> str | None:
+    """Return the model.dtype of the run in a folder; None if the folder has no readable config of a run."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["dtype"]
+    return None
 
 
 def trim(folder: Path, step: int) -> None:
@@ -267,7 +274,7 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["starts"] if path.exists() else []
 
 
-def _start(argv: list[str]) -> dict[str, Any]:
+def _start(config: Config, argv: list[str]) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["grpo-mega", *argv],
@@ -276,6 +283,7 @@ def _start(argv: list[str]) -> dict[str, Any]:
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
         "git": _git_state(),
         "machine": _machine(),
+        "dtype": config.model.dtype,
     }
 
 

@@ -97,7 +97,7 @@ def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
             f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
         )
     shape = shape_of(fields)
-    return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
+    return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.resolved_dtype])
 
 
 def read_tokenizer(model: ModelFiles) -> Any:
