@@ -44,7 +44,7 @@ class ConfigOptions:
 @dataclass(frozen=True)
 class RewardOptions(ConfigOptions):
     reward_funcs: Sequence[str] | None = flag(
-        "reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function;"
+        "reward functions in place of the file's, each built in, or your own as module.function or file.py:function;"
         " options that the file gives a function stay",
         "NAME",
         names="--reward-funcs --reward_funcs",

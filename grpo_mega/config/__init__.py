@@ -79,7 +79,10 @@ _REMEDIES = {
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError."""
+    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError.
+
+    code_dir is the folder of `path`, unless the file or an override has the key.
+    """
     try:
         raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -88,6 +91,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {path}: {error}; correct the file") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
+    raw.setdefault("code_dir", str(path.absolute().parent))
     for override in overrides or []:
         apply_override(raw, override)
     return validate(raw)

@@ -281,6 +281,13 @@ class Config(Section):
             "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
         ),
     )
+    code_dir: FilePath | None = Field(
+        default=None,
+        description=(
+            "Folder to search for your own functions after the current folder. Without this key, a config file uses "
+            "its own folder. None searches only the current folder."
+        ),
+    )
     model: ModelConfig = Field(description="The policy, and how its layers are built.")
     teachers: dict[str, TeacherConfig] = Field(
         default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."

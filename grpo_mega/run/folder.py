@@ -56,7 +56,7 @@ PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-
 # make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
 FREE_ON_RESUME = {
     *"""
-    checkpoint device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
+    checkpoint code_dir device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
     algorithm.calculate_entropy algorithm.correction algorithm.early_stop_imp_ratio algorithm.entropy_bonus
     algorithm.kl_beta algorithm.kl_clamp algorithm.kl_horizon algorithm.kl_target algorithm.positive_nll
     algorithm.ratio_clip_c algorithm.ratio_clip_eps algorithm.ratio_clip_eps_high algorithm.ratio_clip_eps_low

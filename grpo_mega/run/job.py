@@ -358,7 +358,9 @@ def _reward_pool(config: Config) -> RewardPool:
     rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
+    return RewardPool(
+        config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0
+    )
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
