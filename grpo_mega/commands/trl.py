@@ -25,7 +25,6 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.paths import read_json, user_path
 
 Keys = dict[str, Any]  # values of the config by dotted key, before validation
-PROMPT_COLUMNS = ("prompt", "problem", "question")  # default columns: the first one that the set has
 _FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
 # All files of a checkpoint that may be read: no weights in other formats, and no code.
@@ -185,10 +184,6 @@ def _model_and_data(values: Values, keys: Keys) -> None:
         keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
     name, config = values["dataset_name"], values.get("dataset_config")
     keys["data.train"] = train = find_data(name, config, values.get("dataset_train_split"))
-    if "data.prompt_column" not in keys:
-        first = next(iter(read_rows(train)), None)
-        if column := next((column for column in PROMPT_COLUMNS if first and column in first.values), None):
-            keys["data.prompt_column"] = column
     has_splits = train.startswith("hub:") or user_path(name).is_dir()
     split = values.get("dataset_test_split", "test" if _evaluates(values) and has_splits else None)
     if split is not None:

@@ -61,7 +61,7 @@ def read(flags: str = "", environ: dict[str, str] | None = None) -> Config:
 def test_the_seeds_command_is_a_complete_config() -> None:
     config = read()
     assert (config.model.path, config.run_dir) == (Path("base"), Path("output/grpo_math"))
-    assert config.data.train[0].path == "math_dataset" and config.data.prompt_column == "question"
+    assert config.data.train[0].path == "math_dataset" and config.data.prompt_column is None
     assert [(f.name, f.weight) for f in config.rewards.functions] == [("accuracy", 1.0), ("format", 1.0)]
     assert config.steps == 100 // config.batch.prompts_per_step  # one epoch
     assert config.data.heldout is None and config.algorithm.group_size == 16
