@@ -62,6 +62,18 @@ class TrainOptions(RewardOptions):
 
 
 @dataclass(frozen=True)
+class InitOptions:
+    model: Path = positional("folder of a Hugging Face checkpoint", "MODEL")
+    data: str = positional("a file, a folder, or hub:owner/name; see examples/README.md", "DATA")
+    out: Path = flag("file to write, which must not exist; default: config.yaml", "FILE", Path("config.yaml"))
+    prompt_column: str | None = flag("column of the prompts; default: guessed", "NAME")
+    answer_column: str | None = flag("column of the gold answers; default: guessed", "NAME")
+    gpu: str | None = flag("GPU to train on; default: this machine's", choices=("a100", "h100", "h200", "b200"))
+    num_gpus: int | None = flag("number of GPUs; default: this machine's, or a node's with --gpu", "N")
+    gpus_per_node: int = flag("default: 8", "N", 8)
+
+
+@dataclass(frozen=True)
 class TrlOptions:
     argv: Sequence[str] = ()
 

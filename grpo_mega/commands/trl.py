@@ -54,7 +54,7 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     contradict each other or this trainer does not support them.
     """
     values, notes = parse_flags(arguments)
-    raw = _nested(_to_keys(values, _data_parallel_size(values, environ)))
+    raw = configs.nested(_to_keys(values, _data_parallel_size(values, environ)))
     rewards = reward_override(values.get("reward_funcs"), values.get("reward_weights"))
     for override in [*rewards, *values.get("set", [])]:
         configs.apply_override(raw, override)
@@ -136,17 +136,6 @@ def _data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
 
 def _evaluates(values: Values) -> bool:
     return "eval_steps" in values and values.get("eval_strategy") != "no"
-
-
-def _nested(keys: Keys) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
-    for key, value in keys.items():
-        *parents, leaf = key.split(".")
-        section = raw
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
-    return raw
 
 
 def _to_keys(values: Values, dp_size: int) -> Keys:

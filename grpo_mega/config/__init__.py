@@ -58,6 +58,7 @@ __all__ = [
     "apply_override",
     "dump",
     "load",
+    "nested",
     "problems_of",
     "validate",
 ]
@@ -108,6 +109,18 @@ def validate(raw: dict[str, Any]) -> Config:
 def dump(config: Config) -> str:
     """Return the whole config as YAML, defaults included. `load` of the text returns the same Config."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the nested dict of values by dotted key."""
+    raw: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, leaf = key.split(".")
+        section = raw
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return raw
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -300,7 +300,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         # The workers import in the background while the model is built.
         pool = stack.enter_context(_reward_pool(config))
         model = read_model_files(config)
-        tokenizer = read_tokenizer(model)
+        tokenizer = read_tokenizer(model.folder, model.shape.vocab)
         data = load_data(config.data, tokenizer)
         sampler = data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
         pool.wait_until_ready()
@@ -358,9 +358,7 @@ def _reward_pool(config: Config) -> RewardPool:
     rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return RewardPool(
-        config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0
-    )
+    return RewardPool(config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
 def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
