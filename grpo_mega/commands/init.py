@@ -115,8 +115,8 @@ def config_text(options: InitOptions, settings: Sequence[Setting], target: Targe
     ]
     lines += [line for s in settings if "." not in s.key for line in _lines(s, "")]
     for section in SECTIONS:
-        lines.append(f"{section}:")
-        lines += [line for s in settings if s.key.startswith(f"{section}.") for line in _lines(s, "  ")]
+        inner = [line for s in settings if s.key.startswith(f"{section}.") for line in _lines(s, "  ")]
+        lines += [f"{section}:", *inner] if inner else []
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +138,9 @@ def _least(options: InitOptions) -> dict[str, object]:
 
 
 def _model_settings(options: InitOptions) -> Iterator[Setting]:
-    name = f"{options.model.resolve().name}-{Path(options.data.partition('@')[0]).stem.rpartition(':')[2]}"
+    data = Path(options.data.removeprefix("hub:").partition("@")[0].partition(":")[0])
+    data_name = data.parent.name if data.stem == "train" and data.parent.name else data.stem
+    name = f"{options.model.resolve().name}-{data_name}"
     run_dir = Path("runs", name)
     number = 2
     while run_dir.exists():
@@ -193,4 +195,5 @@ def _count_tokens(options: InitOptions, known: Sequence[Setting], model: Model) 
             if not settings:
                 raise
     answers = tokenizer([prompt.answer for prompt in prompts[:NUM_ANSWERS]], add_special_tokens=False)["input_ids"]
-    return DataTokens([len(p.token_ids) for p in prompts], list(map(len, answers))), list(settings)
+    lengths = {prompt.text: len(prompt.token_ids) for prompt in prompts}
+    return DataTokens(list(lengths.values()), list(map(len, answers))), list(settings)

@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DataTokens:
-    """Lengths in tokens of a data set's prompts, as rendered, and of its gold answers."""
+    """Lengths in tokens of a data set's different prompts, as rendered, and of its gold answers."""
 
     prompts: Sequence[int]
     answers: Sequence[int]
@@ -62,10 +62,15 @@ def choose(known: Sequence[Setting], model: Model, data: DataTokens, target: Tar
     """
     lengths = _lengths(data, num_positions(model.fields), target.is_gpu)
     largest = lengths[0].value
-    num_prompts = sum(length <= largest for length in data.prompts)
-    heldout = [] if any(s.key == "data.heldout" for s in known) else _heldout(num_prompts, target.is_gpu)
-    num_prompts -= sum(s.value for s in heldout)
     kept = [length for length in data.prompts if length <= largest]
+    if not kept:
+        raise ConfigError(
+            f"data.train: must have prompts of at most {largest} tokens, half of the model's positions, but the"
+            f" shortest has {min(data.prompts)}; name a model with more positions"
+        )
+    has_split = any(s.key == "data.heldout" for s in known)
+    heldout = [] if has_split else _heldout(len(kept), target.is_gpu)
+    num_prompts = len(kept) - sum(s.value for s in heldout)
     fixed = [*known, *lengths, *heldout, *_precision(target)]
     for batch in _batches(num_prompts, largest + lengths[1].value, target):
         option = _fitting(_job([*fixed, *batch], model, fmean(kept), target), target)
@@ -78,14 +83,11 @@ def choose(known: Sequence[Setting], model: Model, data: DataTokens, target: Tar
         )
     changed = {s.key: s for s in _layout(option, target)}
     kept_batch = [changed.pop(s.key, s) for s in batch]
-    return [
-        *lengths,
-        *heldout,
-        *_precision(target),
-        *kept_batch,
-        *changed.values(),
-        *_training(option, num_prompts, target),
-    ]
+    chosen = [*lengths, *heldout, *_precision(target), *kept_batch, *changed.values()]
+    chosen += _training(option, num_prompts, target)
+    if heldout or has_split:
+        chosen += _evaluation(chosen, target)
+    return chosen
 
 
 def _lengths(data: DataTokens, positions: int | None, is_gpu: bool) -> list[Setting]:
@@ -95,7 +97,7 @@ def _lengths(data: DataTokens, positions: int | None, is_gpu: bool) -> list[Sett
     limit = _rounded(longest if longest <= 2 * usual else usual)
     limit = min(limit, positions // 2)
     num_dropped = sum(length > limit for length in ordered)
-    why = f"tokens; the longest of {len(ordered)} prompts has {longest}"
+    why = f"tokens; the longest of {len(ordered)} different prompts has {longest}"
     why += f", and {num_dropped} longer than this are dropped" if num_dropped else ""
     least, most = (1024, 4096) if is_gpu else (128, 256)
     answers = sorted(data.answers)
@@ -229,8 +231,13 @@ def _training(option: Option, num_prompts: int, target: Target) -> Iterator[Sett
         lr,
         f"usual for {billions:.2g}B parameters; raise it if the reward stays flat, lower it if KL jumps",
     )
-    yield Setting("eval.interval", max(1, steps // 5), "steps between evaluations on the held-out prompts")
-    yield Setting("eval.num_prompts", 256 if target.is_gpu else 16, "per evaluation, to keep it short")
+
+
+def _evaluation(chosen: Sequence[Setting], target: Target) -> Iterator[Setting]:
+    values = {s.key: s.value for s in chosen}
+    yield Setting("eval.interval", max(1, values["steps"] // 5), "steps between evaluations on the held-out prompts")
+    if "data.heldout_size" not in values:
+        yield Setting("eval.num_prompts", 256 if target.is_gpu else 16, "per evaluation, to keep it short")
 
 
 def _rounded(length: float) -> int:

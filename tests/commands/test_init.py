@@ -191,6 +191,20 @@ def chosen(target: Target, name: str = "qwen2.5-1.5b", prompts: tuple[int, ...] 
     return {setting.key: setting.value for setting in found}
 
 
+def test_prompts_that_occur_twice_count_once(folder: Path) -> None:
+    """A held-out prompt's copies are not trained on, so 19 different prompts are too few to hold some out."""
+    write_lines(folder / "twice.jsonl", QUESTIONS[:19] * 10)
+    assert cli.main(["init", "tiny", "twice.jsonl"]) == 0
+    config = configs.load(folder / "config.yaml")
+    assert config.data.heldout_size is None and config.batch.prompts_per_step <= 19
+    assert "eval:" not in (folder / "config.yaml").read_text()
+
+
+def test_prompts_longer_than_half_the_positions_are_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"at most 16384 tokens, half of the .* the shortest has 20000; name a model"):
+        chosen(Target(card_of("h100"), True, 1, 1, True), prompts=(20000,) * 5)
+
+
 def test_a_smaller_memory_gets_a_smaller_token_budget_until_nothing_fits() -> None:
     large, small = (chosen(Target(cpu_device(2, gib), False, 1, 1, False)) for gib in (80.0, 62.0))
     longest = small["data.max_prompt_length"] + small["rollout.max_response_length"]
