@@ -107,7 +107,9 @@ def _memory_bytes() -> int:
 def config_text(options: InitOptions, settings: Sequence[Setting], target: Target) -> str:
     """Return the config as YAML, with the reason for each value as a comment."""
     command = ["grpo-mega", "init", str(options.model), options.data, "--out", str(options.out)]
-    command += ["--gpu", options.gpu, "--num-gpus", str(target.world_size)] if options.gpu else []
+    for name in ("prompt_column", "answer_column", "gpu", "num_gpus"):
+        value = getattr(options, name)
+        command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     lines = [
         f"# A first config for {target.title}, written by",
         f"#     {shlex.join(command)}",

@@ -248,3 +248,4 @@ def test_the_written_config_trains_and_resumes_without_a_change(folder: Path) ->
     assert max(row["reward/mine.py:share_of_digits"] for row in rows if "loss/total" in row) > 0
     assert [start["dtype"] for start in json.loads((run_dir / "run.json").read_text())["starts"]] == ["float32"] * 2
     assert (run_dir / "hf/model.safetensors").is_file()
+    assert configs.load(run_dir / "config.yaml").code_dir == folder / "job"  # eval of the run finds the function
