@@ -62,7 +62,7 @@ def test_columns_that_are_not_given_are_guessed_in_one_order(values: dict[str, A
         ({"prompt": "a", "reward_model": "1"}, "answer_column"),
     ],
 )
-def test_a_row_without_the_usual_columns_is_an_error_that_lists_its_columns(values: dict[str, Any], key: str) -> None:
+def test_a_row_without_the_usual_columns_is_refused_with_its_columns(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"set.jsonl:5: {key} is not set, .*{', '.join(values)}; set data.{key} to"):
         find_columns(row(**values), None, None)
 
