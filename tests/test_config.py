@@ -75,6 +75,17 @@ def test_a_dumped_config_loads_as_the_same_config(tmp_path: Path) -> None:
     assert config.load(write(tmp_path, config.dump(loaded))) == loaded
 
 
+def test_the_folder_of_a_config_file_is_searched_for_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, yaml.safe_dump(MINIMAL))
+    assert config.load(Path(path.name)).code_dir == tmp_path
+    assert config.load(path, ["code_dir=elsewhere"]).code_dir == Path("elsewhere")
+    assert config.load(path, ["code_dir=null"]).code_dir is None
+    copy = tmp_path / "run"
+    copy.mkdir()
+    assert config.load(write(copy, config.dump(config.load(path)))).code_dir == tmp_path
+
+
 def test_the_token_budget_is_per_context_parallel_rank(tmp_path: Path) -> None:
     """A sample of 2,045 tokens is padded to 4 * 512. Each of two ranks has 1,024 of them."""
     overrides = ["data.max_prompt_length=1021", "rollout.max_response_length=1024", "layout.cp=2"]

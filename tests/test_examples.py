@@ -84,6 +84,12 @@ def test_the_columns_of_a_recipe_read_rows_like_gsm8k_and_math(name: str, tmp_pa
         assert accuracy(prompt.text, "<answer>18</answer>", prompt.answer, prompt.extras) == Score(1.0, "correct")
 
 
+def test_every_recipe_sets_the_dtype_that_its_figures_are_for() -> None:
+    recipes = [*EXAMPLES.glob("*.yaml"), *EXAMPLES.parent.glob("slurm/*.yaml")]
+    assert len(recipes) > 10
+    assert [path.name for path in recipes if load(path).model.dtype is None] == []
+
+
 def test_the_index_names_every_example() -> None:
     index = (EXAMPLES / "README.md").read_text()
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".sh", ".yaml"}}

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
-__init__ errors text console yaml_text processes http_client types paths config weights batching rewards data algorithm
-observe
+__init__ errors text console yaml_text processes http_client types paths user_code config weights batching rewards
+data algorithm observe
 distributed formats preflight rollout planner megatron run train commands cli grpo
 """
 

@@ -173,7 +173,7 @@ def test_any_text_of_set_is_kept(text: str) -> None:
     [
         ("run_dir=runs/a #1: b", "run_dir", Path("runs/a #1: b")),
         ("run_dir=null", "run_dir", Path("null")),
-        ("data.prompt_column=null", "data.prompt_column", "null"),
+        ("data.prompt_column=null", "data.prompt_column", None),
         ("data.answer_column=null", "data.answer_column", None),
         ("data.train=a #1: b.jsonl", "data.train.0.path", "a #1: b.jsonl"),
         ("data.train=[a, 'b #c']", "data.train.1.path", "b #c"),

@@ -10,6 +10,7 @@ processes.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import CheckOptions
 from grpo_mega.commands.train import print_notes, rank_imports
 from grpo_mega.config import Config
+from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch_processes
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, raise_all
@@ -116,7 +118,12 @@ def run(options: CheckOptions) -> int:
     """
     config = configs.load(options.config, list(options.overrides))
     print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
-    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.dtype]
+    from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
+
+    config, note = resolve_dtype(config, uses_gpu(config.device, os.environ))
+    if note is not None:
+        print_notes([note])
+    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.resolved_dtype]
     print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
 

@@ -96,7 +96,7 @@ def run_request(request: Request, act: Callable[[Request], None]) -> int:
     """Run `act(request)` on all ranks, with a temporary run_dir. Return the exit code."""
     if not current_rank():
         print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
-    check_config(request.config, trains=False)
+    request.config = check_config(request.config, trains=False)
     with private_folder() as folder:
         run_dir = folder / "run"
         if current_rank() is not None:  # the ranks of a torchrun share a folder, for the key of their messages

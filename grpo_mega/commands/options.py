@@ -44,7 +44,7 @@ class ConfigOptions:
 @dataclass(frozen=True)
 class RewardOptions(ConfigOptions):
     reward_funcs: Sequence[str] | None = flag(
-        "reward functions in place of the file's, each built in or a dotted path like my_package.my_module.my_function;"
+        "reward functions in place of the file's, each built in, or your own as module.function or file.py:function;"
         " options that the file gives a function stay",
         "NAME",
         names="--reward-funcs --reward_funcs",
@@ -59,6 +59,18 @@ class TrainOptions(RewardOptions):
     resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
     profile: str | None = flag("steps to trace into RUN_DIR/trace, like 3 or 3-4", "STEPS")
     argv: Sequence[str] = ()  # the whole command line
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    model: Path = positional("folder of a Hugging Face checkpoint", "MODEL")
+    data: str = positional("a file, a folder, or hub:owner/name; see examples/README.md", "DATA")
+    out: Path = flag("file to write, which must not exist; default: config.yaml", "FILE", Path("config.yaml"))
+    prompt_column: str | None = flag("column of the prompts; default: guessed", "NAME")
+    answer_column: str | None = flag("column of the gold answers; default: guessed", "NAME")
+    gpu: str | None = flag("GPU to train on; default: this machine's", choices=("a100", "h100", "h200", "b200"))
+    num_gpus: int | None = flag("number of GPUs; default: this machine's, or a node's with --gpu", "N")
+    gpus_per_node: int = flag("default: 8", "N", 8)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob, plan_on
 from grpo_mega.planner.known_models import known_model, read_planned_model, read_teachers
 from grpo_mega.planner.plan import Plan, suggest
-from grpo_mega.preflight import Findings, Machine, find_all
+from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype
 from grpo_mega.preflight.cards import ASSUMED, CPU, card_of
 from grpo_mega.preflight.model import Model
 
@@ -73,7 +73,7 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     for name, value in (("--gpus-per-node", options.gpus_per_node), ("--world-size", options.world_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: must be at least 1")
-    config = configs.load(options.config, list(options.overrides))
+    config, dtype_note = resolve_dtype(configs.load(options.config, list(options.overrides)), is_gpu=not is_here)
     world_size = options.world_size or config.layout.world_size
     machine = Machine(world_size, world_size if is_here else options.gpus_per_node, card)
     if is_here and options.model is None and options.model_config is None:
@@ -83,6 +83,7 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
         findings = (this_machine.find_all if is_here else find_all)(config, machine, read)
     if (model := findings.model) is None:
         return None, findings
+    findings.notes += [] if dtype_note is None else [dtype_note]
     nodes, rest = divmod(world_size, machine.ranks_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")

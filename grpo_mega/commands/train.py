@@ -20,7 +20,7 @@ from grpo_mega import processes
 from grpo_mega.commands.options import RewardOptions, TrainOptions
 from grpo_mega.config import Config
 from grpo_mega.config.rewards import ALIASES
-from grpo_mega.distributed.environment import library_environment
+from grpo_mega.distributed.environment import library_environment, uses_gpu
 from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError, raise_all
@@ -38,10 +38,10 @@ def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
     """Train on all ranks. Return the exit code. `argv` is for the run's record."""
     from grpo_mega.run import folder as run_folder
 
+    config = check_config(config, run_folder.recorded_dtype(config.run_dir) if resume else None)
     world_size, log_dir = config.layout.world_size, config.run_dir / LOGS
-    if current_rank():  # rank 0 checks and claims
+    if current_rank():  # rank 0 claims
         return launch(train_as_rank, config, world_size, log_dir)
-    check_config(config)
     with run_folder.claim(config, resume=resume, argv=list(argv)) as claim:
         code = launch(train_as_rank, config, world_size, log_dir)
         if code == EXIT_USER_ERROR:
@@ -56,23 +56,29 @@ def train_as_rank(config: Config) -> None:
         train.run(config)
 
 
-def check_config(config: Config, *, trains: bool = True) -> None:
-    """Raise ConfigError with every rule that the config breaks on this machine. A rank other than rank 0 checks
-    nothing.
+def check_config(config: Config, recorded_dtype: str | None = None, *, trains: bool = True) -> Config:
+    """Return the config with a model.dtype. Raise ConfigError with every rule that it breaks on this machine.
+
+    If the config leaves model.dtype unset, it is the `recorded_dtype` of the run, or else one for this machine, and
+    rank 0 or the launcher reports it. A rank other than rank 0 checks nothing.
 
     Training also needs enough memory. Evaluation has no optimizer, so its memory is not estimated.
     """
     rank = current_rank()
+    from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy
+
+    config, note = resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
     if rank:
-        return
+        return config
     with phase("checking the config, the model's files and the data", config.log.progress):
-        from grpo_mega import preflight  # an error of the config itself is found without numpy
+        from grpo_mega import preflight
         from grpo_mega.planner import this_machine
 
         machine = preflight.this_machine(config.layout, None if rank is None else os.environ)
         findings = (this_machine.find_all if trains else preflight.find_all)(config, machine)
     raise_all(findings.violations)
-    print_notes(findings.notes)
+    print_notes([*findings.notes, *([] if note is None else [note])])
+    return config
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -25,7 +25,6 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.paths import read_json, user_path
 
 Keys = dict[str, Any]  # values of the config by dotted key, before validation
-PROMPT_COLUMNS = ("prompt", "problem", "question")  # default columns: the first one that the set has
 _FORMATS = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w][\w.-]*(?:/[\w][\w.-]*)?")
 # All files of a checkpoint that may be read: no weights in other formats, and no code.
@@ -55,7 +54,7 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     contradict each other or this trainer does not support them.
     """
     values, notes = parse_flags(arguments)
-    raw = _nested(_to_keys(values, _data_parallel_size(values, environ)))
+    raw = configs.nested(_to_keys(values, _data_parallel_size(values, environ)))
     rewards = reward_override(values.get("reward_funcs"), values.get("reward_weights"))
     for override in [*rewards, *values.get("set", [])]:
         configs.apply_override(raw, override)
@@ -139,17 +138,6 @@ def _evaluates(values: Values) -> bool:
     return "eval_steps" in values and values.get("eval_strategy") != "no"
 
 
-def _nested(keys: Keys) -> dict[str, Any]:
-    raw: dict[str, Any] = {}
-    for key, value in keys.items():
-        *parents, leaf = key.split(".")
-        section = raw
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
-    return raw
-
-
 def _to_keys(values: Values, dp_size: int) -> Keys:
     """Return the config's values for the flags."""
     keys: Keys = {key: values[name] for name, flag in FLAGS.items() if name in values and (key := flag.key) is not None}
@@ -185,10 +173,6 @@ def _model_and_data(values: Values, keys: Keys) -> None:
         keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
     name, config = values["dataset_name"], values.get("dataset_config")
     keys["data.train"] = train = find_data(name, config, values.get("dataset_train_split"))
-    if "data.prompt_column" not in keys:
-        first = next(iter(read_rows(train)), None)
-        if column := next((column for column in PROMPT_COLUMNS if first and column in first.values), None):
-            keys["data.prompt_column"] = column
     has_splits = train.startswith("hub:") or user_path(name).is_dir()
     split = values.get("dataset_test_split", "test" if _evaluates(values) and has_splits else None)
     if split is not None:

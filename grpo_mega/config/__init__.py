@@ -58,6 +58,7 @@ __all__ = [
     "apply_override",
     "dump",
     "load",
+    "nested",
     "problems_of",
     "validate",
 ]
@@ -79,7 +80,10 @@ _REMEDIES = {
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError."""
+    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError.
+
+    code_dir is the folder of `path`, unless the file or an override has the key.
+    """
     try:
         raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -88,6 +92,7 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config {path}: {error}; correct the file") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
+    raw.setdefault("code_dir", str(path.absolute().parent))
     for override in overrides or []:
         apply_override(raw, override)
     return validate(raw)
@@ -104,6 +109,18 @@ def validate(raw: dict[str, Any]) -> Config:
 def dump(config: Config) -> str:
     """Return the whole config as YAML, defaults included. `load` of the text returns the same Config."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the nested dict of values by dotted key."""
+    raw: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, leaf = key.split(".")
+        section = raw
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return raw
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

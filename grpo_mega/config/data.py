@@ -64,15 +64,18 @@ class DataConfig(Section):
         default=None,
         description="Share of train to split off as a held-out set, between 0 and 1. They are never trained on.",
     )
-    prompt_column: str = Field(
-        default="prompt",
-        description="Column of the prompts: text, or a list of chat messages. A dot reaches into nested columns.",
+    prompt_column: str | None = Field(
+        default=None,
+        description=(
+            "Column of the prompts: text, or a list of chat messages. None uses the first of prompt, problem and "
+            "question that the data has. A dot reaches into nested columns."
+        ),
     )
     answer_column: str | None = Field(
         default=None,
         description=(
-            "Column of the gold answers. None uses answer if the data has it, else solution. A dot reaches into "
-            "nested columns."
+            "Column of the gold answers. None uses the first of answer, solution and reward_model.ground_truth that "
+            "the data has. A dot reaches into nested columns."
         ),
     )
     teacher_column: str | None = Field(

@@ -54,9 +54,12 @@ class ModelConfig(Section):
             "config.json is enough."
         )
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16",
-        description="Dtype of the policy's weights and computation. Master weights and optimizer state stay float32.",
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description=(
+            "Dtype of the policy's weights and computation. None uses bfloat16 on GPUs and float32 on a CPU; a resumed "
+            "run keeps its dtype. Master weights and optimizer state stay float32."
+        ),
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint", description="Where the weights come from. random initializes them from the seed."
@@ -76,6 +79,12 @@ class ModelConfig(Section):
         default=False,
         description="Use fused kernels to send tokens to their experts and back. Needs Transformer Engine.",
     )
+
+    @property
+    def resolved_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Return dtype, after preflight.resolve_dtype has set it for the device."""
+        assert self.dtype is not None, "model.dtype is not resolved"
+        return self.dtype
 
 
 class TeacherConfig(Section):

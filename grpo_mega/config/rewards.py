@@ -23,7 +23,9 @@ ALIASES = {f"{name}_reward": name for name in _OPEN_R1} | {"length": "len", "cos
 
 
 class RewardFunctionConfig(Section):
-    name: str = Field(description="Name of a built-in reward, or module.function of your own.")
+    name: str = Field(
+        description="Name of a built-in reward, or your own function as module.function or file.py:function."
+    )
     weight: Number = Field(
         default=1.0, description="Weight of the function in the sum of rewards. 0 only logs its value."
     )

@@ -281,6 +281,13 @@ class Config(Section):
             "Device to train on. auto uses a GPU if torch sees one, and fails if torch sees a GPU that it cannot use."
         ),
     )
+    code_dir: FilePath | None = Field(
+        default=None,
+        description=(
+            "Folder to search for your own functions after the current folder. Without this key, a config file uses "
+            "its own folder. None searches only the current folder."
+        ),
+    )
     model: ModelConfig = Field(description="The policy, and how its layers are built.")
     teachers: dict[str, TeacherConfig] = Field(
         default={}, description="Teachers to distil from, by name. Used with algorithm.distill_beta."
@@ -335,7 +342,7 @@ class Config(Section):
 
     @property
     def engine_dtype(self) -> str:
-        return self.rollout.dtype or self.model.dtype
+        return self.rollout.dtype or self.model.resolved_dtype
 
     def _problems(self) -> Iterator[str]:
         if self.log.profile and self.log.profiled_steps[-1] > self.steps:
@@ -345,7 +352,7 @@ class Config(Section):
                 f"model.router.capacity_factor={self.model.router.capacity_factor:g} drops tokens that"
                 " rollout.routing_replay sends to the engine's experts; remove one of them"
             )
-        if self.precision.fp8 and self.model.dtype != "bfloat16":
+        if self.precision.fp8 and self.model.dtype == "float32":
             yield f"precision.fp8={self.precision.fp8!r} needs model.dtype=bfloat16, not {self.model.dtype}; set it"
         if self.rollout.is_separate != (self.layout.engine_ranks > 0):
             yield (
@@ -384,7 +391,7 @@ class Config(Section):
                 self.layout.cp == 1,
                 f": must not be with layout.cp={self.layout.cp}; remove one of them",
             ),
-            ("optimizer.moments_dtype", dtype == "bfloat16", f" needs model.dtype=bfloat16, not {dtype}; set it"),
+            ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (
                 "algorithm.ref_model_sync_steps",
                 not self.precision.fp8_parameters,

@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -37,7 +38,9 @@ from grpo_mega.text import find_surrogate
 DEFAULT_SPLIT = "train"
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?:@(?P<split>.+))?")
 Message = dict[str, Any]
-ANSWER_COLUMNS = ("answer", "solution")  # tried in this order if answer_column is not set
+# Columns to try in this order if prompt_column or answer_column is not set. The last one is verl's.
+PROMPT_COLUMNS = ("prompt", "problem", "question")
+ANSWER_COLUMNS = ("answer", "solution", "reward_model.ground_truth")
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
 _NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
 
@@ -64,8 +67,9 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
     rows = list(read_rows(source.path))
     if not rows:
         raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
-    prompt_column = source.prompt_column or config.prompt_column
-    answer_column = find_answer_column(rows[0], source.answer_column or config.answer_column)
+    prompt_column, answer_column = find_columns(
+        rows[0], source.prompt_column or config.prompt_column, source.answer_column or config.answer_column
+    )
     conversations = []
     for row in rows:
         messages = messages_of(row, prompt_column, config.system_prompt)
@@ -129,16 +133,25 @@ def is_same(one: str, other: str) -> bool:
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
 
 
-def find_answer_column(first: DataRow, given: str | None) -> str:
-    """Return the answer column, from the first row of a set: the given one, else `answer`, else `solution`."""
-    if given is not None:
-        return given
-    for column in ANSWER_COLUMNS:
-        if column in first.values:
+def find_columns(first: DataRow, prompt_column: str | None, answer_column: str | None) -> tuple[str, str]:
+    """Return the columns of prompts and gold answers. If one is not given, guess it from the first row of the set.
+
+    Raises ConfigError with the columns of the row if it has none of the usual names.
+    """
+    return (
+        prompt_column or _guess_column(first, "prompt_column", PROMPT_COLUMNS),
+        answer_column or _guess_column(first, "answer_column", ANSWER_COLUMNS),
+    )
+
+
+def _guess_column(first: DataRow, key: str, usual: Sequence[str]) -> str:
+    for column in usual:
+        with suppress(MissingColumn):
+            find_value(first.values, column)
             return column
     raise ConfigError(
-        f"{first.place}: answer_column is not set, and there is neither 'answer' nor 'solution' among the columns "
-        f"{_names(first.values)}; set data.answer_column to one of them"
+        f"{first.place}: {key} is not set, and none of {', '.join(usual)} is among the columns"
+        f" {_names(first.values)}; set data.{key} to one of them"
     )
 
 

@@ -143,6 +143,11 @@ def cuda_compiler(environ: Mapping[str, str]) -> Path | None:
     return Path(found) if found else None
 
 
+def uses_gpu(device: str, environ: Mapping[str, str]) -> bool:
+    """Return True if a run with this `device` in its config trains on GPUs."""
+    return device == "cuda" or (device == "auto" and gpu_sign(environ) is not None)
+
+
 def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: bool | None = None) -> Iterator[str]:
     """Yield the problem if device=auto and torch does not see a GPU. If `sees_gpu` is None, ask torch in another
     process.

@@ -77,7 +77,7 @@ def transformer_config(
     shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime
 ) -> TransformerConfig:
     """Return Megatron's config, with the settings that prevent its silent errors."""
-    dtype = DTYPES[config.model.dtype]
+    dtype = DTYPES[config.model.resolved_dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
     use_te = uses_transformer_engine(shape, runtime)
     config_class = MLATransformerConfig if shape.kv_lora else TransformerConfig

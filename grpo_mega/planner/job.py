@@ -103,7 +103,7 @@ class PlannedJob:
     @property
     def itemsize(self) -> int:
         """Return the bytes per weight."""
-        return item_bytes(self.config.model.dtype)
+        return item_bytes(self.config.model.resolved_dtype)
 
     @property
     def engine_itemsize(self) -> int:

@@ -320,7 +320,7 @@ def _single_changes(setup: PlannedJob) -> Iterator[Changes]:
         if pp and layout.world_size % (tp * pp * layout.cp) == 0 and tp <= setup.ranks_per_node:
             dp = layout.world_size // (tp * pp * layout.cp)
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
-    if config.optimizer.moments_dtype == "float32" and config.model.dtype == "bfloat16":
+    if config.optimizer.moments_dtype == "float32" and config.model.resolved_dtype == "bfloat16":
         yield {"optimizer.moments_dtype": "bfloat16"}
 
 

@@ -65,9 +65,9 @@ class Storage:
         optimizer, precision = config.optimizer, config.precision
         fp8_layers = range(precision.first_layers_bf16, shape.num_layers - precision.last_layers_bf16)
         return cls(
-            itemsize=item_bytes(config.model.dtype),
+            itemsize=item_bytes(config.model.resolved_dtype),
             is_overlapped=config.layout.overlap_grad_reduce,
-            master_bytes=FP32 if config.model.dtype == "bfloat16" else 0,
+            master_bytes=FP32 if config.model.resolved_dtype == "bfloat16" else 0,
             moment_bytes=2 * item_bytes(optimizer.moments_dtype),
             fp8_layers=fp8_layers if precision.fp8_parameters else None,
         )

@@ -8,5 +8,15 @@ device. A rule that needs only the config is in `config/`.
 
 from grpo_mega.preflight.findings import Findings, check_config, find_all, find_problems, job_problems
 from grpo_mega.preflight.kernels import Machine, this_machine
+from grpo_mega.preflight.precision import resolve_dtype
 
-__all__ = ["Findings", "Machine", "check_config", "find_all", "find_problems", "job_problems", "this_machine"]
+__all__ = [
+    "Findings",
+    "Machine",
+    "check_config",
+    "find_all",
+    "find_problems",
+    "job_problems",
+    "resolve_dtype",
+    "this_machine",
+]

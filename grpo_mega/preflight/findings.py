@@ -11,14 +11,13 @@ ranks before the first step.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 
+from grpo_mega import user_code
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
@@ -97,7 +96,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     findings = Findings()
     if machine.is_here:
         findings.take(unusable_gpu_problems(config.device, os.environ))
-    findings.take(reward_problems(config.rewards))
+    findings.take(reward_problems(config.rewards, config.code_dir))
     try:
         findings.model = read(config)
     except UserError as error:
@@ -179,7 +178,7 @@ def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
         findings.take(row_problems(config))
 
 
-def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
+def reward_problems(rewards: RewardsConfig, code_dir: Path | None) -> Iterator[str]:
     """Yield problems of each reward function's name, module or options."""
     for function in rewards.functions:
         try:
@@ -187,28 +186,11 @@ def reward_problems(rewards: RewardsConfig) -> Iterator[str]:
         except UserError as error:
             yield from error.lines
             continue
-        module = function.name.rpartition(".")[0]
-        if function.name not in registry.BUILT_IN and not _can_find(module):
-            yield (
-                f"reward function {function.name!r}: there is no module {module} to import; "
-                "check the name, and set PYTHONPATH to the folder that holds it"
-            )
-
-
-def _can_find(module: str) -> bool:
-    """Return True if a module could be imported. Import nothing of it."""
-    path: list[str] | None = None
-    parts = module.split(".")
-    for number, part in enumerate(parts):
-        # Search for its last name, because without __init__.py a full name is only looked up among imported modules.
-        spec = PathFinder.find_spec(part, path)
-        if spec is None:
-            # Another finder, for example of an editable installation, may know a top-level module.
-            return number == 0 and importlib.util.find_spec(part) is not None
-        if spec.submodule_search_locations is None:
-            return number == len(parts) - 1
-        path = list(spec.submodule_search_locations)
-    return True
+        if function.name not in registry.BUILT_IN:
+            try:
+                user_code.check_exists(function.name, code_dir)
+            except UserError as error:
+                yield from (f"reward function {line}" for line in error.lines)
 
 
 def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:

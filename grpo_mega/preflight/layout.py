@@ -63,7 +63,7 @@ def context_problems(config: Config) -> Iterator[str]:
     """Yield problems of features that Transformer Engine's layers do not compute. Plans for GPUs use these layers,
     too.
     """
-    if config.layout.cp > 1 and config.model.dtype == "float32":
+    if config.layout.cp > 1 and config.model.resolved_dtype == "float32":
         yield (
             f"layout.cp={config.layout.cp}: must be 1 with model.dtype=float32 on GPUs with Transformer Engine, whose "
             "context-parallel attention supports only bfloat16; use bfloat16, or raise layout.tp or layout.pp instead"

@@ -244,16 +244,20 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
             " read differently; add mscale, or set rollout.engine=embedded"
         )
     longest_sample = config.data.max_prompt_length + config.rollout.max_response_length
-    positions = fields.get("max_position_embeddings")
-    if not isinstance(positions, int):
-        return
-    if _rope_type(rope) == "linear":
-        positions = int(positions * rope.get("factor", 1))
-    if longest_sample > positions:
+    positions = num_positions(fields)
+    if positions is not None and longest_sample > positions:
         yield (
             f"data.max_prompt_length + rollout.max_response_length={longest_sample}: must be at most the model's "
             f"max_position_embeddings={positions}; lower one of them"
         )
+
+
+def num_positions(fields: dict[str, Any]) -> int | None:
+    """Return the number of positions of a model; None if its config does not limit them."""
+    positions, rope = fields.get("max_position_embeddings"), _rope(fields)
+    if not isinstance(positions, int):
+        return None
+    return int(positions * rope.get("factor", 1)) if _rope_type(rope) == "linear" else positions
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from grpo_mega import config as configs
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
 from grpo_mega.preflight.kernels import (
     FLASH_ATTENTION,
@@ -50,6 +51,21 @@ RECIPES = {
 }
 
 
+def resolve_dtype(config: Config, is_gpu: bool, recorded: str | None = None) -> tuple[Config, str | None]:
+    """Return the config with a model.dtype, and a note for the user if the config left it unset.
+
+    It is then the `recorded` one of the run that is resumed, or else one for the device. Raise ConfigError if another
+    key does not fit it.
+    """
+    if config.model.dtype is not None:
+        return config, None
+    dtype, reason = ("bfloat16", "on GPUs") if is_gpu else ("float32", "on a CPU")
+    dtype, reason = (dtype, f"this job runs {reason}") if recorded is None else (recorded, "the run started with it")
+    raw = config.model_dump(mode="json")
+    raw["model"]["dtype"] = dtype
+    return configs.validate(raw), f"model.dtype={dtype}, because it is not set and {reason}"
+
+
 def length_multiple(precision: PrecisionConfig, tp: int) -> int:
     """Return the multiple to which micro-batch lengths are padded."""
     return (RECIPES[precision.fp8_recipe].length_multiple if precision.fp8 else LENGTH_MULTIPLE) * tp
@@ -82,7 +98,7 @@ def kernel_problems(
     yield from transformer_engine_problems(config.precision, transformer_engine)
     yield from exchange_problems(config.layout, transformer_engine)
     if capability is not None:
-        yield from attention_problems(config.model.dtype, capability, name, transformer_engine, flash_attn)
+        yield from attention_problems(config.model.resolved_dtype, capability, name, transformer_engine, flash_attn)
 
 
 def transformer_engine_problems(precision: PrecisionConfig, version: str | None) -> Iterator[str]:

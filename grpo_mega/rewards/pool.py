@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.rewards import RewardsConfig
@@ -60,14 +61,15 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Run reward functions in worker processes; a context manager.
 
     `rewards` must have passed registry.check_rewards. Its `deadline_s` starts when a worker receives the check, so
-    queueing and startup do not count. A pool without workers is for a rank that submits nothing.
+    queueing and startup do not count. user_code.py describes `code_dir`. A pool without workers is for a rank that
+    submits nothing.
 
     The workers start immediately, in the background. If a start fails, the next `submit` or `collect` raises
     RewardError.
     """
 
-    def __init__(self, rewards: RewardsConfig, *, has_workers: bool = True) -> None:
-        self._rewards = rewards
+    def __init__(self, rewards: RewardsConfig, *, code_dir: Path | None = None, has_workers: bool = True) -> None:
+        self._rewards, self._code_dir = rewards, code_dir
         self._weights = {function.name: function.weight for function in rewards.functions}
         self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
         self._options: dict[str, dict[str, Any]] = {one.name: dict(one.options) for one in rewards.functions}
@@ -254,7 +256,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Return a worker that is ready. Raises RewardError if none can start."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, CheckJob(self._rewards, is_replacement))
+                worker = Worker(self._server, CheckJob(self._rewards, is_replacement, self._code_dir))
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True

@@ -1,7 +1,7 @@
-"""Find reward functions by name: one of BUILT_IN, or the dotted path of a user function, `package.module.function`.
+"""Find reward functions by name: one of BUILT_IN, or a user function by the rule of user_code.py.
 
 `check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the
-function's module. For a dotted path that is user code, so only worker processes do it. Options are the keyword
+function's module. A user's function is user code, so only worker processes do it. Options are the keyword
 arguments that a function takes after (prompt, response, answer, extras), or in addition to the arguments that
 `call_group` passes. A function that takes `step_splitter` gets rewards.step_splitter unless its options set another.
 
@@ -15,15 +15,14 @@ if the prompts are messages. The function may be a coroutine function.
 import asyncio
 import difflib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from grpo_mega import user_code
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction, Score, splitter
 
@@ -64,8 +63,8 @@ _FORMS: dict[Any, tuple[Any, str]] = {
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is built in or has the form of a dotted path."""
-    if name in BUILT_IN or ("." in name and all(part.isidentifier() for part in name.split("."))):
+    """Raise ConfigError unless `name` is built in or has the form of a user function."""
+    if name in BUILT_IN or user_code.is_user_name(name):
         return
     if name.startswith("soft_overlong"):
         raise ConfigError(
@@ -75,8 +74,8 @@ def check_name(name: str) -> None:
     nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
-        f"reward function {name!r} is unknown; {hint}use one of {', '.join(sorted(BUILT_IN))}, or the "
-        "dotted path of your own function, like my_package.my_module.my_function"
+        f"reward function {name!r} is unknown; {hint}use one of {', '.join(sorted(BUILT_IN))}, or "
+        f"your own function, like {user_code.FORMS}"
     )
 
 
@@ -102,14 +101,14 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
         check_deadline(options, deadline_s)
 
 
-def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:
-    """Return the function called `name` with its options bound.
+def bind(name: str, options: Mapping[str, Any], step_splitter: str, code_dir: Path | None = None) -> RewardFunction:
+    """Return the function called `name` with its options bound. user_code.py describes code_dir.
 
     Raises:
         ConfigError: the name is unknown, its module cannot be imported or lacks the function, or it takes other
         options.
     """
-    function = resolve_reward(name)
+    function = resolve_reward(name, code_dir)
     given = dict(options)
     if (accepted := _options_of(function)) is not None:
         for option in given:
@@ -129,7 +128,7 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
     return partial(function, **given) if given else function
 
 
-def resolve_reward(name: str) -> RewardFunction:
+def resolve_reward(name: str, code_dir: Path | None = None) -> RewardFunction:
     """Return the function called `name`.
 
     Raises:
@@ -138,20 +137,16 @@ def resolve_reward(name: str) -> RewardFunction:
     check_name(name)
     if name in BUILT_IN and BUILT_IN[name].endswith(".py"):
         return getattr(_example(name, BUILT_IN[name]), name)
-    module_name, _, function_name = BUILT_IN.get(name, name).rpartition(".")
+    if name in BUILT_IN:
+        module_name, _, function_name = BUILT_IN[name].rpartition(".")
+        return getattr(importlib.import_module(module_name), function_name)
     try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
-    except Exception as error:
-        raise ConfigError(
-            f"reward function {name!r}: importing {module_name} failed with {type(error).__name__}: {error}; "
-            "the module must be importable from where the trainer starts (see PYTHONPATH)"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"reward function {name!r}: {module_name} has no function {function_name}; check the name")
+        function = user_code.load_function(name, code_dir)
+    except ConfigError as error:
+        raise ConfigError(f"reward function {error}") from error
     return function() if isinstance(function, type) else function  # ms-swift defines reward functions as classes
 
 
-@lru_cache(maxsize=8)
 def _example(name: str, path: str) -> ModuleType:
     """Import the file of an example. `path` is relative to the repository. Raises ConfigError if there is no such
     file.
@@ -160,13 +155,9 @@ def _example(name: str, path: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(
             f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the"
-            f" repository, or copy its {path} to a folder on PYTHONPATH and name {file.stem}.{name}"
+            f" repository, or copy its {path} to the config's folder and name {file.name}:{name}"
         )
-    spec = importlib.util.spec_from_file_location(f"grpo_mega_example_{file.stem}", file)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module here
-    spec.loader.exec_module(module)
-    return module
+    return user_code.import_file(file)
 
 
 def takes_groups(function: Callable[..., Any]) -> bool:

@@ -27,6 +27,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection, forkserver
+from pathlib import Path
 
 from grpo_mega import processes
 from grpo_mega.config.rewards import RewardsConfig
@@ -186,6 +187,7 @@ class CheckJob:
 
     rewards: RewardsConfig
     is_replacement: bool  # True if it replaces a worker that ended during the run
+    code_dir: Path | None = None  # the config's; user_code.py searches it
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Run the job in the forked process and return its exit status. The fork server calls this method by name."""
@@ -224,7 +226,7 @@ class CheckJob:
         options_of = {function.name: function.options for function in self.rewards.functions}
         for name in dict.fromkeys(registry.ACCURACY if name in registry.JUDGED else name for name in options_of):
             options = options_of.get(name, {})
-            functions[name] = registry.bind(name, options, self.rewards.step_splitter)
+            functions[name] = registry.bind(name, options, self.rewards.step_splitter, self.code_dir)
             if name == registry.ACCURACY:
                 importlib.import_module(MATH_VERIFY)  # reports why the fork server could not import it
             elif name == "reward_model" and not self.is_replacement:  # a restarting server must not end the run

@@ -56,7 +56,7 @@ PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-
 # make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
 FREE_ON_RESUME = {
     *"""
-    checkpoint device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
+    checkpoint code_dir device eval hang_deadline_s layout log max_nonfinite_steps run_dir steps sync
     algorithm.calculate_entropy algorithm.correction algorithm.early_stop_imp_ratio algorithm.entropy_bonus
     algorithm.kl_beta algorithm.kl_clamp algorithm.kl_horizon algorithm.kl_target algorithm.positive_nll
     algorithm.ratio_clip_c algorithm.ratio_clip_eps algorithm.ratio_clip_eps_high algorithm.ratio_clip_eps_low
@@ -151,7 +151,8 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             path = folder / RUN_FILE
             starts = json.loads(path.read_text())["starts"] if path.exists() else []
-            write_atomically(path, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
+            starts.append(_start(config, argv))
+            write_atomically(path, json.dumps({"starts": starts}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
 
@@ -194,6 +195,13 @@ def adopt(config: Config) -> list[str]:
     changes = _changes(config.run_dir, config)
     write_atomically(config.run_dir / CONFIG_FILE, configs.dump(config).encode())
     return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
+
+
+def recorded_dtype(run_dir: Path) -> str | None:
+    """Return the model.dtype of the run in a folder; None if the folder has no readable config of a run."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["dtype"]
+    return None
 
 
 def trim(folder: Path, step: int) -> None:
@@ -247,7 +255,7 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
         yield key, (recorded, current)
 
 
-def _start(argv: list[str]) -> dict[str, Any]:
+def _start(config: Config, argv: list[str]) -> dict[str, Any]:
     """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
@@ -264,6 +272,7 @@ def _start(argv: list[str]) -> dict[str, Any]:
             "processor": next(iter(_fields(Path("/proc/cpuinfo"), "model name")), None),
             "gpus": [model for path in gpus for model in _fields(path, "Model")],
         },
+        "dtype": config.model.dtype,
     }
 
 

@@ -383,7 +383,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
 def _read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
     """Return the model's files, the tokenizer, the data, and the order of its prompts."""
     model = read_model_files(config)
-    tokenizer = read_tokenizer(model)
+    tokenizer = read_tokenizer(model.folder, model.shape.vocab)
     data = load_data(config.data, tokenizer)
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
@@ -395,7 +395,7 @@ def _reward_pool(config: Config) -> RewardPool:
     rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
+    return RewardPool(config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

@@ -100,18 +100,18 @@ def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
             f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
         )
     shape = shape_of(fields)
-    return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.dtype])
+    return ModelFiles(folder, hf_config, shape, family_of(shape.model_type), DTYPES[config.model.resolved_dtype])
 
 
-def read_tokenizer(model: ModelFiles) -> Any:
+def read_tokenizer(folder: Path, vocab_size: int) -> Any:
     """Load the tokenizer. Raise ConfigError if it cannot be loaded or is larger than the model's vocabulary."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise exceptions of any type
         raise ConfigError(
-            f"the tokenizer of model.path={model.folder} cannot be loaded ({error!r}); fetch its files again"
+            f"the tokenizer of model.path={folder} cannot be loaded ({error!r}); fetch its files again"
         ) from None
-    check_vocabulary(model.folder, max(tokenizer.get_vocab().values()), model.shape.vocab)
+    check_vocabulary(folder, max(tokenizer.get_vocab().values()), vocab_size)
     return tokenizer
 
 

@@ -18,6 +18,7 @@ from grpo_mega.commands.train import overrides_of
 from grpo_mega.commands.trl_flags import FLAGS, NOTED, REFUSED, parse_flags
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
+from grpo_mega.preflight.findings import reward_problems
 
 SEED = (
     "--model_name_or_path base --dataset_name math_dataset --reward_funcs accuracy format --output_dir output/grpo_math"
@@ -61,10 +62,19 @@ def read(flags: str = "", environ: dict[str, str] | None = None) -> Config:
 def test_the_seeds_command_is_a_complete_config() -> None:
     config = read()
     assert (config.model.path, config.run_dir) == (Path("base"), Path("output/grpo_math"))
-    assert config.data.train[0].path == "math_dataset" and config.data.prompt_column == "question"
+    assert config.data.train[0].path == "math_dataset" and config.data.prompt_column is None
     assert [(f.name, f.weight) for f in config.rewards.functions] == [("accuracy", 1.0), ("format", 1.0)]
     assert config.steps == 100 // config.batch.prompts_per_step  # one epoch
     assert config.data.heldout is None and config.algorithm.group_size == 16
+
+
+def test_own_functions_are_found_in_the_current_folder(folder: Path) -> None:
+    (folder / "mine.py").write_text("def f(completions): return [0.0] * len(completions)\n")
+    command = SEED.replace("accuracy format", "accuracy mine.f mine.py:f none.py:f")
+    config, _, _ = trl.read_config(command.split(), {})
+    assert config.code_dir is None
+    (problem,) = reward_problems(config.rewards, config.code_dir)
+    assert "'none.py:f': there is no file none.py" in problem
 
 
 def test_dashes_and_equals_signs_are_accepted() -> None:

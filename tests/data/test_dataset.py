@@ -101,7 +101,8 @@ def test_the_answer_column_is_the_given_one_else_answer_else_solution(
 def test_without_answer_or_solution_the_columns_are_listed(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "gold": "1"}])
     with pytest.raises(
-        ConfigError, match=r"neither 'answer' nor 'solution' among the columns prompt, gold; set data.ans"
+        ConfigError,
+        match=r"none of answer, solution, reward_model.ground_truth is among the columns prompt, gold; set data.ans",
     ):
         load(path, answer_column=None)
 
@@ -169,8 +170,8 @@ GOOD = {"prompt": "a", "answer": "1"}
         ('{"prompt": "a"', "a.jsonl:1 is not JSON"),
         ("[1, 2]", "a.jsonl:1 holds a JSON list, not an object"),
         (
-            '{"question": "a", "answer": "1"}',
-            "prompt_column='prompt' is not a column of this row; its columns are: question",
+            '{"query": "a", "answer": "1"}',
+            "prompt_column='prompt' is not a column of this row; its columns are: query",
         ),
         (
             '{"prompt": "a", "solution": "1"}',

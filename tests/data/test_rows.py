@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mega.config import DataConfig
-from grpo_mega.data.rows import Conversation, DataRow, answer_of, messages_of, read_conversations
+from grpo_mega.data.rows import Conversation, DataRow, answer_of, find_columns, messages_of, read_conversations
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.math.accuracy import accuracy
 
@@ -38,6 +38,33 @@ def row(**values: Any) -> DataRow:
 def read(path: Path, **settings: Any) -> list[Conversation]:
     config = DataConfig.model_validate({"train": str(path)} | settings)
     return read_conversations(config.train[0], config)
+
+
+@pytest.mark.parametrize(
+    ("values", "columns"),
+    [
+        ({"prompt": "a", "answer": "1"}, ("prompt", "answer")),
+        ({"question": "a", "problem": "b", "prompt": "c", "solution": "1", "answer": "2"}, ("prompt", "answer")),
+        ({"question": "a", "problem": "b", "solution": "1"}, ("problem", "solution")),
+        ({"question": "a", "reward_model": {"ground_truth": "1"}}, ("question", "reward_model.ground_truth")),
+    ],
+)
+def test_columns_that_are_not_given_are_guessed_in_one_order(values: dict[str, Any], columns: tuple[str, str]) -> None:
+    assert find_columns(row(**values), None, None) == columns
+    assert find_columns(row(**values), "x", "y") == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"text": "a", "answer": "1"}, "prompt_column"),
+        ({"prompt": "a", "reward_model": {"truth": "1"}}, "answer_column"),
+        ({"prompt": "a", "reward_model": "1"}, "answer_column"),
+    ],
+)
+def test_a_row_without_the_usual_columns_is_refused_with_its_columns(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"set.jsonl:5: {key} is not set, .*{', '.join(values)}; set data.{key} to"):
+        find_columns(row(**values), None, None)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def device() -> Iterator[Device]:
     from grpo_mega.megatron import runtime as runtimes
 
     with only_rank():
-        found = runtimes.join(config_of(Path("unused"), {"path": "unused"}))
+        found = runtimes.join(config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"}))
         try:
             yield found
         finally:

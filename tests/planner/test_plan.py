@@ -95,6 +95,17 @@ def test_llama_70b_fits_64_h100_with_the_margin_for_estimates(make_config: MakeC
     assert set(plan.worst.totals) == set(PHASES)
 
 
+def test_an_unset_dtype_is_bfloat16_and_the_plan_reports_it(make_config: MakeConfig) -> None:
+    path = make_config()
+    raw = yaml.safe_load(path.read_text())
+    del raw["model"]["dtype"]
+    expected, _ = prepare_plan(PlanOptions(path))
+    path.write_text(yaml.safe_dump(raw))
+    setup, findings = prepare_plan(PlanOptions(path, gpu="a100"))
+    assert setup is not None and expected is not None and setup.config == expected.config
+    assert "model.dtype=bfloat16, because it is not set and this job runs on GPUs" in findings.notes
+
+
 def test_llama_70b_has_the_host_memory_and_checkpoint_computed_by_hand(make_config: MakeConfig) -> None:
     plan = plan_of(make_config())
     parameters = 70_553_706_496  # Meta states 70.6B

@@ -83,7 +83,7 @@ class Layer:
         raw = {
             "run_dir": "unused",
             "steps": 1,
-            "model": {"path": "unused", "recompute": self.recompute},
+            "model": {"path": "unused", "dtype": "bfloat16", "recompute": self.recompute},
             "precision": PRECISIONS[self.recipe],
             "layout": self.layout,
             "data": {"train": "unused", "max_prompt_length": 128},

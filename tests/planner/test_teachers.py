@@ -21,7 +21,7 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
     raw = {
         "run_dir": "runs/70b",
         "steps": 1,
-        "model": {"path": "unused", "recompute": "selective"},
+        "model": {"path": "unused", "dtype": "bfloat16", "recompute": "selective"},
         "layout": {"tp": 4, "pp": 4, "dp": 4, "sequence_parallel": True, "layers_per_chunk": [17, 21, 21, 21]},
         "data": {"train": "unused", "max_prompt_length": 1024},
         "rollout": {"engine": "sglang", "tp": 8, "max_response_length": 3072},

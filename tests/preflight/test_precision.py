@@ -20,6 +20,7 @@ from grpo_mega.preflight.precision import (
     exchange_problems,
     length_multiple,
     moments_problems,
+    resolve_dtype,
     transformer_engine_problems,
 )
 from grpo_mega.weights.spec import ModelShape
@@ -31,6 +32,30 @@ RAW = {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "t"
 
 def precision(recipe: str = "blockwise") -> PrecisionConfig:
     return PrecisionConfig.model_validate({"fp8": "hybrid", "fp8_recipe": recipe, "fp8_reference": True})
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "recorded", "dtype", "reason"),
+    [
+        (True, None, "bfloat16", "this job runs on GPUs"),
+        (False, None, "float32", "this job runs on a CPU"),
+        (True, "float32", "float32", "the run started with it"),
+        (False, "bfloat16", "bfloat16", "the run started with it"),
+    ],
+)
+def test_an_unset_dtype_is_the_runs_or_follows_the_device(
+    is_gpu: bool, recorded: str | None, dtype: str, reason: str
+) -> None:
+    config, note = resolve_dtype(validate(RAW), is_gpu, recorded)
+    assert (config.model.dtype, note) == (dtype, f"model.dtype={dtype}, because it is not set and {reason}")
+    assert resolve_dtype(config, not is_gpu) == (config, None)
+
+
+def test_another_key_that_needs_bfloat16_is_named_on_a_cpu() -> None:
+    config = validate(RAW | {"precision": {"fp8": "hybrid"}})
+    assert resolve_dtype(config, True)[0].model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"precision.fp8='hybrid' needs model.dtype=bfloat16, not float32"):
+        resolve_dtype(config, False)
 
 
 def test_without_fp8_nothing_is_asked_for() -> None:

@@ -178,6 +178,5 @@ def test_a_package_without_examples_reports_where_the_function_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
-    registry._example.cache_clear()
     with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):
         registry.check_rewards("arithmetic_steps", {}, "lines", 5.0)

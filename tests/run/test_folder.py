@@ -18,7 +18,8 @@ from grpo_mega import config as configs
 from grpo_mega import paths
 from grpo_mega.errors import ConfigError, EngineError, ResumeError
 from grpo_mega.paths import CONFIG_FILE
-from grpo_mega.run.folder import adopt, claim, trim
+from grpo_mega.preflight import resolve_dtype
+from grpo_mega.run.folder import adopt, claim, recorded_dtype, trim
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:
@@ -28,6 +29,19 @@ def config(folder: Path, **algorithm: Any) -> configs.Config:
 
 def started(folder: Path) -> None:
     with claim(config(folder), resume=False, argv=["train"]):
+        pass
+
+
+def test_the_dtype_is_recorded_for_a_resume_that_leaves_it_unset(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert recorded_dtype(folder) is None
+    resolved, _ = resolve_dtype(config(folder), is_gpu=True)
+    with claim(resolved, resume=False, argv=["train"]):
+        pass
+    assert json.loads((folder / "run.json").read_text())["starts"][0]["dtype"] == "bfloat16"
+    assert recorded_dtype(folder) == "bfloat16"
+    other, _ = resolve_dtype(config(folder), is_gpu=False)
+    with pytest.raises(ResumeError, match=r"model.dtype='float32' differs"), claim(other, resume=True, argv=[]):
         pass
 
 

@@ -108,7 +108,7 @@ def config_of(run_dir: Path) -> Config:
 def test_the_flags_are_in_the_config_that_the_run_has_written(output_dir: Path) -> None:
     config = config_of(output_dir)
     assert (config.steps, config.batch.prompts_per_step, config.algorithm.group_size) == (3, 4, 4)
-    assert (config.data.prompt_column, config.model.dtype, config.layout.tp) == ("question", "float32", 2)
+    assert (config.data.prompt_column, config.model.dtype, config.layout.tp) == (None, "float32", 2)
     assert [f.name for f in config.rewards.functions] == ["accuracy", "format", OWN_NAME]
     (start,) = json.loads((output_dir / "run.json").read_text())["starts"][:1]
     assert start["command"][:2] == ["grpo-mega", "grpo"]

@@ -63,7 +63,7 @@ def run(options: Options) -> list[Figure]:
     models = ["tiny"] if options.tiny else ["qwen2.5-1.5b", "qwen3-4b", "qwen3-8b", "llama-3.1-8b"]
     found: list[Figure] = []
     with only_rank():
-        config = config_of(Path("unused"), {"path": "unused"})
+        config = config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"})
         device = runtimes.join(config)
         try:
             for model in models[:1] if options.quick else models:

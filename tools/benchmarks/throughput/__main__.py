@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 from grpo_mega import config as configs
 from grpo_mega import paths, preflight
 from grpo_mega.config import Config
+from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
@@ -124,7 +125,7 @@ def settled(config: Config, options: argparse.Namespace) -> Config:
     raw["log"] |= {"progress": False, "wandb": False, "profile": None, "report_interval": 0}
     if options.synthetic is not None:
         raw["rollout"] = synthetic.settings(config)
-    return configs.validate(raw)
+    return preflight.resolve_dtype(configs.validate(raw), uses_gpu(config.device, os.environ))[0]
 
 
 def write_task(folder: Path) -> None:

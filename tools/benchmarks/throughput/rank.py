@@ -232,7 +232,7 @@ def _call_first(owner: Any, name: str, act: Callable[..., object]) -> None:
 
 def _replace_sampling(job: Job, lengths: Lengths) -> None:
     layout, config = job.runtime.layout, job.config
-    vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model)))
+    vocab = min(job.model.shape.vocab, len(read_tokenizer(job.model.folder, job.model.shape.vocab)))
     made = SyntheticEngine(
         job.colocation.engine, lengths, vocab=vocab, rank=job.runtime.rank, world_size=layout.world_size
     )
