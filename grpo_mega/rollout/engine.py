@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -111,6 +111,16 @@ class StopWhenTrainersArrive(StopCondition):
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
 
+@dataclass
+class Usage:
+    """How a phase used the engine of this rank."""
+
+    sample_seconds: float = 0.0  # seconds in which a sample was being decoded, summed over samples
+    most_running: int = 0  # largest number of samples that were being decoded at once
+    num_retracted: int = 0  # samples that were interrupted because the KV cache was full
+    num_ended: int = 0
+
+
 def _ignore(sample: Sample, group: Group) -> None:
     pass
 
@@ -129,6 +139,7 @@ class RolloutRequest:
     step: int  # seeds the random streams of samples that start now
     on_sample: Callable[[Sample, Group], None] = _ignore  # gets each finished sample and its group with that sample
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
+    usage: Usage = field(default_factory=Usage)
 
 
 class Engine(ABC):

@@ -167,6 +167,23 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
 
+def reports_idle_slots_of_all_engines(rank: int, folder: Path) -> None:
+    """Each rank has 21 samples. On a slow rank each takes 0.02 s more, so the slots of the other rank are idle."""
+    ranks = Ranks(rank)
+    ranks.all_groups()
+    ranks.rollouts.flush_usage()
+    groups = [Group(prompt, []) for prompt in PROMPTS]
+    ranks.rollouts.generate(groups, 4, "evaluation", sampling=SAMPLING)
+    assert ranks.rollouts.flush_usage() == {}, "only training counts"
+    ranks.generate(len(PROMPTS))
+    even = ranks.rollouts.flush_usage()
+    ranks.generate(len(PROMPTS), slow_rank=1)
+    slow = ranks.rollouts.flush_usage()
+    assert ranks.rollouts.flush_usage() == {}
+    assert even.keys() == slow.keys() == {"engine/idle"}
+    assert 0 < even["engine/idle"] < 1 and 0.5 < slow["engine/idle"] < 1, (even, slow)
+
+
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
     """The phases produce the same groups at any speed of the ranks, and finally the samples of one phase without an
     early end."""
@@ -246,6 +263,7 @@ if __name__ == "__main__":
         keeps_the_first,
         keeps_the_first_of_several_batches,
         counts_what_is_thrown_away,
+        reports_idle_slots_of_all_engines,
         goes_on_with_what_is_unfinished,
         leaves_no_keys_in_the_store,
     )

@@ -210,7 +210,8 @@ def finish(process: subprocess.Popen[str], run_dir: Path) -> None:
 def read_end(run_dir: Path) -> End:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
     kept = tuple(
-        json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows
+        json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/", "engine/"))})
+        for row in rows
     )
     return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
 
