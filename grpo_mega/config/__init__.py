@@ -56,7 +56,9 @@ __all__ = [
     "SyncConfig",
     "TeacherConfig",
     "apply_override",
+    "changed",
     "dump",
+    "leaves",
     "load",
     "problems_of",
     "validate",
@@ -104,6 +106,21 @@ def validate(raw: dict[str, Any]) -> Config:
 def dump(config: Config) -> str:
     """Return the whole config as YAML, defaults included. `load` of the text returns the same Config."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested dict by dotted key. An empty section is a value."""
+    if not (isinstance(value, dict) and value):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        found |= leaves(item, f"{prefix}.{name}" if prefix else str(name))
+    return found
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """Return the values that differ from the defaults, by dotted key."""
+    return leaves(config.model_dump(mode="json", exclude_defaults=True))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

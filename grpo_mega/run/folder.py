@@ -30,6 +30,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.distributed.launch import current_rank
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import (
@@ -148,7 +149,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             starts = _starts(folder)
             write_atomically(
-                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n"
+                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(config, argv)]}, indent=1).encode() + b"\n"
             )
             undo.pop_all()
             yield claimed
@@ -267,11 +268,12 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["starts"] if path.exists() else []
 
 
-def _start(argv: list[str]) -> dict[str, Any]:
+def _start(config: Config, argv: list[str]) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["grpo-mega", *argv],
         "host": platform.node(),
+        "num_ranks": config.layout.world_size if current_rank() is None else int(os.environ["WORLD_SIZE"]),
         "python": sys.version.split()[0],
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
         "git": _git_state(),
