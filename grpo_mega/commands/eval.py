@@ -138,7 +138,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
     raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
-    raw["log"] |= {"wandb": False}
+    raw["log"] |= {"wandb": False, "tensorboard": False}
     from grpo_mega.run.folder import last_step
 
     return EvalRequest(
