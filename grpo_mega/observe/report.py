@@ -68,8 +68,7 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
 
     Raises ConfigError if the folder does not belong to a run, or cannot be written.
     """
-    if not is_run(run_dir):
-        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
+    check_run(run_dir)
     path = run_dir / REPORT_FILE
     try:
         write_atomically(path, render_report(read_run(run_dir, is_over=is_over)).encode())
@@ -79,7 +78,7 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
 
 
 def render_report(data: dict[str, Any]) -> str:
-    """Return the page for `data` from read.read_run."""
+    """Return the page for `data` from read_run. With data["is_live_page"] it asks its server for new data."""
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
     body = "\n".join(files[name] for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{body}\n}})();\n'
@@ -87,6 +86,7 @@ def render_report(data: dict[str, Any]) -> str:
         TITLE=html.escape(f"{data['title']} · GRPO run"),
         STYLE=files["page.css"],
         SCRIPT=script,
+        CONNECT="; connect-src 'self'" if data.get("is_live_page") else "",
         SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         DATA=embedded(data),
     )
@@ -101,6 +101,12 @@ def embedded(data: Any) -> str:
     return text
 
 
+def check_run(run_dir: Path) -> None:
+    """Raise ConfigError if the folder does not belong to a run."""
+    if not is_run(run_dir):
+        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
+
+
 def is_run(run_dir: Path) -> bool:
     return any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
 
@@ -112,10 +118,10 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     raw = _read_yaml(run_dir / CONFIG_FILE)
     num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
     done = steps_done(found)
-    is_live = not is_over and _is_held(run_dir / LOCK_FILE)
-    signs = [[one.when, one.text] for one in findings(by_step(found), configs.leaves(raw))]
+    is_live = not is_over and is_held(run_dir / LOCK_FILE)
+    signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
     if num_bad:
-        signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out"])
+        signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
     starts = _starts(run_dir / RUN_FILE)
     num_ranks = starts[-1].get("num_ranks") if starts else None
     messages, _ = read_lines(run_dir / MESSAGES_FILE)
@@ -170,7 +176,7 @@ def _time_left(found: Curves, steps_left: int) -> float | None:
     return steps_left * median(recent) if recent else None
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a
     start.
     """

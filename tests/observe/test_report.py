@@ -112,8 +112,8 @@ def test_values_that_are_not_finite_and_broken_lines_are_reported(tmp_path: Path
     data = data_of(write_report(run))
     assert data["metrics"]["series"]["kl/mean"]["v"][-1] is None and "odd" not in data["metrics"]["series"]
     assert data["findings"] == [
-        ["step 13", "not finite: grad_norm, kl/mean; lower optimizer.lr=1e-06"],
-        ["", "1 lines of metrics.jsonl cannot be read and are left out"],
+        ["step 13", "not finite: grad_norm, kl/mean; lower optimizer.lr=1e-06", True],
+        ["", "1 lines of metrics.jsonl cannot be read and are left out", False],
     ]
 
 
