@@ -38,9 +38,19 @@ def test_the_page_has_curves_samples_answers_config_and_warnings(tmp_path: Path)
     assert group["samples"][1]["t"] == ["a", "<", "b"] and group["samples"][1]["mm"] == [1e-4] * 3
     assert [[a["ok"] for a in row["answers"]] for row in data["heldout"]["rows"]] == [[0.0, 1.0], [1.0, 1.0]] * 2
     assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
+    assert data["subtitle"] == f"{tmp_path / 'run'} · model m · tp 1, pp 1, dp 4, engine embedded"
     assert data["environment"]["starts"][0]["versions"] == {"torch": "2.13.0"}
     assert data["messages"][0]["text"] == "a gradient norm jumped"
     assert data["experts"] is None  # dense models and older runs have no expert loads
+
+
+def test_the_subtitle_has_tp_pp_dp_and_keys_that_are_not_default() -> None:
+    raw = {"layout": {"tp": 2, "pp": 2, "dp": None, "cp": 2, "vpp": None, "order": "tp-dp-pp", "engine_ranks": 8}}
+    assert report._subtitle(Path("r"), raw, 24).endswith("tp 2, pp 2, dp 2, cp 2, engine_ranks 8")
+    raw["layout"] |= {"dp": 4, "order": "tp-pp-dp"}
+    assert report._subtitle(Path("r"), raw, None).endswith("tp 2, pp 2, dp 4, cp 2, order tp-pp-dp, engine_ranks 8")
+    assert report._subtitle(Path("r"), {"layout": {"tp": 2}}, None) == "r · tp 2, pp 1"  # an older run
+    assert report._subtitle(Path("r"), {}, None) == "r"
 
 
 def test_expert_loads_are_from_the_last_step_and_their_file_may_be_broken(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_missing_tensorboard_is_one_line_before_the_start(tmp_path: Path, monk
     line = "log.tensorboard=true: needs the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out"
     run = make_config(tmp_path, tensorboard=True)
     assert line not in find_problems(run, this_machine(run.layout))
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # the import fails like without the package
     assert line in find_problems(run, this_machine(run.layout))
     assert line not in find_problems(make_config(tmp_path), this_machine(run.layout))
     open_run_log(make_config(tmp_path), rank=0).close()  # imports no tensorboard

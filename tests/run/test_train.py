@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     config = kills.write_inputs(folder, "tp=2")
     settings = ("steps=3", "batch.mini_batches=1", "log.wandb=true", "checkpoint.interval=2", "rollout.temperature=0.7")
-    settings += ("log.samples_per_step=1000", "log.report_interval=1")
+    settings += ("log.samples_per_step=1000", "log.report_interval=1", "log.tensorboard=true")
     arguments = ["--profile", "2"] + [part for setting in settings for part in ("--set", setting)]
     process = kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=240)
@@ -59,6 +59,20 @@ def test_phases_sum_to_the_time_of_the_step(run_dir: Path) -> None:
     for row in steps(run_dir):
         phases = [value for name, value in row.items() if name.startswith("seconds/") and name != "seconds/step"]
         assert sum(phases) == pytest.approx(row["seconds/step"], rel=0.02)
+
+
+def test_idle_slots_of_the_engines_are_measured(run_dir: Path) -> None:
+    assert all(0 < row["engine/idle"] < 1 and "engine/retracted" not in row for row in steps(run_dir))
+
+
+def test_the_start_prints_the_settings_that_differ_from_the_defaults(run_dir: Path) -> None:
+    _, _, rest = (run_dir.parent / "output.txt").read_text().partition("settings that differ from the defaults:\n")
+    lines = {line.split(":")[0]: line for line in rest.splitlines()[:10] if line.startswith("  ")}
+    assert f"run_dir={run_dir}, steps=3" in rest.splitlines()[0]
+    assert lines["  layout"] == "  layout: tp=2"
+    assert "wandb=true, tensorboard=true, samples_per_step=1000, report_interval=1, profile=2" in lines["  log"]
+    assert "mini_batches" not in rest and "wandb_project" not in rest  # these have their defaults
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
 
 
 def test_transformers_generates_the_answers_of_the_exported_policy(run_dir: Path) -> None:
@@ -113,6 +127,7 @@ def test_logged_samples_have_the_log_probs_that_the_metrics_summarize(run_dir: P
 def test_a_finished_run_has_a_report(run_dir: Path) -> None:
     text = (run_dir / "report.html").read_text()
     assert '"status":{"text":"finished","kind":"good"}' in text and '"steps_done":3' in text
+    assert "tp 2, pp 1, dp 1, engine embedded" in text
     assert not list(run_dir.glob(".report*"))
 
 
