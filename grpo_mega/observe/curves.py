@@ -128,7 +128,7 @@ def by_step(found: Curves) -> dict[int, dict[str, float]]:
 
 
 def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
-    """Return the title and the curves by label of each panel, rewards first."""
+    """Return the title and the curves by label of each panel, rewards first. Leave out panels that show nothing."""
     functions = sorted(name.removeprefix("reward/") for name in curves if name.startswith("reward/"))
     rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
     rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
@@ -136,7 +136,13 @@ def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
     panels = [
         (title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted
     ]
-    return [(title, lines) for title, lines in panels if lines]
+    panels = [(title, lines) for title, lines in panels if lines]
+    return [panel for panel in panels if any(map(_changes, panel[1].values()))] or panels[:1]
+
+
+def _changes(curve: Curve) -> bool:
+    """Return True if a value changes or is not finite. Any other curve shows nothing."""
+    return len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values()))
 
 
 def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
