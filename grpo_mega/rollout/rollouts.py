@@ -281,8 +281,10 @@ class Rollouts:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
         value = [reports, asdict(request.usage)]
         by_rank = self.rendezvous.all_gather("generation", value, self.config.rollout.phase_deadline_s)
-        for usage in (usage for _, usage in by_rank if started_at is not None):
-            self._usage.update(usage | {"slot_seconds": usage["most_running"] * (time.monotonic() - started_at)})
+        if started_at is not None:
+            seconds = time.monotonic() - started_at
+            for _, usage in by_rank:
+                self._usage.update(usage | {"slot_seconds": usage["most_running"] * seconds})
         return [_Report(*row) for rows, _ in by_rank for row in rows]
 
     def _count(self, reports: Collection[_Report], kept: Collection[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mega import config
 from grpo_mega.observe.curves import by_step, read_curves
-from grpo_mega.observe.rules import REPEAT_AFTER, RULES, Finding, Monitor, findings
+from grpo_mega.observe.rules import RULES, Finding, Monitor, findings
 from grpo_mega.observe.run_log import open_run_log
 from grpo_mega.observe.writers import JsonLinesWriter
 from grpo_mega.types import StepMetrics
@@ -147,10 +147,9 @@ def test_a_rule_warns_at_most_once_in_20_steps(tmp_path: Path, rule: str) -> Non
     steps = recorded(tmp_path, change, 100)
     (found,) = (one for one in findings(steps, KEYS) if one.rule == rule)
     told = [int(one.split()[1].rstrip(":")) for one in warnings_of(steps) if one.endswith(text[-15:])]
-    expected, last = [], -REPEAT_AFTER
+    expected = found.steps[:1]
     for step in found.steps:
-        if step >= last + REPEAT_AFTER:
-            expected.append(last := step)
+        expected += [step] if step >= expected[-1] + 20 else []
     assert told == expected and len(told) >= 2
 
 
