@@ -32,6 +32,7 @@ from grpo_mega.paths import (
 
 MAX_SHARE = 0.2
 HOST = "127.0.0.1"
+_IDLE_S = 60.0  # a connection without a request is closed after this time
 _FILES = (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE, EXPERTS_FILE, CONFIG_FILE, RUN_FILE)
 
 
@@ -95,6 +96,8 @@ class _Server(ThreadingHTTPServer):
 
 def _handler(source: Source, token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = _IDLE_S
+
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             is_page, is_data = (

@@ -19,7 +19,7 @@ function drawCurves(parent) {
   const constant = []; // lines that are in no chart
   const add = (title, found, options, box = charts) => {
     if (found.some(isInformative) || (options?.isStacked && found.length)) box.append(makeChart(title, found, options));
-    else constant.push(...found.filter((line) => line.points.length).map((line) => ({ name: line.name || `${title}, ${line.label}`, value: line.points.at(-1).value })));
+    else constant.push(...found.filter((line) => line.name && line.points.length).map((line) => ({ name: line.name, value: line.points.at(-1).value })));
   };
 
   const functions = below("reward/").filter((name) => !NOT_FUNCTIONS.has(name));

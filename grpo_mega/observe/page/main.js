@@ -62,7 +62,7 @@ function tiles() {
 // The rules that fire at the last step, on every tab.
 function alerts() {
   const current = data.findings.filter(([, , isCurrent]) => isCurrent);
-  return el("div", { class: "alerts", role: "status" }, current.map(([when, text]) => el("div", { class: "alert" }, el("b", {}, when), " ", text)));
+  return el("div", { class: "alerts", role: "status" }, current.map(([when, text]) => el("div", { class: "alert" }, when && el("b", {}, `${when}: `), text)));
 }
 
 // Each tab: its key, its title, what draws it, and the data that it shows. A live page draws a tab again when this data changes.
