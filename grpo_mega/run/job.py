@@ -59,6 +59,7 @@ from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 _MOST_NAMED = 8  # maximum number of samples in a warning
+_MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
 @dataclass
@@ -390,6 +391,9 @@ def changed_settings(config: Config) -> str:
     sections: dict[str, list[str]] = {}
     for key, value in configs.changed(config).items():
         section, name = key.split(".", 1) if "." in key else ("", key)
-        sections.setdefault(section, []).append(f"{name}={as_text(value)}")
+        text = as_text(value).replace("\n", "\\n")
+        sections.setdefault(section, []).append(
+            f"{name}={text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
+        )
     lines = [f"{f'{section}: ' if section else ''}{', '.join(values)}" for section, values in sections.items()]
     return "\n  ".join(["settings that differ from the defaults:", *lines])

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import config as configs
+from grpo_mega.run.job import changed_settings
 from tests.helpers.runs import check_same_weights
 from tools.benchmarks import kills
 
@@ -73,6 +74,16 @@ def test_the_start_prints_the_settings_that_differ_from_the_defaults(run_dir: Pa
     assert "wandb=true, tensorboard=true, samples_per_step=1000, report_interval=1, profile=2" in lines["  log"]
     assert "mini_batches" not in rest and "wandb_project" not in rest  # these have their defaults
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+def test_a_long_text_among_the_settings_is_cut_and_stays_on_its_line() -> None:
+    raw = {"run_dir": "r", "steps": 3, "model": {"path": "m"}}
+    text = changed_settings(configs.validate(raw | {"data": {"train": "d", "system_prompt": "Add.\n" + "x" * 300}}))
+    assert text.splitlines()[1:] == [
+        "  run_dir=r, steps=3",
+        "  model: path=m",
+        '  data: train=[{"path": "d"}], system_prompt=Add.\\n' + "x" * 194 + "...",
+    ]
 
 
 def test_transformers_generates_the_answers_of_the_exported_policy(run_dir: Path) -> None:
