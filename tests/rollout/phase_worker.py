@@ -168,20 +168,17 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
 
 
 def reports_idle_slots_of_all_engines(rank: int, folder: Path) -> None:
-    """Each rank has 21 samples. On a slow rank each takes 0.02 s more, so the slots of the other rank are idle."""
+    """Each rank has 21 slots, and most samples end before the longest one. Evaluations do not count."""
     ranks = Ranks(rank)
-    ranks.all_groups()
-    ranks.rollouts.flush_usage()
     groups = [Group(prompt, []) for prompt in PROMPTS]
     ranks.rollouts.generate(groups, 4, "evaluation", sampling=SAMPLING)
-    assert ranks.rollouts.flush_usage() == {}, "only training counts"
-    ranks.generate(len(PROMPTS))
-    even = ranks.rollouts.flush_usage()
-    ranks.generate(len(PROMPTS), slow_rank=1)
-    slow = ranks.rollouts.flush_usage()
     assert ranks.rollouts.flush_usage() == {}
-    assert even.keys() == slow.keys() == {"engine/idle"}
-    assert 0 < even["engine/idle"] < 1 and 0.5 < slow["engine/idle"] < 1, (even, slow)
+    ranks.generate(len(PROMPTS))
+    slots = ranks.rollouts._usage["most_running"]
+    assert slots == len(PROMPTS) * GROUP_SIZE == ranks.rollouts._usage["num_ended"]
+    usage = ranks.rollouts.flush_usage()
+    assert usage.keys() == {"engine/idle"} and 0.1 < usage["engine/idle"] < 0.95, usage
+    assert ranks.rollouts.flush_usage() == {}
 
 
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
