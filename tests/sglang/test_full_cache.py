@@ -20,10 +20,10 @@ pytestmark = pytest.mark.sglang
 
 
 def test_samples_that_a_full_cache_interrupts_are_counted(model: Path, temporary: Path, tmp_path: Path) -> None:
-    """16 samples of 300 tokens need four times the cache."""
-    settings = make_settings(model, tmp_path / "engine", cache_tokens=1200, max_concurrent=16)
+    """32 samples of up to 300 tokens need more than twice the cache."""
+    settings = make_settings(model, tmp_path / "engine", cache_tokens=1200, max_concurrent=32)
     groups = {key: Group(Prompt(key, "", (3, 4, 5 + key), ""), []) for key in range(4)}
-    request = RolloutRequest(groups, Sampling(4, 1.0, 300, frozenset()), step=0)
+    request = RolloutRequest(groups, Sampling(8, 1.0, 300, frozenset()), step=0)
     with ready(Server(settings), temporary) as server:
         engine = SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets(), server)
         engine.wait_until_ready()
@@ -33,6 +33,6 @@ def test_samples_that_a_full_cache_interrupts_are_counted(model: Path, temporary
         finally:
             assert engine._session is not None
             engine._session.close()
-    assert all(sample.response_len == 300 for group in found.values() for sample in group.samples)
+    assert sum(sample.response_len for group in found.values() for sample in group.samples) > 2 * 1200
     usage = request.usage
-    assert (usage.num_ended, usage.most_running) == (16, 16) and 0 < usage.num_retracted <= 16, usage
+    assert (usage.num_ended, usage.most_running) == (32, 32) and 0 < usage.num_retracted < 32, usage
