@@ -68,7 +68,7 @@ def test_idle_slots_of_the_engines_are_measured(run_dir: Path) -> None:
 
 def test_the_start_prints_the_settings_that_differ_from_the_defaults(run_dir: Path) -> None:
     _, _, rest = (run_dir.parent / "output.txt").read_text().partition("settings that differ from the defaults:\n")
-    lines = {line.split(":")[0]: line for line in rest.splitlines()[:10] if line.startswith("  ")}
+    lines = {line.split(":")[0]: line for line in rest.splitlines()[:20] if line.startswith("  ")}
     assert f"run_dir={run_dir}, steps=3" in rest.splitlines()[0]
     assert lines["  layout"] == "  layout: tp=2"
     assert "wandb=true, tensorboard=true, samples_per_step=1000, report_interval=1, profile=2" in lines["  log"]
