@@ -63,8 +63,18 @@ def _refuse(lines: list[str]) -> int:
     return EXIT_USER_ERROR
 
 
-def _report(options: of.RunOptions) -> int:
-    """Write a run's page, and its curves as a picture if at least one step was logged. Print their paths."""
+def _report(options: of.ReportOptions) -> int:
+    """Write a run's page, and its curves as a picture if at least one step was logged. Print their paths.
+
+    With --watch serve the page instead.
+    """
+    if options.watch:
+        from grpo_mega.observe.live import watch
+
+        watch(options.run_dir, options.port or 0)
+        return 0
+    if options.port is not None:
+        raise ConfigError(f"--port={options.port}: must be with --watch; add it, or leave --port out")
     from grpo_mega.observe.curves import draw_curves
     from grpo_mega.observe.report import write_report
     from grpo_mega.paths import CURVES_FILE, METRICS_FILE
@@ -105,7 +115,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "convert": (_in("convert"), of.ConvertOptions, "convert a Hugging Face folder to a Megatron checkpoint, or back"),
     "verify": (_in("verify"), of.VerifyOptions, "compare two checkpoints: config, bits, and the output of every layer"),
     "inspect": (_in("inspect"), of.InspectOptions, "describe a checkpoint: kind, family, parameters, dtype, step"),
-    "report": (_report, of.RunOptions, "write a run's report.html and curves.png into its folder"),
+    "report": (_report, of.ReportOptions, "write a run's report.html and curves.png, or serve a live page"),
     "config": (_in("config"), of.KeyOptions, "print the keys of the config: type, default and description"),
     "rank": (_rank, of.NoOptions, None),  # launchers use it, so --help does not list it
 }

@@ -30,6 +30,7 @@ REPLAY_FILE = "replay.jsonl"  # the samples that the command reads
 REPORT_FILE = "report.html"
 CURVES_FILE = "curves.png"
 WANDB_ID_FILE = "wandb_id"  # id of the run on Weights & Biases
+TENSORBOARD = "tensorboard"  # event files of log.tensorboard
 LOGS = "logs"  # output of ranks and servers
 HANG = "hang"  # stacks of all ranks, if the run got stuck
 ENGINES = "engines"  # files of each SGLang server

@@ -153,7 +153,8 @@ def generate(job: Job, step: int) -> tuple[list[Group], Backlog, StepMetrics]:
         groups, dropped["equal_rewards"] = drop_zero_variance(config, usable) if is_dynamic else (usable, [])
         if len(groups) >= wanted:
             break
-    metrics = {"prompts_dropped/gold_unparsable": float(len(dropped["gold_unparsable"]))}
+    metrics = job.rollouts.flush_usage()
+    metrics |= {"prompts_dropped/gold_unparsable": float(len(dropped["gold_unparsable"]))}
     if is_dynamic:
         metrics |= {
             "prompts_dropped/equal_rewards": float(len(dropped["equal_rewards"])),

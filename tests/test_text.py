@@ -46,7 +46,7 @@ def test_logs_with_raw_line_ends_are_trimmed_plotted_and_reported(tmp_path: Path
     for name in ("metrics.jsonl", "samples.jsonl", "messages.jsonl"):
         assert (tmp_path / name).read_bytes().decode() == "".join(lines[:2])
     assert read_curves(tmp_path / "metrics.jsonl") == {f"verdict/{marks}": {1: 1.0, 2: 1.0}}
-    assert not [finding for finding in read_run(tmp_path)["findings"] if "cannot be read" in finding]
+    assert not [text for _, text, _ in read_run(tmp_path)["findings"] if "cannot be read" in text]
 
 
 def test_surrogates_are_found_and_replaced_one_by_one() -> None:

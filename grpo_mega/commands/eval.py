@@ -159,7 +159,7 @@ def hold_weights(raw: dict[str, Any]) -> None:
     raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
-    raw["log"] |= {"wandb": False}
+    raw["log"] |= {"wandb": False, "tensorboard": False}
 
 
 def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:

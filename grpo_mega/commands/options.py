@@ -91,6 +91,12 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class ReportOptions(RunOptions):
+    watch: bool = flag("serve a live page on loopback until Ctrl-C, and write no file", default=False)
+    port: int | None = flag("port of the live page; default: any free one", "N")
+
+
+@dataclass(frozen=True)
 class ExportOptions(RunOptions):
     out: Path = positional("folder to write, which must not exist", "OUT")
     step: int | None = flag("the checkpoint after this step; default: the latest")

@@ -315,7 +315,7 @@ class Chat:
         from grpo_mega.run.model_files import read_tokenizer
 
         self._job, self._step = job, request.step
-        self._tokenizer = read_tokenizer(job.model)
+        self._tokenizer = read_tokenizer(job.model.folder, job.model.shape.vocab)
         self._renderer = Renderer(self._tokenizer)
         self._sampling = replace(_sampling(job, request), group_size=1)
         prompt = request.config.data.system_prompt

@@ -320,8 +320,10 @@ def _intervals(values: Values, keys: Keys, num_updates: int) -> None:
             keys[key] = math.ceil(interval / num_updates)
     if "report_to" in values:
         for name in values["report_to"]:
-            if name not in ("wandb", "none", "all"):
+            if name not in ("wandb", "tensorboard", "none", "all"):
                 raise ConfigError(
-                    f"--report_to {name} is not written; use wandb or none: output_dir/metrics.jsonl has all metrics"
+                    f"--report_to {name} is not written; use wandb, tensorboard or none; output_dir/metrics.jsonl has"
+                    " all metrics"
                 )
-        keys["log.wandb"] = values["report_to"] != ["none"]
+        keys["log.wandb"] = not {"wandb", "all"}.isdisjoint(values["report_to"])
+        keys["log.tensorboard"] = "tensorboard" in values["report_to"]

@@ -56,7 +56,9 @@ __all__ = [
     "SyncConfig",
     "TeacherConfig",
     "apply_override",
+    "changed",
     "dump",
+    "leaves",
     "load",
     "nested",
     "problems_of",
@@ -121,6 +123,21 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
             section = section.setdefault(parent, {})
         section[leaf] = value
     return raw
+
+
+def leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested dict by dotted key. An empty section is a value."""
+    if not (isinstance(value, dict) and value):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        found |= leaves(item, f"{prefix}.{name}" if prefix else str(name))
+    return found
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """Return the values that differ from the defaults, by dotted key."""
+    return leaves(config.model_dump(mode="json", exclude_defaults=True))
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

@@ -235,6 +235,10 @@ class LogConfig(Section):
         default=False, description="Log to Weights & Biases. Without an API key the run is logged offline."
     )
     wandb_project: str = Field(default="grpo_mega", description="Project on Weights & Biases.")
+    tensorboard: bool = Field(
+        default=False,
+        description="Log to TensorBoard, in RUN_DIR/tensorboard. Needs the extra trackers of this package.",
+    )
     samples_per_step: NonNegativeInt = Field(
         default=4, description="Minimum number of samples per step in samples.jsonl, in whole groups. 0 writes none."
     )

@@ -145,7 +145,7 @@ class Policy:
 
     def load_weights(self, read: Callable[[Box], Tensor]) -> None:
         """Fill the weights only, for a policy that is served or exported but not trained."""
-        shards, b = self.shards.rank_shards(self._runtime.rank), DTYPES[self._config.model.dtype].itemsize
+        shards, b = self.shards.rank_shards(self._runtime.rank), DTYPES[self._config.model.resolved_dtype].itemsize
         total = b * sum(piece.box.size for shard in shards.values() for piece in shard.pieces)
         with (
             phase("loading the model", self._shows_progress, total, "bytes") as bar,

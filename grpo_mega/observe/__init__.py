@@ -1,1 +1,1 @@
-"""Observe a run: timers, metrics, the log and its writers, progress bars, curves, the report."""
+"""Observe a run: timers, metrics, rules on them, the log and its writers, progress bars, the report, the live page."""

@@ -1,5 +1,4 @@
-"""metrics.jsonl as curves, each metric by step: drawn as a picture, thinned for the report, and searched for signs of
-trouble.
+"""metrics.jsonl as curves, each metric by step: drawn as a picture, and thinned for the report.
 
 The last line of a step counts, because a resumed run repeats steps. Values that are not finite leave a gap in a
 picture. The report keeps at most MAX_POINTS points of a curve: each is the mean of several steps, or the maximum for
@@ -14,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.metrics import MISMATCH, engine_mismatch
 from grpo_mega.text import read_json_lines
 
 Curve = dict[int, float]  # step -> value
 Curves = dict[str, Curve]
 
 MAX_POINTS = 2000
-_PAID_BUT_WRONG = 0.01
-_MANY_CUT, _MANY_EQUAL = 0.2, 0.9  # larger shares are findings
-_NAMED = 6  # maximum number of steps named in a finding
 
 _NOT_FUNCTIONS = {"mean", "std", "min", "max"}
 _COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # distinguishable for colour-blind readers
@@ -123,53 +118,17 @@ def series(found: Curves) -> dict[str, Any]:
     return {"steps": [list(key) for key in lists], "series": thinned, "points_averaged": width}
 
 
-def findings(found: Curves, mismatch_warn: float | None) -> list[str]:
-    """Return the findings, one sentence each."""
-
-    def above(name: str, limit: float = 0.0) -> list[int]:
-        return [step for step, value in found.get(name, {}).items() if value > limit]
-
-    nonfinite, warn = above("nonfinite_mini_batches"), math.inf if mismatch_warn is None else mismatch_warn
-    failed = [
-        name
-        for name in sorted(found)
-        if name.startswith("verdict/") and name.endswith(("/timeout", "/crashed", "/error"))
-    ]
-    of_mismatch = {name: curve for name, curve in found.items() if name.startswith(MISMATCH)}
-    by_step = {s: {name: c[s] for name, c in of_mismatch.items() if s in c} for s in found.get(MISMATCH, {})}
-    signs = [
-        *(
-            (f"{name} is not finite", [s for s, v in found[name].items() if not math.isfinite(v)])
-            for name in sorted(found)
-        ),
-        ("mini-batches were dropped because loss or gradient was not finite", nonfinite),
-        ("mini-batches were dropped", [] if nonfinite else above("dropped_mini_batches")),
-        *((f"checks ended as {name.removeprefix('verdict/')}", above(name)) for name in failed),
-        ("samples had no reward and were excluded", above("reward/excluded")),
-        (
-            f"more than {_PAID_BUT_WRONG:.0%} of the paid responses were wrong",
-            above("reward/paid_but_wrong", _PAID_BUT_WRONG),
-        ),
-        (
-            f"the mismatch of engine and trainer was above rollout.mismatch_warn={warn:g}",
-            [step for step, one in by_step.items() if engine_mismatch(one) > warn],
-        ),
-    ]
-    sentences = [f"{text} {_at(steps)}" for text, steps in signs if steps]
-    if stale := found.get("ledger/dropped_groups/stale"):
-        sentences.append(f"{stale[max(stale)]:.0f} groups were too old for rollout.max_staleness and were restarted")
-    for name, bound, what in (
-        ("response_length/cut", _MANY_CUT, "of the responses are cut off at rollout.max_response_length"),
-        ("groups/zero_variance", _MANY_EQUAL, "of the groups have zero reward variance and teach nothing"),
-    ):
-        last = found.get(name)
-        if last and last[max(last)] > bound:
-            sentences.append(f"{last[max(last)]:.0%} {what}, in the last step")
-    return sentences
+def by_step(found: Curves) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step."""
+    steps: dict[int, dict[str, float]] = {}
+    for name, curve in found.items():
+        for step, value in curve.items():
+            steps.setdefault(step, {})[name] = value
+    return steps
 
 
 def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
-    """Return the title and the curves by label of each panel, rewards first."""
+    """Return the title and the curves by label of each panel, rewards first. Leave out panels that show nothing."""
     functions = sorted(name.removeprefix("reward/") for name in curves if name.startswith("reward/"))
     rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
     rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
@@ -177,7 +136,13 @@ def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
     panels = [
         (title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted
     ]
-    return [(title, lines) for title, lines in panels if lines]
+    panels = [(title, lines) for title, lines in panels if lines]
+    return [panel for panel in panels if any(map(_changes, panel[1].values()))] or panels[:1]
+
+
+def _changes(curve: Curve) -> bool:
+    """Return True if a value changes or is not finite. Any other curve shows nothing."""
+    return len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values()))
 
 
 def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
@@ -213,12 +178,6 @@ def _moving_average(values: list[float]) -> list[float]:
     windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
     finite = [[v for v in window if not math.isnan(v)] for window in windows]
     return [sum(window) / len(window) if window else math.nan for window in finite]
-
-
-def _at(steps: list[int]) -> str:
-    named = ", ".join(map(str, sorted(steps)[:_NAMED]))
-    more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
-    return f"at step{'s' if len(steps) > 1 else ''} {named}{more}"
 
 
 def _mean(values: list[float]) -> float:

@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 from grpo_mega import config as configs
 from grpo_mega import console
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import Curves, curves, findings, series, steps_done
+from grpo_mega.observe.curves import Curves, by_step, curves, series, steps_done
+from grpo_mega.observe.rules import findings
 from grpo_mega.paths import (
     CONFIG_FILE,
     EXPERTS_FILE,
@@ -67,8 +68,7 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
 
     Raises ConfigError if the folder does not belong to a run, or cannot be written.
     """
-    if not is_run(run_dir):
-        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
+    check_run(run_dir)
     path = run_dir / REPORT_FILE
     try:
         write_atomically(path, render_report(read_run(run_dir, is_over=is_over)).encode())
@@ -78,7 +78,7 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
 
 
 def render_report(data: dict[str, Any]) -> str:
-    """Return the page for `data` from read.read_run."""
+    """Return the page for `data` from read_run. With data["is_live_page"] it asks its server for new data."""
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
     body = "\n".join(files[name] for name in SCRIPTS)
     script = f'(() => {{\n"use strict";\n{body}\n}})();\n'
@@ -86,6 +86,7 @@ def render_report(data: dict[str, Any]) -> str:
         TITLE=html.escape(f"{data['title']} · GRPO run"),
         STYLE=files["page.css"],
         SCRIPT=script,
+        CONNECT="; connect-src 'self'" if data.get("is_live_page") else "",
         SCRIPT_HASH="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         DATA=embedded(data),
     )
@@ -100,6 +101,12 @@ def embedded(data: Any) -> str:
     return text
 
 
+def check_run(run_dir: Path) -> None:
+    """Raise ConfigError if the folder does not belong to a run."""
+    if not is_run(run_dir):
+        raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
+
+
 def is_run(run_dir: Path) -> bool:
     return any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
 
@@ -111,16 +118,16 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     raw = _read_yaml(run_dir / CONFIG_FILE)
     num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
     done = steps_done(found)
-    is_live = not is_over and _is_held(run_dir / LOCK_FILE)
-    warn = (raw.get("rollout") or {}).get("mismatch_warn")
-    signs = findings(found, warn if isinstance(warn, int | float) else None)
+    is_live = not is_over and is_held(run_dir / LOCK_FILE)
+    signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
     if num_bad:
-        signs.append(f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out")
+        signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
     starts = _starts(run_dir / RUN_FILE)
+    num_ranks = starts[-1].get("num_ranks") if starts else None
     messages, _ = read_lines(run_dir / MESSAGES_FILE)
     return {
         "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
-        "subtitle": _subtitle(run_dir, raw),
+        "subtitle": _subtitle(run_dir, raw, num_ranks),
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "status": _status(done, num_steps, has_steps=bool(found), is_live=is_live, is_over=is_over),
         "num_steps": num_steps,
@@ -131,7 +138,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "samples": samples(run_dir / SAMPLES_FILE),
         "heldout": heldout(run_dir),
         "config": _config_rows(raw),
-        "environment": {"starts": starts, "layout": _layout(raw)},
+        "environment": {"starts": starts, "layout": _layout(raw, num_ranks)},
         "messages": [
             {name: record.get(name, "") for name in ("step", "time", "level", "text")}
             for record in messages[-MAX_MESSAGES:]
@@ -169,7 +176,7 @@ def _time_left(found: Curves, steps_left: int) -> float | None:
     return steps_left * median(recent) if recent else None
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """Return True if a process of this machine holds the folder. Does not take the lock, because that could disturb a
     start.
     """
@@ -181,17 +188,25 @@ def _is_held(lock: Path) -> bool:
     return any("FLOCK" in words and any(word.endswith(inode) for word in words) for words in lines)
 
 
-def _subtitle(run_dir: Path, raw: dict[str, Any]) -> str:
+def _subtitle(run_dir: Path, raw: dict[str, Any], num_ranks: Any) -> str:
     model = (raw.get("model") or {}).get("path")
-    layout = ", ".join(f"{name} {value}" for name, value in _layout(raw))
+    layout = ", ".join(f"{name.removeprefix('layout.')} {value}" for name, value in _layout(raw, num_ranks))
     return " · ".join(part for part in (str(run_dir), f"model {model}" if model else "", layout) if part)
 
 
-def _layout(raw: dict[str, Any]) -> list[list[str]]:
-    """Return the layout keys that differ from a single rank, and the engine."""
-    layout = raw.get("layout") or {}
-    rows = [[f"layout.{name}", str(value)] for name, value in layout.items() if value not in (None, 1, False)]
-    engine = (raw.get("rollout") or {}).get("engine")
+def _layout(raw: dict[str, Any], num_ranks: Any) -> list[list[str]]:
+    """Return tp, pp and dp, the other layout keys that are set, and the engine. `num_ranks` determines a dp of None."""
+    layout = dict(raw.get("layout") or {})
+    if not layout:
+        return []
+    tp, pp, cp = (layout.get(name) or 1 for name in ("tp", "pp", "cp"))
+    dp, engine = layout.get("dp"), (raw.get("rollout") or {}).get("engine")
+    if dp is None and isinstance(num_ranks, int):
+        dp = (num_ranks - (layout.get("engine_ranks") or 0)) // (tp * pp * cp)
+    shown = {"tp": tp, "pp": pp, "dp": dp}
+    defaults = configs.LayoutConfig().model_dump(mode="json")
+    shown |= {k: v for k, v in layout.items() if k not in shown and v not in (None, defaults.get(k))}
+    rows = [[f"layout.{name}", str(value)] for name, value in shown.items() if value is not None]
     return rows + ([["engine", str(engine)]] if engine else [])
 
 
@@ -201,17 +216,13 @@ def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
     """
     changed = None
     with suppress(ConfigError):
-        changed = _leaves(configs.validate(raw).model_dump(mode="json", exclude_defaults=True))
-    return [[key, text, changed and key not in changed] for key, text in _leaves(raw).items()]
+        changed = configs.changed(configs.validate(raw))
+    return [[key, as_text(value), changed and key not in changed] for key, value in configs.leaves(raw).items()]
 
 
-def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        leaves: dict[str, str] = {}
-        for name, item in value.items():
-            leaves |= _leaves(item, f"{prefix}.{name}" if prefix else str(name))
-        return leaves
-    return {prefix: value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)}
+def as_text(value: Any) -> str:
+    """Return a value of the config as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

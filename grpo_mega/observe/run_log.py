@@ -15,9 +15,15 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.console import get_console
-from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, ReportWriter, WandbWriter, Writer
+from grpo_mega.observe.curves import by_step, curves
+from grpo_mega.observe.report import read_lines
+from grpo_mega.observe.rules import Monitor
+from grpo_mega.observe.trackers import TensorBoardWriter, WandbWriter
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, ReportWriter, Writer
+from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import well_formed
 from grpo_mega.types import Group, Sample, StepMetrics
 
@@ -28,12 +34,17 @@ _REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 
 
 class RunLog:
-    def __init__(self, writers: Sequence[Writer] = (), samples_per_step: int = 0) -> None:
-        self.writers, self._rows = list(writers), SampleRows(samples_per_step)
+    def __init__(
+        self, writers: Sequence[Writer] = (), samples_per_step: int = 0, monitor: Monitor | None = None
+    ) -> None:
+        """`monitor`: warns after a step if a rule of rules.py fires."""
+        self.writers, self._rows, self._monitor = list(writers), SampleRows(samples_per_step), monitor
 
     def log_step(self, step: int, metrics: StepMetrics) -> None:
         for writer in self.writers:
             writer.write_step(step, metrics)
+        for text in self._monitor.observe(step, metrics) if self._monitor else ():
+            self.warn(text)
 
     def log_eval(self, step: int, metrics: StepMetrics) -> None:
         for writer in self.writers:
@@ -66,13 +77,19 @@ class RunLog:
 
 
 def open_run_log(config: Config, rank: int) -> RunLog:
-    """Open the log of this rank. Rank 0 creates config.run_dir and its files."""
+    """Open the log of this rank. Rank 0 creates config.run_dir and its files, or continues them."""
     if rank != 0:
         return RunLog()
+    monitor = Monitor(configs.leaves(config.model_dump(mode="json")))
+    steps_before = by_step(curves(read_lines(config.run_dir / METRICS_FILE)[0]))
+    for step in sorted(steps_before):
+        monitor.observe(step, steps_before[step])  # an earlier start has logged these warnings
     console = ConsoleWriter(get_console(), config.steps)
-    log = RunLog([console, JsonLinesWriter(config.run_dir)], config.log.samples_per_step)
+    log = RunLog([console, JsonLinesWriter(config.run_dir)], config.log.samples_per_step, monitor)
     if config.log.wandb:
         log.writers.append(WandbWriter(config, log=console.write_message))
+    if config.log.tensorboard:
+        log.writers.append(TensorBoardWriter(config.run_dir, first_step=max(steps_before, default=0) + 1))
     # The report writer comes last: when it reads the files, the other writers have written and closed them.
     log.writers.append(ReportWriter(config.run_dir, config.log.report_interval, warn=log.warn))
     return log

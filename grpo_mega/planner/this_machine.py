@@ -111,7 +111,7 @@ def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
     """Measure the rates of each of `ranks` ranks. Raise ConfigError if torch cannot be started."""
     rows = min(MOST_ROWS, config.batch.tokens_per_micro_batch)
     columns = max(1, (shape.moe_ffn or shape.ffn) // config.layout.tp)
-    arguments = [config.model.dtype, *map(str, (rows, shape.hidden, columns))]
+    arguments = [config.model.resolved_dtype, *map(str, (rows, shape.hidden, columns))]
     try:
         measured = subprocess.run(
             [sys.executable, "-c", _MEASURE, *arguments],

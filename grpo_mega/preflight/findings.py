@@ -11,6 +11,7 @@ ranks before the first step.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -146,6 +147,10 @@ def _check_packages(config: Config, machine: Machine, findings: Findings) -> Non
     if config.rollout.is_served and not machine.has_sglang:
         remedy = "see grpo_mega/rollout/sglang/README.md, or use embedded"
         missing.take([f"rollout.engine='sglang', but SGLang is not installed; {remedy}"])
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        missing.take(
+            ["log.tensorboard=true: needs the package tensorboard; pip install 'grpo-mega[trackers]', or leave it out"]
+        )
     if machine.is_here and config.device == "cuda":
         missing.take(compiler_problems(config.rollout, machine.compiler))
     if not machine.is_here:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -128,6 +128,16 @@ class StopWhenAsked(StopCondition):
         return self._is_asked
 
 
+@dataclass
+class Usage:
+    """How a phase used the engine of this rank."""
+
+    sample_seconds: float = 0.0  # seconds in which a sample was being decoded, summed over samples
+    most_running: int = 0  # largest number of samples that were being decoded at once
+    num_retracted: int = 0  # samples that were interrupted because the KV cache was full
+    num_ended: int = 0
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of
@@ -143,6 +153,7 @@ class RolloutRequest:
     # It gets each finished sample, and its group with that sample.
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
+    usage: Usage = field(default_factory=Usage)
 
 
 class Engine(ABC):

@@ -12,10 +12,11 @@ groups.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -66,6 +67,8 @@ class Rollouts:
     raise_on_all_ranks: Callable[[], AbstractContextManager[None]]  # for an error that only some ranks raise
     # Counts of phases with oversampling since the last flush_stats.
     _stats: Counter[str] = field(default_factory=Counter, init=False)
+    # Sums over the engines and the phases of training since the last flush_usage.
+    _usage: Counter[str] = field(default_factory=Counter, init=False)
 
     def generate_from(self, backlog: Backlog, step: int, description: str, wanted: int) -> tuple[list[Group], Backlog]:
         """Return the first `wanted` scored groups of the backlog that finish, and the backlog without them.
@@ -97,7 +100,7 @@ class Rollouts:
         Samples go to the reward functions when they finish. If an engine fails, its unfinished groups are generated
         again. Raise EngineError on all ranks if `recover` raises it.
         """
-        sampling = sampling or self.sampling
+        is_training, sampling = sampling is None, sampling or self.sampling
         wanted = len(groups) if wanted is None else min(wanted, len(groups))
         todo = _incomplete(groups, sampling)
         # Groups with an older policy are kept first, then groups of an earlier attempt (clocks restart at 0), then by
@@ -111,8 +114,9 @@ class Rollouts:
                 version, missing = self.engine.version, max(0, wanted - len(done))
                 stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
                 request = RolloutRequest(todo, sampling, step, on_sample, stop)
+                started_at = time.monotonic()
                 found = self.engine.generate(request)
-                new = self._gather_reports(found, request)
+                new = self._gather_reports(found, request, started_at if is_training else None)
                 ended = {report.prompt_index: report.clock for report in new if report.clock is not None}
                 if stop is not None:
                     end = stop.end([(clock, index) for index, clock in ended.items()])
@@ -147,8 +151,9 @@ class Rollouts:
         stop = StopWhenTrainersArrive(self.rendezvous, self.rendezvous.world_size - self.config.layout.engine_ranks)
         with self._listening(len(before), step, description, self.sampling) as on_sample:
             request = RolloutRequest(_incomplete(before, self.sampling), self.sampling, step, on_sample, stop)
+            started_at = time.monotonic()
             mine = self.engine.generate(request)
-            shared = sorted(report.prompt_index for report in self._gather_reports(mine, request))
+            shared = sorted(report.prompt_index for report in self._gather_reports(mine, request, started_at))
             stop.close()
         phase = Phase(before, mine, [], shared, self.sampling.group_size, step, description)
         return backlog.after_phase(before, *self.score(phase))
@@ -221,6 +226,20 @@ class Rollouts:
             "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
         }
 
+    def flush_usage(self) -> StepMetrics:
+        """Return how training used the engines since the last call; {} if no engine generated.
+
+        engine/idle        share of slot seconds without a sample. An engine has as many slots as samples ran at once
+        engine/retracted   share of ended samples that were interrupted because an SGLang server's KV cache was full
+        """
+        sums, self._usage = self._usage, Counter()
+        if not sums["slot_seconds"]:
+            return {}
+        metrics = {"engine/idle": max(0.0, 1 - sums["sample_seconds"] / sums["slot_seconds"])}
+        if self.config.rollout.is_served:
+            metrics["engine/retracted"] = sums["num_retracted"] / max(1, sums["num_ended"])
+        return metrics
+
     @contextmanager
     def _listening(
         self, num_groups: int, step: int, description: str, sampling: Sampling
@@ -250,16 +269,26 @@ class Rollouts:
             if is_main:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)
 
-    def _gather_reports(self, mine: Mapping[int, Group], request: RolloutRequest) -> list[_Report]:
-        """Return reports on the groups of all ranks that have at least one sample. `mine` has this rank's groups."""
+    def _gather_reports(
+        self, mine: Mapping[int, Group], request: RolloutRequest, started_at: float | None
+    ) -> list[_Report]:
+        """Return reports on the groups of all ranks that have at least one sample. `mine` has this rank's groups.
+
+        Count the usage of all engines since `started_at`, unless it is None.
+        """
         reports = []
         for index, group in mine.items():
             is_complete = group.is_complete(request.sampling.group_size)
             clock = (request.stop.clocks[index] if request.stop else 0) if is_complete else None
             if group.oldest_version is not None:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
-        by_rank = self.rendezvous.all_gather("generation", reports, self.config.rollout.phase_deadline_s)
-        return [_Report(*row) for rows in by_rank for row in rows]
+        value = [reports, asdict(request.usage)]
+        by_rank = self.rendezvous.all_gather("generation", value, self.config.rollout.phase_deadline_s)
+        if started_at is not None:
+            seconds = time.monotonic() - started_at
+            for _, usage in by_rank:
+                self._usage.update(usage | {"slot_seconds": usage["most_running"] * seconds})
+        return [_Report(*row) for rows, _ in by_rank for row in rows]
 
 
 class _Report(NamedTuple):

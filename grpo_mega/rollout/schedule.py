@@ -8,6 +8,7 @@ the order of their group's longest sample so far. The order does not change any 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -27,6 +28,7 @@ class Schedule:
         self._request, self._max_samples, self._share = request, max_samples, share
         self._waiting: dict[int, list[Sample]] = {}  # samples to start or continue, keyed by prompt index
         self._running: Counter[int] = Counter()  # number of running samples, keyed by prompt index; no zeros
+        self._counted_until = time.monotonic()  # until here usage has the seconds of running samples
 
     @property
     def num_running(self) -> int:
@@ -60,12 +62,15 @@ class Schedule:
                 self._waiting[prompt_index] = waiting[most:]
                 room -= len(waiting[:most])
         self._waiting = {prompt_index: samples for prompt_index, samples in self._waiting.items() if samples}
+        self._count_seconds()
         self._running.update({prompt_index: len(samples) for prompt_index, samples in taken.items()})
+        self._request.usage.most_running = max(self._request.usage.most_running, self.num_running)
         return taken
 
     def ended(self, prompt_index: int, sample: Sample, clock: int = 0) -> None:
         """Report a finished sample, and its group if it was the last one, at the engine's `clock`."""
         self._leave(prompt_index, 1)
+        self._request.usage.num_ended += 1
         group, request = self.groups[prompt_index], self._request
         group.samples.append(sample)
         request.on_sample(sample, group)
@@ -90,9 +95,15 @@ class Schedule:
         yield from ((prompt_index, room) for prompt_index in self._waiting)
 
     def _leave(self, prompt_index: int, num_samples: int) -> None:
+        self._count_seconds()
         self._running[prompt_index] -= num_samples
         if not self._running[prompt_index]:
             del self._running[prompt_index]
+
+    def _count_seconds(self) -> None:
+        now = time.monotonic()
+        self._request.usage.sample_seconds += self.num_running * (now - self._counted_until)
+        self._counted_until = now
 
 
 class LongestFirst(Schedule):

@@ -30,6 +30,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.distributed.launch import current_rank
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import (
@@ -262,6 +263,7 @@ def _start(config: Config, argv: list[str]) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["grpo-mega", *argv],
         "host": platform.node(),
+        "num_ranks": config.layout.world_size if current_rank() is None else int(os.environ["WORLD_SIZE"]),
         "python": sys.version.split()[0],
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
         "git": _git_state(),

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, load_data
 from grpo_mega.data.sampler import Sampler
@@ -35,6 +36,7 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import engine_mismatch
 from grpo_mega.observe.progress import Pace, phase, progress
+from grpo_mega.observe.report import as_text
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE
@@ -60,6 +62,7 @@ from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 _MOST_NAMED = 8  # maximum number of samples in a warning
+_MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
 @dataclass
@@ -401,7 +404,8 @@ def _reward_pool(config: Config) -> RewardPool:
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
-    Log the kernels in use, notes on the data, and the settings that a resume changed.
+    Log the kernels in use, the settings that differ from the defaults, notes on the data, and the settings that a
+    resume changed.
     """
     changes: list[str] = []
     if runtime.rank == 0:
@@ -409,6 +413,19 @@ def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
         trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)
-    for message in (in_use(runtime.device).line(), *notes, *changes):
+    for message in (in_use(runtime.device).line(), changed_settings(config), *notes, *changes):
         log.message(message)
     return log
+
+
+def changed_settings(config: Config) -> str:
+    """Return the settings that differ from the defaults, with a line for each section."""
+    sections: dict[str, list[str]] = {}
+    for key, value in configs.changed(config).items():
+        section, name = key.split(".", 1) if "." in key else ("", key)
+        text = as_text(value).replace("\n", "\\n")
+        sections.setdefault(section, []).append(
+            f"{name}={text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'}"
+        )
+    lines = [f"{f'{section}: ' if section else ''}{', '.join(values)}" for section, values in sections.items()]
+    return "\n  ".join(["settings that differ from the defaults:", *lines])

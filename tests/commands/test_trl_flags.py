@@ -155,6 +155,7 @@ CASES: dict[str, dict[str, Any]] = {
     "--bf16": {"model.dtype": "bfloat16"},
     "--torch_dtype auto": {"model.dtype": "float32"},  # its config.json says float32
     "--report_to wandb": {"log.wandb": True},
+    "--report_to tensorboard": {"log.tensorboard": True},
     "--report_to none --num_completions_to_print 9": {"log.wandb": False, "log.samples_per_step": 9},
     "--tensor_parallel 2 --pipeline_parallel 4 --sequence_parallel": {
         "layout.tp": 2,
@@ -270,7 +271,7 @@ BAD = {
     "--multi_objective_aggregation sum": ("--multi_objective_aggregation sum", "normalize_then_sum"),
     "--lr_scheduler_type polynomial": ("--lr_scheduler_type polynomial", "cosine"),
     "--warmup_steps 3 --warmup_ratio 0.1": ("--warmup_steps and --warmup_ratio", "one of them"),
-    "--report_to tensorboard": ("--report_to tensorboard", "wandb or none"),
+    "--report_to comet_ml": ("--report_to comet_ml", "wandb, tensorboard or none"),
     "--eval_strategy steps": ("--eval_strategy steps needs --eval_steps",),
     "--ref_model_sync_steps 64": (
         "--ref_model_sync_steps 64 needs --sync_ref_model true",

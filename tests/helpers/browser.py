@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a file, runs expressions in it and takes pictures, over its debugging protocol."""
+"""A headless Chromium that opens a page, runs expressions in it and takes pictures, over its debugging protocol."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Page:
     def press(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def go(self, path: Path) -> None:
-        self.command("Page.navigate", url=path.resolve().as_uri())
+    def go(self, path: Path | str) -> None:
+        """Open a file or an address."""
+        self.command("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         self.wait_for("document.readyState === 'complete'")
 
     def look(self, width: int, height: int, *, is_dark: bool = False) -> None:

@@ -21,6 +21,7 @@ def make_run(folder: Path, *, num_steps: int = 12, num_planned: int = 12, respon
     start = {
         "time": "2026-01-01T00:00:00+0000",
         "host": "node-1",
+        "num_ranks": 4,
         "command": ["grpo-mega", "train", "c.yaml"],
         "python": "3.11",
     }
@@ -31,8 +32,8 @@ def make_run(folder: Path, *, num_steps: int = 12, num_planned: int = 12, respon
         rewards = {"reward/mean": step / 12, "reward/accuracy": step / 12, "verdict/accuracy/correct": step / 12}
         rest = {
             "kl/mean": 0.01 * step,
-            "entropy/mean": 1.0,
-            "response_length/mean": 30.0,
+            "entropy/mean": 1.0 - 0.01 * step,
+            "response_length/mean": 30.0 + step,
             "clip/fraction": 0.0,
             "lr": 1e-6,
         }
@@ -42,11 +43,12 @@ def make_run(folder: Path, *, num_steps: int = 12, num_planned: int = 12, respon
                 **rewards,
                 **rest,
                 **seconds,
-                "mismatch/abs_mean": 1e-6,
-                "num_tokens": 900.0,
-                "new/metric": 1.0,
+                "mismatch/abs_mean": 1e-6 * step,
+                "num_tokens": 900.0 + step,
+                "new/metric": step % 2,
             }
         )
+    lines.append({"step": num_steps, "eval/score": 0.75, "seconds/evaluation": 1.5})
     write_lines(folder / "metrics.jsonl", lines)
     rows = [row for step in range(1, num_steps + 1) for row in make_group(step, response)]
     write_lines(folder / "samples.jsonl", rows)

@@ -45,6 +45,22 @@ def test_metrics_that_a_run_lacks_are_left_out(tmp_path: Path, name: str) -> Non
     assert is_png(tmp_path / "curves.png")
 
 
+def test_a_panel_whose_values_never_change_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    save = Figure.savefig
+
+    def saved(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        titles[:] = [axes.get_title(loc="left") for axes in figure.axes]
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    rows = [{"step": s, "reward/mean": s, "reward/format": 1.0, "clip/fraction": 0.0, "kl/mean": "NaN"} for s in (1, 2)]
+    draw_curves(write(tmp_path / "metrics.jsonl", rows), tmp_path / "curves.png")
+    assert titles == ["Reward", "KL to the reference"]
+    draw_curves(write(tmp_path / "metrics.jsonl", rows[:1]), tmp_path / "curves.png")
+    assert titles == ["KL to the reference"]
+
+
 def test_the_last_line_of_a_step_counts_and_a_half_written_line_does_not(tmp_path: Path) -> None:
     path = write(tmp_path / "metrics.jsonl", [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 1, "a": 3.0}])
     path.write_text(path.read_text() + '{"step": 2, "a"')

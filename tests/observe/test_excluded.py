@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mega.observe.curves import findings
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics, rollout_metrics
+from grpo_mega.observe.rules import findings
 from grpo_mega.rewards.scorer import failures_of
 from grpo_mega.types import Group, Prompt, Sample
 
@@ -61,7 +61,9 @@ def test_a_failure_counts_as_zero_or_as_missing(verdict: str, score: float | Non
 
 
 def test_the_report_names_steps_with_excluded_samples_or_a_reward_gap() -> None:
-    curves = {"reward/excluded": {1: 0.0, 2: 3.0}, "reward/paid_but_wrong": {1: 0.01, 2: 0.0101}}
-    text = "; ".join(findings(curves, None))
-    assert "samples had no reward and were excluded" in text and "more than 1% of the paid responses were wrong" in text
-    assert findings({"reward/excluded": {1: 0.0}, "reward/paid_but_wrong": {1: 0.01}}, None) == []
+    calm = {"reward/excluded": 0.0, "reward/paid_but_wrong": 0.01}
+    found = findings({1: calm, 2: {"reward/excluded": 3.0, "reward/paid_but_wrong": 0.0101}}, {})
+    texts = ["1.0% of the paid responses were wrong; change rewards.functions"]
+    texts += ["3 samples had no reward and were excluded"]
+    assert [(one.when, one.text) for one in found] == [("step 2", text) for text in texts]
+    assert findings({1: calm}, {}) == []

@@ -38,9 +38,19 @@ def test_the_page_has_curves_samples_answers_config_and_warnings(tmp_path: Path)
     assert group["samples"][1]["t"] == ["a", "<", "b"] and group["samples"][1]["mm"] == [1e-4] * 3
     assert [[a["ok"] for a in row["answers"]] for row in data["heldout"]["rows"]] == [[0.0, 1.0], [1.0, 1.0]] * 2
     assert ["steps", "12", False] in data["config"] and ["seed", "0", True] in data["config"]
+    assert data["subtitle"] == f"{tmp_path / 'run'} · model m · tp 1, pp 1, dp 4, engine embedded"
     assert data["environment"]["starts"][0]["versions"] == {"torch": "2.13.0"}
     assert data["messages"][0]["text"] == "a gradient norm jumped"
     assert data["experts"] is None  # dense models and older runs have no expert loads
+
+
+def test_the_subtitle_has_tp_pp_dp_and_keys_that_are_not_default() -> None:
+    raw = {"layout": {"tp": 2, "pp": 2, "dp": None, "cp": 2, "vpp": None, "order": "tp-dp-pp", "engine_ranks": 8}}
+    assert report._subtitle(Path("r"), raw, 24).endswith("tp 2, pp 2, dp 2, cp 2, engine_ranks 8")
+    raw["layout"] |= {"dp": 4, "order": "tp-pp-dp"}
+    assert report._subtitle(Path("r"), raw, None).endswith("tp 2, pp 2, dp 4, cp 2, order tp-pp-dp, engine_ranks 8")
+    assert report._subtitle(Path("r"), {"layout": {"tp": 2}}, None) == "r · tp 2, pp 1"  # an older run
+    assert report._subtitle(Path("r"), {}, None) == "r"
 
 
 def test_expert_loads_are_from_the_last_step_and_their_file_may_be_broken(tmp_path: Path) -> None:
@@ -112,28 +122,9 @@ def test_values_that_are_not_finite_and_broken_lines_are_reported(tmp_path: Path
     data = data_of(write_report(run))
     assert data["metrics"]["series"]["kl/mean"]["v"][-1] is None and "odd" not in data["metrics"]["series"]
     assert data["findings"] == [
-        "grad_norm is not finite at step 13",
-        "kl/mean is not finite at step 13",
-        "1 lines of metrics.jsonl cannot be read and are left out",
+        ["step 13", "not finite: grad_norm, kl/mean; lower optimizer.lr=1e-06", True],
+        ["", "1 lines of metrics.jsonl cannot be read and are left out", False],
     ]
-
-
-def test_findings_in_metrics_are_reported_in_sentences() -> None:
-    found = {
-        "dropped_mini_batches": dict.fromkeys(range(1, 9), 1.0),
-        "mismatch/k3": {1: 0.01, 2: 0.5},
-        "verdict/accuracy/timeout": {4: 0.1},
-        "groups/zero_variance": {1: 0.0, 8: 0.95},
-        "response_length/cut": {1: 1.0, 8: 0.0},
-    }
-    assert curves.findings(found, mismatch_warn=0.02) == [
-        "mini-batches were dropped at steps 1, 2, 3, 4, 5, 6 and 2 more",
-        "checks ended as accuracy/timeout at step 4",
-        "the mismatch of engine and trainer was above rollout.mismatch_warn=0.02 at step 2",
-        "95% of the groups have zero reward variance and teach nothing, in the last step",
-    ]
-    found |= {"mismatch/k3_stale_0": {2: 0.001}, "mismatch/k3_stale_1": {1: 0.03, 2: 0.9}}  # stale tokens may differ
-    assert "mismatch_warn=0.02 at step 1" in curves.findings(found, mismatch_warn=0.02)[2]
 
 
 def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:

@@ -63,17 +63,16 @@ def test_every_chart_is_drawn_and_an_unknown_metric_has_one_too(browser: Page, t
         "KL to the reference",
         "Entropy",
         "Response length",
-        "Clipped tokens",
     ]
     wanted += [
         "Mismatch of engine and trainer",
-        "Learning rate",
         "Seconds per step, by phase",
         "Throughput",
         "Evaluation",
     ]
     assert titles == wanted
-    browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 12")
+    browser.wait_for("document.querySelectorAll('#curves > .charts > .chart path.line').length >= 11")
+    assert text(browser, "#constants .values").split() == ["clip/fraction", "0", "lr", "1e-6"]
     assert count(browser, '[data-title="Seconds per step, by phase"] path.area') == 3
     assert "57%" in text(browser, ".shares")  # sampling takes 2 of 3.5 s
     browser.run("document.querySelector('details.more').open = true")
@@ -222,6 +221,12 @@ def test_a_run_without_steps_and_a_run_with_gaps_are_drawn(browser: Page, tmp_pa
         (run / name).unlink()
     show(browser, run)
     assert "No step is logged yet" in text(browser, "#curves")
+    write_lines(run / "metrics.jsonl", [{"step": 1, "kl/mean": 0.5, "lr": 1e-6}])
+    show(browser, run)
+    assert count(browser, ".chart") == 0 and "First values" in text(browser, "#constants")
+    assert "kl/mean 0.5" in text(browser, "#constants")
+    (run / "metrics.jsonl").unlink()
+    show(browser, run)
     for tab in ("samples", "heldout", "environment", "messages"):
         browser.press(f"#tab-{tab}")
         assert text(browser, f"#{tab} .empty")

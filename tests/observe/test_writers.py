@@ -1,11 +1,7 @@
 """The run log and its writers."""
 
-import importlib.util
 import io
 import json
-import struct
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +11,16 @@ from rich.console import Console
 
 from grpo_mega import config
 from grpo_mega.observe.run_log import num_logged, open_run_log, token_ends
-from grpo_mega.observe.writers import SAME, ConsoleWriter, JsonLinesWriter, other_names, wandb_mode
+from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Group, Prompt, Sample, Span
-from tests.helpers.hostile_text import LINE_ENDS, SURROGATES
 
 PROMPT = "<user>1+1=?<assistant>"
-HOSTILE, WRITABLE = LINE_ENDS + SURROGATES, LINE_ENDS + "\ufffd\ufffd \ufffd"
 METRICS = {
     "reward/mean": 1.4231,
     "reward/accuracy": 0.93,
     "kl/mean": 0.01234,
     "response_length/mean": 812.44,
+    "response_length/cut": 0.376,
     "clip/fraction": 0.0123,
     "mismatch/abs_mean": 1.2e-6,
     "seconds/sample": 101.23,
@@ -86,8 +81,8 @@ def console_output(num_steps: int, metrics: dict[str, float]) -> str:
 
 def test_the_console_prints_one_plain_line_of_at_most_120_columns() -> None:
     assert console_output(200, METRICS) == (
-        "step  12/200  reward 1.423  kl 0.0123  length 812  clip 0.012  mismatch 1e-06  "
-        "154 s: sample 101, update 45.0, sync 7.0\n"
+        "step  12/200  reward 1.423  kl 0.0123  length 812  cut 38%  clip 0.012  mismatch 1e-06  "
+        "154 s: sample 101, update 45.0\n"
     )
 
 
@@ -173,77 +168,6 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     log.close()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-def test_wandb_goes_online_only_if_a_key_is_set(tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path)}
-    assert wandb_mode(home) == "offline"
-    assert wandb_mode({**home, "WANDB_MODE": "online"}) == "offline"
-    assert wandb_mode({**home, "WANDB_API_KEY": "k"}) == "online"
-    assert wandb_mode({**home, "WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "offline"
-    assert wandb_mode({**home, "WANDB_MODE": "disabled"}) == "disabled"
-    (tmp_path / ".netrc").write_text("machine wandb.example.org login user password k\n")
-    assert wandb_mode(home) == "offline"
-    assert wandb_mode({**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == "online"
-
-
-def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    log = open_run_log(make_config(tmp_path, wandb=True), rank=0)
-    log.log_step(1, METRICS)
-    group = make_group(4)
-    group.prompt = replace(group.prompt, text=PROMPT + HOSTILE)
-    for sample in group.samples:
-        sample.prompt = group.prompt
-    log.log_samples(1, [group], decode)
-    log.warn(f"of a file's name: {HOSTILE}")
-    log.close()
-    (row, *_), (message,) = (read(tmp_path / "run" / f"{name}.jsonl") for name in ("samples", "messages"))
-    assert row["prompt"] == PROMPT + WRITABLE and message["text"] == f"of a file's name: {WRITABLE}"
-    assert "\ufffd\ufffd \ufffd" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    (path,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
-    logged: dict[str, Any] = {}
-    for record in wandb_records(path):
-        logged |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-    assert logged["reward/mean"] == logged["reward"] == logged["critic/score/mean"] == 1.4231
-    assert logged["rewards/accuracy/mean"] == 0.93 and logged["timing_s/gen"] == 101.23
-    assert logged["completions/_type"] == "table-file" and logged["completions/nrows"] == 4
-    table = json.loads((path.parent / "files" / logged["completions/path"]).read_text())
-    assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
-    assert table["data"][0] == [1, PROMPT + WRITABLE, "AB", "2", 1.0, None, 1.0, 0.5, "stop"]
-
-
-def wandb_records(path: Path) -> Iterator[Any]:
-    """Read an offline run: a LevelDB log with a header of 7 bytes and records split into blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        record += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or its last part
-            yield Record.FromString(record)
-            record = b""
-
-
-def test_names_of_trl_are_in_its_source() -> None:
-    """No metric of ours is overwritten."""
-    trl = Path(importlib.util.find_spec("trl").origin).parent / "trainer/grpo_trainer.py"  # type: ignore[union-attr, arg-type]
-    source = trl.read_text() + '"loss" "grad_norm" "learning_rate" "step_time"'
-    for first, *_ in (names for ours, names in SAME.items() if ours not in ("reward/min", "reward/max")):
-        assert f'"{first}"' in source, first
-    metrics = {name: float(i) for i, name in enumerate([*SAME, "reward/accuracy", "eval/score", "eval/gsm8k/score"])}
-    found = other_names(metrics)
-    assert not found.keys() & metrics.keys()
-    assert {"val-core/heldout/score/mean@1", "val-core/gsm8k/score/mean@1", "rewards/accuracy/mean"} < found.keys()
 
 
 def test_token_texts_add_up_to_the_response_for_any_tokenizer() -> None:

@@ -167,6 +167,20 @@ def counts_what_is_thrown_away(rank: int, folder: Path) -> None:
     assert found["rollout/aborted_length"] == found["rollout/aborted_tokens"] / len(aborted)
 
 
+def reports_idle_slots_of_all_engines(rank: int, folder: Path) -> None:
+    """Each rank has 21 slots, and most samples end before the longest one. Evaluations do not count."""
+    ranks = Ranks(rank)
+    groups = [Group(prompt, []) for prompt in PROMPTS]
+    ranks.rollouts.generate(groups, 4, "evaluation", sampling=SAMPLING)
+    assert ranks.rollouts.flush_usage() == {}
+    ranks.generate(len(PROMPTS))
+    slots = ranks.rollouts._usage["most_running"]
+    assert slots == len(PROMPTS) * GROUP_SIZE == ranks.rollouts._usage["num_ended"]
+    usage = ranks.rollouts.flush_usage()
+    assert usage.keys() == {"engine/idle"} and 0.1 < usage["engine/idle"] < 0.95, usage
+    assert ranks.rollouts.flush_usage() == {}
+
+
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
     """The phases produce the same groups at any speed of the ranks, and finally the samples of one phase without an
     early end."""
@@ -246,6 +260,7 @@ if __name__ == "__main__":
         keeps_the_first,
         keeps_the_first_of_several_batches,
         counts_what_is_thrown_away,
+        reports_idle_slots_of_all_engines,
         goes_on_with_what_is_unfinished,
         leaves_no_keys_in_the_store,
     )

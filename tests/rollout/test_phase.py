@@ -34,6 +34,10 @@ def test_started_kept_and_discarded_groups_count_alike_on_all_ranks(results: Res
     check(results, "counts_what_is_thrown_away")
 
 
+def test_idle_slots_of_all_engines_are_reported(results: Results) -> None:
+    check(results, "reports_idle_slots_of_all_engines")
+
+
 def test_unfinished_groups_resume_to_the_same_samples_at_any_speed(results: Results) -> None:
     check(results, "goes_on_with_what_is_unfinished")
 

@@ -8,12 +8,14 @@ import heapq
 import itertools
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
+from grpo_mega.rollout import schedule
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition, Usage
 from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.simulated_server import Lengths, SimulatedSession, fresh, simulate
 
@@ -158,6 +160,17 @@ def test_an_engine_takes_more_groups_when_none_of_its_share_waits(monkeypatch: p
     assert taken[:5] == [0] * 5 and 0 < taken[5] <= taken[9] < taken[10]
     first = list(prompts)[:5]
     assert max(session.begun_at[key, 0] for key in first) <= min(session.begun_at[key, 1] for key in first)
+
+
+@pytest.mark.parametrize("slots", [4, 7, 100])
+def test_the_seconds_of_running_samples_are_counted(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    prompts = make_prompts(10)
+    lengths = make_lengths(prompts, random.Random(4))
+    session = SimulatedSession(lengths)
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: session.now))  # a token takes a second
+    request = RolloutRequest(fresh(prompts), IN_ORDER, step=0)
+    simulate(session, request, slots)
+    assert request.usage == Usage(sum(lengths.values()), session.most_at_once, 0, 30)
 
 
 def test_long_samples_that_come_last_no_longer_last_alone() -> None:

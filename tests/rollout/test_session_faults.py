@@ -1,7 +1,8 @@
-"""Malformed answers of a server: redirects, endless answers, and answers that are too large."""
+"""Faults of a server: a full cache, redirects, endless answers, and answers that are too large."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,3 +59,23 @@ def test_a_teacher_that_sends_without_end_is_no_server() -> None:
         with pytest.raises(ConfigError, match=r"teachers\.t\.url="):
             check_server("t", server.url)
         assert server.num_sent < 100, "the client read too much of 3 GB"
+
+
+def test_a_sample_that_was_interrupted_by_a_full_cache_is_reported() -> None:
+    samples = [Sample(Prompt(7, "p", (1,), "a"), index, [], [], None) for index in range(2)]
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "3", "output_token_logprobs": [[-0.5, 9, None]]}
+        lines = [
+            {"index": i, "output_ids": [9], "meta_info": meta | {"num_retractions": 2 * i}} for i in range(len(samples))
+        ]
+        return 200, "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
+
+    with serving(answer) as url:
+        session = Session(url, HEADERS)
+        try:
+            session.generate(0, samples, Sampling(2, 1.0, 8, frozenset()), 0)
+            events = [session.events.get(timeout=60) for _ in samples]
+        finally:
+            session.close()
+    assert [(event.sample and event.sample.index, event.was_retracted) for event in events] == [(0, False), (1, True)]

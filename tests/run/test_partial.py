@@ -67,7 +67,6 @@ def test_resumed_partial_rollouts_keep_their_tokens_and_the_ledger_closes(inputs
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a step's metrics without times, memory and throughput."""
-    return {
-        name: value for name, value in row.items() if not name.startswith(("seconds", "memory", "tokens_per_second"))
-    }
+    """Return a step's metrics without times, memory, throughput and idle engines."""
+    measured = ("seconds", "memory", "tokens_per_second", "engine/")
+    return {name: value for name, value in row.items() if not name.startswith(measured)}

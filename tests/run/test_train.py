@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from grpo_mega import config as configs
+from grpo_mega.run.job import changed_settings
 from tests.helpers.runs import check_same_weights
 from tools.benchmarks import kills
 
@@ -26,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     config = kills.write_inputs(folder, "tp=2")
     settings = ("steps=3", "batch.mini_batches=1", "log.wandb=true", "checkpoint.interval=2", "rollout.temperature=0.7")
-    settings += ("log.samples_per_step=1000", "log.report_interval=1")
+    settings += ("log.samples_per_step=1000", "log.report_interval=1", "log.tensorboard=true")
     arguments = ["--profile", "2"] + [part for setting in settings for part in ("--set", setting)]
     process = kills.start(config, folder / "run", arguments, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=240)
@@ -61,6 +62,30 @@ def test_phases_sum_to_the_time_of_the_step(run_dir: Path) -> None:
     for row in steps(run_dir):
         phases = [value for name, value in row.items() if name.startswith("seconds/") and name != "seconds/step"]
         assert sum(phases) == pytest.approx(row["seconds/step"], rel=0.02)
+
+
+def test_idle_slots_of_the_engines_are_measured(run_dir: Path) -> None:
+    assert all(0 < row["engine/idle"] < 1 and "engine/retracted" not in row for row in steps(run_dir))
+
+
+def test_the_start_prints_the_settings_that_differ_from_the_defaults(run_dir: Path) -> None:
+    _, _, rest = (run_dir.parent / "output.txt").read_text().partition("settings that differ from the defaults:\n")
+    lines = {line.split(":")[0]: line for line in rest.splitlines()[:20] if line.startswith("  ")}
+    assert f"run_dir={run_dir}, steps=3" in rest.splitlines()[0]
+    assert lines["  layout"] == "  layout: tp=2"
+    assert "wandb=true, tensorboard=true, samples_per_step=1000, report_interval=1, profile=2" in lines["  log"]
+    assert "mini_batches" not in rest and "wandb_project" not in rest  # these have their defaults
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+def test_a_long_text_among_the_settings_is_cut_and_stays_on_its_line() -> None:
+    raw = {"run_dir": "r", "steps": 3, "model": {"path": "m"}}
+    text = changed_settings(configs.validate(raw | {"data": {"train": "d", "system_prompt": "Add.\n" + "x" * 300}}))
+    assert text.splitlines()[1:] == [
+        "  run_dir=r, steps=3",
+        "  model: path=m",
+        '  data: train=[{"path": "d"}], system_prompt=Add.\\n' + "x" * 194 + "...",
+    ]
 
 
 @pytest.mark.parametrize("has_pad_token", [True, False])
@@ -126,6 +151,7 @@ def test_logged_samples_have_the_log_probs_that_the_metrics_summarize(run_dir: P
 def test_a_finished_run_has_a_report(run_dir: Path) -> None:
     text = (run_dir / "report.html").read_text()
     assert '"status":{"text":"finished","kind":"good"}' in text and '"steps_done":3' in text
+    assert "tp 2, pp 1, dp 1, engine embedded" in text
     assert not list(run_dir.glob(".report*"))
 
 

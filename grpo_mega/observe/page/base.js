@@ -1,6 +1,6 @@
 // Shared by all files: elements, numbers as text, the page's data and state. Text from a run enters the page only as text nodes
 // and attributes, never as HTML.
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent); // a live page replaces it when the run has a new step
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 const color = (i) => `var(${COLORS[i % COLORS.length]})`;
@@ -51,7 +51,7 @@ function duration(seconds) {
 }
 
 // A metric of the run as points {step, value} by ascending step; value is null if it was not finite.
-const metricNames = Object.keys(data.metrics.series);
+const metricNames = () => Object.keys(data.metrics.series);
 function points(name) {
   const series = data.metrics.series[name];
   if (!series) return [];
@@ -79,12 +79,16 @@ const memory = {
   },
 };
 
-function segments(key, choices, selected, onChange, label) {
+// What a user chose in a part of the page. It is kept when a live page draws the part again.
+const choices = {};
+const chosen = (part, initial) => (choices[part] ??= initial);
+
+function segments(key, options, selected, onChange, label) {
   const box = el("div", { class: "segments", role: "group", "aria-label": label, id: key });
   const press = (value) => {
     for (const button of box.children) button.setAttribute("aria-pressed", String(button.dataset.value === value));
   };
-  for (const [value, text] of choices) {
+  for (const [value, text] of options) {
     box.append(el("button", { type: "button", "data-value": value, onclick: () => { press(value); onChange(value); } }, text));
   }
   press(selected);

@@ -2,9 +2,9 @@
 // the smoothing. Dragging over a chart zooms all charts; a double click shows everything again.
 const HEIGHT = 186, WIDE_HEIGHT = 236, LEFT = 50, RIGHT = 12, TOP = 8, BOTTOM = 24, FEW_POINTS = 60;
 const shared = { domain: null, hover: null, smoothing: 0, charts: [] };
-const lastStep = Math.max(1, ...data.metrics.steps.map((steps) => steps.at(-1) ?? 0));
-const firstStep = Math.min(lastStep, ...data.metrics.steps.map((steps) => steps[0] ?? lastStep));
-const domain = () => shared.domain || [firstStep, lastStep + 0.5]; // the last column of a timeline is shown whole
+const lastStep = () => Math.max(1, ...data.metrics.steps.map((steps) => steps.at(-1) ?? 0));
+const firstStep = () => Math.min(lastStep(), ...data.metrics.steps.map((steps) => steps[0] ?? lastStep()));
+const domain = () => shared.domain || [firstStep(), lastStep() + 0.5]; // the last column of a timeline is shown whole
 const redrawAll = () => shared.charts.forEach((chart) => chart.draw());
 function zoom(range) {
   shared.domain = range;
@@ -49,9 +49,15 @@ function pointAt(list, step) {
   return found;
 }
 
+// A chart shows something if a value changes, or is not finite.
+function isInformative(line) {
+  const first = line.points[0]?.value;
+  return line.points.some((p) => p.value === null || p.value !== first);
+}
+
 // lines: [{label, points, color, isDots}]; options: {note, isLog, isStacked, isWide, format, unit}
 function makeChart(title, lines, options = {}) {
-  const state = { isLog: Boolean(options.isLog), off: new Set() };
+  const state = chosen(`chart ${title}`, { isLog: Boolean(options.isLog), off: new Set() }); // off: labels of hidden lines
   const format = options.format || show;
   const height = options.isWide ? WIDE_HEIGHT : HEIGHT;
   const picture = svg("svg", { height, role: "img", "aria-label": title });
@@ -62,15 +68,15 @@ function makeChart(title, lines, options = {}) {
     state.isLog = !state.isLog;
     chart.draw();
   } }, "log");
-  state.isLog = state.isLog && canLog;
+  const isLog = () => state.isLog && canLog;
   const node = el("div", { class: `card chart ${options.isWide ? "wide" : ""}`, "data-title": title },
     el("div", { class: "head" }, el("h2", {}, title), options.note && el("span", { class: "faint" }, options.note), at, logButton),
     legend, options.extra, picture);
   const values = lines.map((line) => {
     const value = el("b", {});
-    legend.append(el("button", { type: "button", class: "key", title: `${line.label}: show or hide`, onclick: (event) => {
-      state.off.has(line) ? state.off.delete(line) : state.off.add(line);
-      event.currentTarget.classList.toggle("off", state.off.has(line));
+    legend.append(el("button", { type: "button", class: state.off.has(line.label) ? "key off" : "key", title: `${line.label}: show or hide`, onclick: (event) => {
+      state.off.has(line.label) ? state.off.delete(line.label) : state.off.add(line.label);
+      event.currentTarget.classList.toggle("off", state.off.has(line.label));
       chart.draw();
     } }, el("span", { class: "swatch", style: `background: ${line.color}` }), line.label, " ", value));
     return value;
@@ -81,19 +87,19 @@ function makeChart(title, lines, options = {}) {
   function draw() {
     const width = picture.clientWidth;
     if (!width) return; // the chart is hidden
-    logButton && logButton.setAttribute("aria-pressed", String(state.isLog));
+    logButton && logButton.setAttribute("aria-pressed", String(isLog()));
     const [from, to] = domain();
-    const shown = lines.filter((line) => !state.off.has(line));
+    const shown = lines.filter((line) => !state.off.has(line.label));
     const prepared = shown.map((line) => ({ line, raw: line.points, soft: shared.smoothing && !line.isDots && !options.isStacked && line.points.length > 4 ? smooth(line.points, shared.smoothing) : null }));
     const stacks = options.isStacked ? stack(shown) : null;
     const seen = (stacks ? stacks.at(-1)?.tops || [] : prepared.flatMap(({ raw }) => raw)).filter((p) => p.step >= from && p.step <= to && p.value !== null).map((p) => p.value);
-    let [low, high] = range(seen, state.isLog, options.isStacked);
+    let [low, high] = range(seen, isLog(), options.isStacked);
     const x = (step) => LEFT + ((step - from) / (to - from)) * (width - LEFT - RIGHT);
-    const place = state.isLog ? (v) => (Math.log10(v) - Math.log10(low)) / (Math.log10(high) - Math.log10(low)) : (v) => (v - low) / (high - low);
+    const place = isLog() ? (v) => (Math.log10(v) - Math.log10(low)) / (Math.log10(high) - Math.log10(low)) : (v) => (v - low) / (high - low);
     const y = (value) => height - BOTTOM - place(value) * (height - TOP - BOTTOM);
     scale = { x, y, width, from, to };
     const parts = [];
-    for (const tick of state.isLog ? logTicks(low, high) : niceTicks(low, high, 4)) {
+    for (const tick of isLog() ? logTicks(low, high) : niceTicks(low, high, 4)) {
       parts.push(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }));
       parts.push(svg("text", { x: LEFT - 7, y: y(tick) + 4, "text-anchor": "end" }, format(tick)));
     }
@@ -105,14 +111,14 @@ function makeChart(title, lines, options = {}) {
     parts.push(svg("clipPath", { id: clip }, svg("rect", { x: LEFT - 4, y: 0, width: width - LEFT - RIGHT + 8, height: height - BOTTOM + 1 })));
     const plot = svg("g", { "clip-path": `url(#${clip})` });
     if (stacks) for (const one of stacks) plot.append(svg("path", { d: area(one, x, y), fill: one.line.color, class: "area" }));
-    else for (const { line, raw, soft } of prepared) drawLine(plot, line, raw, soft, x, y, from, to, state.isLog);
+    else for (const { line, raw, soft } of prepared) drawLine(plot, line, raw, soft, x, y, from, to);
     parts.push(plot, svg("g", { class: "pointer" }), svg("rect", { class: "brush", y: TOP, height: height - TOP - BOTTOM, width: 0 }));
     picture.replaceChildren(...parts);
     picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     options.onDraw && options.onDraw(from, to);
     point();
   }
-  function drawLine(plot, line, raw, soft, x, y, from, to, isLog) {
+  function drawLine(plot, line, raw, soft, x, y, from, to) {
     const isFew = raw.filter((p) => p.step >= from && p.step <= to).length <= FEW_POINTS;
     plot.append(svg("path", { d: path(raw, x, y), fill: "none", stroke: line.color, "stroke-width": soft ? 1 : 1.8, opacity: soft ? 0.28 : 1, "stroke-dasharray": line.isDots ? "4 3" : null, "stroke-linejoin": "round", class: "line" }));
     if (soft) plot.append(svg("path", { d: path(soft, x, y), fill: "none", stroke: line.color, "stroke-width": 2.2, "stroke-linejoin": "round" }));
@@ -131,7 +137,7 @@ function makeChart(title, lines, options = {}) {
     lines.forEach((line, i) => {
       const p = pointAt(line.points, step);
       values[i].textContent = p ? (p.value === null ? "not finite" : format(p.value)) : "–";
-      if (isInside && p && p.value !== null && !options.isStacked && !state.off.has(line)) {
+      if (isInside && p && p.value !== null && !options.isStacked && !state.off.has(line.label)) {
         group.append(svg("circle", { cx: x(p.step), cy: y(p.value), r: 3.6, fill: line.color }));
       }
     });

@@ -3,20 +3,24 @@ const NOT_FUNCTIONS = new Set(["mean", "std", "min", "max"]);
 const PHASE_COLORS = { sample: "--c0", update: "--c1", logprobs: "--c2", sync: "--c3", checkpoint: "--c4", offload: "--c5", onload: "--c5", wake: "--c6", sleep: "--c6", reward: "--c7", other: "--c8" };
 
 function below(prefix) {
-  return metricNames.filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
+  return metricNames().filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
 }
 function drawCurves(parent) {
-  if (!metricNames.length) {
+  if (!metricNames().length) {
     parent.append(empty("No step is logged yet: the curves start with the first one."));
     return;
   }
   const taken = new Set();
   const lines = (pairs, isDots) => pairs.filter(([name]) => name in data.metrics.series).map(([name, label], i) => {
     taken.add(name);
-    return { label, points: points(name), color: color(i), isDots };
+    return { name, label, points: points(name), color: color(i), isDots };
   });
   const charts = el("div", { class: "charts" });
-  const add = (title, found, options) => { if (found.some((line) => line.points.length)) charts.append(makeChart(title, found, options)); };
+  const constant = []; // lines that are in no chart
+  const add = (title, found, options, box = charts) => {
+    if (found.some(isInformative) || (options?.isStacked && found.length)) box.append(makeChart(title, found, options));
+    else constant.push(...found.filter((line) => line.name && line.points.length).map((line) => ({ name: line.name, value: line.points.at(-1).value })));
+  };
 
   const functions = below("reward/").filter((name) => !NOT_FUNCTIONS.has(name));
   add("Reward", lines([["reward/mean", "total"], ...functions.map((name) => [`reward/${name}`, name])]), { note: "mean of the step's samples" });
@@ -41,6 +45,7 @@ function drawCurves(parent) {
   add("Gradient norm", lines([["grad_norm", "before clipping"]]));
   add("Learning rate", lines([["lr", "learning rate"]]));
   add("Samples of little use", lines([["groups/zero_variance", "zero-variance groups"], ["response_length/cut", "responses cut off"]]), { format: share });
+  add("Use of the engines", lines([["engine/idle", "idle slots"], ["engine/retracted", "responses interrupted by a full cache"]]), { note: "during generation", format: share });
 
   add("Load of the busiest expert", lines([["moe/load_max", "of all layers"], ["moe/load_mean", "mean over layers"]]), { note: "relative to the layer's mean" });
   add("Routing replay", lines([["routing/moved", "the trainer would route otherwise"], ["routing/live", "not recorded"]]), { note: "share of tokens", format: share });
@@ -52,14 +57,23 @@ function drawCurves(parent) {
   if (data.experts?.rows.length) charts.append(expertLoads(data.experts));
   parent.append(curveTools(), charts);
 
-  const rest = metricNames.filter((name) => !taken.has(name)).sort();
-  if (rest.length) {
-    const grid = el("div", { class: "charts" });
-    for (const name of rest) grid.append(makeChart(name, [{ label: "value", points: points(name), color: color(0) }]));
-    const fold = el("details", { class: "more" }, el("summary", {}, `Further metrics (${rest.length})`), grid);
-    fold.addEventListener("toggle", () => redrawAll());
+  const grid = el("div", { class: "charts" });
+  for (const name of metricNames().filter((one) => !taken.has(one)).sort()) add(name, [{ name, label: "value", points: points(name), color: color(0) }], {}, grid);
+  if (grid.children.length) {
+    const state = chosen("further", { isOpen: false });
+    const fold = el("details", { class: "more", open: state.isOpen }, el("summary", {}, `Further metrics (${grid.children.length})`), grid);
+    fold.addEventListener("toggle", () => { state.isOpen = fold.open; redrawAll(); });
     parent.append(fold);
   }
+  if (constant.length) parent.append(constants(constant));
+}
+
+function constants(found) {
+  const hasOneStep = data.metrics.steps.every((steps) => steps.length < 2);
+  return el("div", { class: "card pad constants", id: "constants" },
+    el("div", { class: "head" }, el("h2", {}, hasOneStep ? "First values" : "Constant so far"),
+      el("span", { class: "faint" }, hasOneStep ? "a metric gets a chart when it has a second value" : "these metrics have the same value at every step, so they have no chart")),
+    el("div", { class: "values" }, found.sort((a, b) => (a.name < b.name ? -1 : 1)).map(({ name, value }) => el("span", {}, el("span", { class: "soft" }, name), " ", el("b", {}, show(value))))));
 }
 
 function addTimes(add, taken) {
@@ -74,7 +88,7 @@ function addTimes(add, taken) {
   };
   const found = names.filter((name) => `seconds/${name}` in data.metrics.series).map((name, i) => {
     taken.add(`seconds/${name}`);
-    return { label: name, points: points(`seconds/${name}`), color: pick(name, i) };
+    return { name: `seconds/${name}`, label: name, points: points(`seconds/${name}`), color: pick(name, i) };
   });
   taken.add("seconds/step");
   const shares = el("div", { class: "shares", "aria-label": "share of each phase in the time on show" });
@@ -92,15 +106,15 @@ function addTimes(add, taken) {
   add("Throughput", [perSecond("step", "step", 0), perSecond("sampling", "sample", 1), perSecond("update", "update", 2)].filter((line) => line.points.length), { note: "response tokens per second of each phase" });
   if ("seconds/evaluation" in data.metrics.series) {
     taken.add("seconds/evaluation");
-    add("Evaluation", [{ label: "seconds", points: points("seconds/evaluation"), color: color(0), isDots: true }], { format: duration });
+    add("Evaluation", [{ name: "seconds/evaluation", label: "seconds", points: points("seconds/evaluation"), color: color(0), isDots: true }], { format: duration });
   }
 }
 
 function curveTools() {
   const levels = { none: 0, light: 0.6, strong: 0.9 };
-  const selected = memory.get("smoothing", lastStep > FEW_POINTS ? "light" : "none");
+  const selected = memory.get("smoothing", lastStep() > FEW_POINTS ? "light" : "none");
   shared.smoothing = levels[selected] ?? 0;
-  const unzoom = el("button", { type: "button", class: "button unzoom", disabled: true, onclick: () => zoom(null) }, "show all steps");
+  const unzoom = el("button", { type: "button", class: "button unzoom", disabled: shared.domain === null, onclick: () => zoom(null) }, "show all steps");
   const smoothing = segments("smoothing", Object.keys(levels).map((name) => [name, name]), selected, (value) => {
     memory.set("smoothing", value);
     shared.smoothing = levels[value];

@@ -59,40 +59,93 @@ function tiles() {
   return el("div", { class: "tiles" }, found);
 }
 
+// The rules that fire at the last step, on every tab.
+function alerts() {
+  const current = data.findings.filter(([, , isCurrent]) => isCurrent);
+  return el("div", { class: "alerts", role: "status" }, current.map(([when, text]) => el("div", { class: "alert" }, when && el("b", {}, `${when}: `), text)));
+}
+
+// Each tab: its key, its title, what draws it, and the data that it shows. A live page draws a tab again when this data changes.
+const TABS = [
+  ["curves", "Curves", drawCurves, (d) => [d.metrics, d.experts]],
+  ["samples", "Samples", drawSamples, (d) => d.samples],
+  ["heldout", "Held-out", drawHeldout, (d) => d.heldout],
+  ["config", "Config", drawConfig, (d) => d.config],
+  ["environment", "Environment", drawEnvironment, (d) => d.environment],
+  ["messages", "Warnings", drawMessages, (d) => [d.findings, d.messages]],
+];
+const head = el("div", { id: "head" });
+const theme = themeButton(), follow = data.is_live_page ? el("span", { class: "faint", id: "live" }) : reloadButton();
+
+function drawHead() {
+  document.title = `${data.title} · GRPO run`;
+  head.replaceChildren(el("header", {},
+    el("div", { class: "row" }, el("h1", {}, data.title), badge(data.status.text, data.status.kind), el("span", { class: "right" }), (data.is_live_page || data.status.kind === "live") && follow, theme),
+    el("div", { class: "sub" }, `${data.subtitle} · ${data.is_live_page ? "read" : "written"} ${data.written}`)), tiles(), alerts());
+  const warnings = data.findings.length + data.messages.filter((m) => m.level === "warning").length;
+  const count = document.getElementById("num-warnings");
+  count.textContent = warnings;
+  count.classList.toggle("warn", warnings > 0);
+}
+function drawTab(key, draw) {
+  const section = document.getElementById(key), field = section.contains(document.activeElement) ? document.activeElement : null;
+  section.replaceChildren();
+  if (key === "curves") shared.charts = [];
+  try {
+    draw(section);
+  } catch (error) { // if one part cannot be drawn, the others still are
+    noteFailure(`${key}: ${error.stack || error}`);
+    section.append(empty(`This part cannot be drawn: ${error.message}`));
+  }
+  const again = field?.id && document.getElementById(field.id); // who types continues in the new field
+  again?.focus({ preventScroll: true });
+  if (again?.type === "search") again.setSelectionRange(field.selectionStart, field.selectionEnd);
+}
+function openTab(key) {
+  for (const [name] of TABS) {
+    document.getElementById(`tab-${name}`).setAttribute("aria-selected", String(name === key));
+    document.getElementById(name).hidden = name !== key;
+  }
+  memory.set("tab", key);
+  redrawAll();
+}
+
 function build() {
   const page = document.getElementById("page");
-  const warnings = data.findings.length + data.messages.filter((m) => m.level === "warning").length;
-  page.append(el("header", {},
-    el("div", { class: "row" }, el("h1", {}, data.title), badge(data.status.text, data.status.kind), el("span", { class: "right" }), data.status.kind === "live" && reloadButton(), themeButton()),
-    el("div", { class: "sub" }, `${data.subtitle} · written ${data.written}`)), tiles());
-  const tabs = [
-    ["curves", "Curves", drawCurves, null], ["samples", "Samples", drawSamples, null], ["heldout", "Held-out", drawHeldout, null],
-    ["config", "Config", drawConfig, null], ["environment", "Environment", drawEnvironment, null], ["messages", "Warnings", drawMessages, warnings],
-  ];
   const bar = el("nav", { role: "tablist" });
-  page.append(bar);
+  page.append(head, bar);
   document.body.append(tip);
-  const open = (key) => {
-    for (const [name] of tabs) {
-      document.getElementById(`tab-${name}`).setAttribute("aria-selected", String(name === key));
-      document.getElementById(name).hidden = name !== key;
-    }
-    memory.set("tab", key);
-    redrawAll();
-  };
-  for (const [key, title, draw, count] of tabs) {
-    bar.append(el("button", { type: "button", role: "tab", id: `tab-${key}`, onclick: () => open(key) }, title, count !== null && el("span", { class: `count ${count ? "warn" : ""}` }, count)));
-    const section = el("section", { id: key, role: "tabpanel", hidden: true });
-    page.append(section);
-    try {
-      draw(section);
-    } catch (error) { // if one part cannot be drawn, the others still are
-      noteFailure(`${key}: ${error.stack || error}`);
-      section.append(empty(`This part cannot be drawn: ${error.message}`));
-    }
+  for (const [key, title, draw] of TABS) {
+    bar.append(el("button", { type: "button", role: "tab", id: `tab-${key}`, onclick: () => openTab(key) }, title, key === "messages" && el("span", { class: "count", id: "num-warnings" })));
+    page.append(el("section", { id: key, role: "tabpanel", hidden: true }));
+    drawTab(key, draw);
   }
+  drawHead();
   const wanted = location.hash.slice(1) || memory.get("tab", "curves");
-  open(tabs.some(([key]) => key === wanted) ? wanted : "curves");
+  openTab(TABS.some(([key]) => key === wanted) ? wanted : "curves");
+}
+
+// A live page asks its server for a new version of the data. It draws only what changed, and keeps what the user chose.
+const POLL_MS = 1000;
+function update(fresh) {
+  const before = data;
+  data = fresh;
+  drawHead();
+  for (const [key, , draw, shown] of TABS) if (JSON.stringify(shown(before)) !== JSON.stringify(shown(fresh))) drawTab(key, draw);
+  redrawAll();
+}
+async function poll() {
+  const say = (text, kind) => { follow.textContent = text; follow.className = kind; };
+  try {
+    const answer = await fetch(`data?version=${data.version}`);
+    if (answer.status === 200) update(await answer.json());
+    if (answer.ok) say("● live", "live-on");
+    else say(`not updated: ${await answer.text()}`, "live-off");
+  } catch {
+    say("not updated: grpo-mega report --watch has ended", "live-off");
+  }
+  setTimeout(poll, POLL_MS);
 }
 build();
+if (data.is_live_page) poll();
 document.documentElement.dataset.ready = "yes";

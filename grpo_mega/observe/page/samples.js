@@ -33,19 +33,19 @@ function drawSamples(parent) {
     parent.append(empty(data.samples.note || "No samples are logged: none yet, or log.samples_per_step is 0."));
     return;
   }
-  const state = { place: steps.length - 1, heat: memory.get("heat", "logprob"), text: "" };
+  const state = chosen("samples", { place: 0, heat: memory.get("heat", "logprob"), text: "" });
   const remembered = steps.findIndex((one) => String(one.step) === memory.get("step", ""));
-  if (remembered >= 0) state.place = remembered;
+  state.place = remembered >= 0 ? remembered : steps.length - 1;
   const list = el("div", {}), count = el("span", { class: "soft", id: "samples-count" }), scale = el("span", { class: "scale" });
   const name = el("b", {});
   const slider = el("input", { type: "range", id: "step-slider", min: 0, max: Math.max(0, steps.length - 1), value: state.place, disabled: steps.length < 2, "aria-label": "step", oninput: (event) => go(Number(event.target.value)) });
   const go = (place) => {
     state.place = Math.max(0, Math.min(steps.length - 1, place));
     slider.value = state.place;
-    memory.set("step", steps[state.place].step);
+    memory.set("step", state.place === steps.length - 1 ? "" : steps[state.place].step); // the last step is followed
     draw();
   };
-  const search = el("input", { type: "search", id: "prompt-filter", placeholder: "filter all steps by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } });
+  const search = el("input", { type: "search", id: "prompt-filter", value: state.text, placeholder: "filter all steps by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } });
   const colours = segments("heat", Object.entries(HEATS).map(([key, heat]) => [key, heat.label]), state.heat, (value) => { state.heat = value; memory.set("heat", value); draw(); }, "colour of tokens");
 
   function draw() {

@@ -14,7 +14,7 @@ function drawHeldout(parent) {
     lost: ["lost", (row) => last(row).ok < first(row).ok],
     wrong: ["wrong at the end", (row) => last(row).ok < 1],
   };
-  const state = { kind: "all", text: "" };
+  const state = chosen("heldout", { kind: "all", text: "" });
   const count = el("span", { class: "soft" }), body = el("tbody", {});
   const table = el("table", { class: "table pick" }, el("thead", {}, el("tr", {}, el("th", {}, "prompt"), steps.map((step) => el("th", {}, `step ${step}`)))), body);
   function draw() {
@@ -24,8 +24,8 @@ function drawHeldout(parent) {
   }
   parent.append(
     el("div", { class: "toolbar" },
-      segments("heldout-kind", Object.entries(kinds).map(([key, [label]]) => [key, `${label} (${rows.filter(kinds[key][1]).length})`]), "all", (value) => { state.kind = value; draw(); }, "which prompts"),
-      count, el("input", { type: "search", class: "right", placeholder: "filter by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } })),
+      segments("heldout-kind", Object.entries(kinds).map(([key, [label]]) => [key, `${label} (${rows.filter(kinds[key][1]).length})`]), state.kind, (value) => { state.kind = value; draw(); }, "which prompts"),
+      count, el("input", { type: "search", class: "right", id: "heldout-filter", value: state.text, placeholder: "filter by prompt text", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } })),
     note && el("div", { class: "toolbar faint" }, note),
     el("div", { class: "card scroll" }, table));
   draw();
@@ -59,7 +59,7 @@ function drawConfig(parent) {
     parent.append(empty("The folder has no config.yaml."));
     return;
   }
-  const state = { text: "", kind: "all" };
+  const state = chosen("config", { text: "", kind: "all" });
   const body = el("tbody", {});
   const hasDefaults = data.config.some(([, , isDefault]) => isDefault === false);
   const draw = () => body.replaceChildren(...data.config
@@ -67,8 +67,8 @@ function drawConfig(parent) {
     .map(([key, value, isDefault]) => el("tr", { class: isDefault === false ? "changed" : "" }, el("td", { class: "mono" }, key), el("td", { class: "mono" }, value))));
   parent.append(
     el("div", { class: "toolbar" },
-      hasDefaults && segments("config-kind", [["all", "all"], ["set", "other than the default"]], "all", (value) => { state.kind = value; draw(); }, "which keys"),
-      el("input", { type: "search", placeholder: "filter keys and values", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } }),
+      hasDefaults && segments("config-kind", [["all", "all"], ["set", "other than the default"]], state.kind, (value) => { state.kind = value; draw(); }, "which keys"),
+      el("input", { type: "search", id: "config-filter", value: state.text, placeholder: "filter keys and values", oninput: (event) => { state.text = event.target.value.trim().toLowerCase(); draw(); } }),
       hasDefaults && el("span", { class: "faint" }, "coloured: other than the default")),
     el("div", { class: "card scroll" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", {}, "key"), el("th", {}, "value"))), body)));
   draw();
@@ -99,10 +99,10 @@ function drawMessages(parent) {
     parent.append(empty("No messages, and no findings in the metrics."));
     return;
   }
-  const line = (level, step, text, time) => el("tr", {}, el("td", {}, badge(level, level === "warning" ? "warn" : "")), el("td", { class: "soft" }, step), el("td", {}, text), el("td", { class: "faint", style: "white-space: nowrap" }, time));
+  const line = (level, step, text, time) => el("tr", {}, el("td", {}, badge(level, level === "warning" ? "warn" : "")), el("td", { class: "soft", style: "white-space: nowrap" }, step), el("td", { style: "white-space: pre-line; width: 100%" }, text), el("td", { class: "faint", style: "white-space: nowrap" }, time));
   if (data.findings.length) {
     parent.append(el("div", { class: "card scroll", id: "findings" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", { colspan: 4 }, "Findings in the metrics"))),
-      el("tbody", {}, data.findings.map((text) => line("warning", "", text, ""))))));
+      el("tbody", {}, data.findings.map(([when, text]) => line("warning", when, text, ""))))));
   }
   if (data.messages.length) {
     parent.append(el("div", { class: "card scroll", style: "margin-top: 14px" }, el("table", { class: "table" }, el("thead", {}, el("tr", {}, el("th", {}, "Messages of the run"), el("th", {}, "step"), el("th", {}), el("th", {}))),

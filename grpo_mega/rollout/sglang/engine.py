@@ -153,6 +153,7 @@ class SGLangEngine(Engine):
             heard = time.monotonic()
             if event.sample is not None:
                 schedule.ended(event.prompt_index, event.sample)
+                request.usage.num_retracted += event.was_retracted
             else:
                 self._fail(f"{phase}: {event.error}")
         group_size = request.sampling.group_size

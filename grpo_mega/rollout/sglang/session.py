@@ -59,6 +59,7 @@ class Event:
 
     prompt_index: int
     sample: Sample | None = None
+    was_retracted: bool = False  # the server interrupted the sample because its KV cache was full
     error: str | None = None  # why this server cannot generate the samples
     aborted: tuple[Sample, ...] | None = None  # unfinished samples at the time of the abort
 
@@ -217,7 +218,8 @@ class Session:
                         if not sample.is_finished:
                             missing[sample.index] = sample
                         elif missing.pop(sample.index, None):
-                            self.events.put(Event(prompt_index, sample))
+                            was_retracted = bool(answer["meta_info"].get("num_retractions"))
+                            self.events.put(Event(prompt_index, sample, was_retracted))
                     if not missing:
                         return
                     problem = f"its answer lacks {len(missing)} samples"
