@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from grpo_mega.distributed.environment import (
     LIBRARIES,
     addresses_of,
     cuda_compiler,
+    interface_between_nodes,
     interface_to,
     library_environment,
     server_cache,
@@ -44,7 +46,35 @@ def test_gloo_uses_the_interface_that_leads_to_the_master() -> None:
     for name, address in own:
         assert interface_to(address) == name
     assert interface_to("no-such-host.invalid") is None
-    assert "GLOO_SOCKET_IFNAME" not in library_environment({"MASTER_ADDR": "no-such-host.invalid"})
+
+
+def resolve_as(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
+    """Resolve these names as an /etc/hosts would."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        return [row for address in addresses.get(host, [host]) for row in real(address, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.parametrize("own", [["127.0.1.1"], ["127.0.1.1", "127.0.0.1", "::1"], []])
+def test_nodes_never_meet_at_a_loopback_whatever_the_name_resolves_to(
+    own: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve_as(monkeypatch, first=own)
+    added = library_environment({"MASTER_ADDR": "first", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    warned = "set NETWORK_INTERFACE" in capsys.readouterr().err
+    assert added.get("GLOO_SOCKET_IFNAME", "") != "lo" and warned == ("GLOO_SOCKET_IFNAME" not in added)
+
+
+def test_an_address_after_the_loopback_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [(n, a) for _, n in socket.if_nameindex() for a in addresses_of(n) if "." in a and n != "lo"]
+    if not own:
+        pytest.skip("this machine has no network")
+    name, address = own[-1]
+    resolve_as(monkeypatch, first=["127.0.1.1", address])
+    assert interface_between_nodes("first") == name
 
 
 def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Path) -> None:
