@@ -62,7 +62,7 @@ def test_another_option_is_refused_before_anything_is_installed() -> None:
 
 
 def install(
-    folder: Path, *, release: str = "13.0", driver: str = "580.65.06", headers: str = "cudnn nccl"
+    folder: Path, *, release: str = "13.0", driver: str = "580.65.06", glibc: str = "2.36", headers: str = "cudnn nccl"
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a copy of the script where nvcc, nvidia-smi and Python are fakes. Return the calls of pip, with CPATH."""
     for name in ("tools/install_gpu.sh", "tools/constraints.txt", "examples/env.sh", "pyproject.toml"):
@@ -75,6 +75,7 @@ def install(
     fakes = {
         "bin/nvcc": f"echo 'Cuda compilation tools, release {release}, V{release}.48'",
         "bin/nvidia-smi": f"echo {driver}",
+        "bin/getconf": f"echo glibc {glibc}",
         ".venv/bin/python": f"""case "$*" in
             *torch.version.cuda*) echo 13.0 ;;
             *sysconfig*) echo {folder}/site ;;
@@ -96,6 +97,7 @@ def install(
     ("machine", "words"),
     [
         ({"release": "12.8"}, "bin/nvcc is of CUDA 12.8: must be of CUDA 13; load that module, or set CUDA_HOME"),
+        ({"glibc": "2.31"}, "glibc 2.31: must be 2.34 or later for SGLang's wheels"),
         ({"driver": "570.86.10"}, "driver 570.86.10: must be 580 or later for CUDA 13; update the driver"),
     ],
 )

@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 
 CUDA=13    # version of torch's default build and of SGLang's kernels
 DRIVER=580 # oldest driver for it
+GLIBC=2.34 # oldest glibc for SGLang's wheels (manylinux_2_34)
 TRANSFORMER_ENGINE=">=2.9,<2.12" # versions that megatron-core supports
 BUILD_TOOLS=(setuptools wheel packaging ninja pybind11)
 
@@ -24,7 +25,10 @@ run() {
 
 # Refuse a toolkit or a driver of another CUDA version. The compiled extension would load, but fail or be wrong at run time.
 check_machine() {
-    local nvcc release driver
+    local nvcc release driver glibc
+    glibc="$(getconf GNU_LIBC_VERSION 2> /dev/null | grep -oP '[0-9.]+$' || echo unknown)"
+    [[ "$(printf '%s\n' "$GLIBC" "$glibc" | sort -V | head -n 1)" == "$GLIBC" ]] ||
+        _fail "glibc $glibc: must be $GLIBC or later for SGLang's wheels; use a container or a newer system (Ubuntu 22.04, RHEL 9)"
     nvcc="$(PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" command -v nvcc)" ||
         _fail "nvcc is not there; install the CUDA toolkit $CUDA, or set CUDA_HOME to its folder"
     release="$("$nvcc" --version | grep -oP 'release \K[0-9.]+')" || _fail "$nvcc --version names no release"
