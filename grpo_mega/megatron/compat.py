@@ -1,4 +1,4 @@
-"""Every patch of a dependency, with its reason. `install()` runs once, before the first import of megatron.core.
+"""Every patch of a dependency, with its reason. `install_patches` runs once, before the first import of megatron.core.
 
 Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens
 streams and reads random states unconditionally. The stand-in redirects this to the CPU, where all operations run in
@@ -48,38 +48,26 @@ class _InOrder:
 @functools.cache
 def install_patches() -> bool:
     """Install the stand-in if there is no GPU; return True if it was installed."""
-    _quieten()
-    _hide_wandb()
+    # Megatron warns about missing optional packages, and torch about renamed collectives.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # Megatron's timers import W&B. The import takes a second and makes two temporary folders per rank. If the run logs
+    # to W&B, observe/writers.py imports it on the first rank.
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
     recorder()
     if torch.cuda.is_available():
         return False
     # SGLang's requirements install triton. On a CPU it is useless and prints many warnings when the process ends.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-    _patch_cuda_module()
-    _patch_placement()
-    _leave_functions_uncompiled()
-    return True
-
-
-def _hide_wandb() -> None:
-    """Keep Megatron's timers from importing W&B, because the import takes a second and makes two temporary folders per
-    rank.
-
-    If the run logs to W&B, observe/writers.py imports it on the first rank.
-    """
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
-
-
-def _leave_functions_uncompiled() -> None:
-    """Replace megatron.core.jit, because its decorator compiles Megatron's fused functions.
-
-    The decorator alone imports torch's compiler, more than a second of CPU time per process, and a CPU does not need
-    it.
-    """
+    _redirect_to_cpu()
+    # The decorator of megatron.core.jit compiles Megatron's fused functions. It alone imports torch's compiler, more
+    # than a second of CPU time per process, and a CPU does not need it.
     jit: Any = types.ModuleType("megatron.core.jit")
     jit.jit_fuser = jit.noop_decorator = lambda function: function
     jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
     sys.modules["megatron.core.jit"] = jit
+    return True
 
 
 @functools.cache
@@ -160,7 +148,13 @@ def save_optimizer_state_in_place() -> None:
     def state(self: Any, *args: Any, **kwargs: Any) -> Any:
         padded = [buffer.param_index_map for buffer in self.buffers]
         for buffer in self.buffers:
-            buffer.param_index_map = _places_without_padding(buffer)
+            before, padding = [], 0  # elements of padding before each bucket
+            for bucket in buffer.buckets:
+                before.append(padding)
+                padding += bucket.grad_data.numel() - bucket.numel_unpadded
+            buffer.param_index_map = {
+                p: (start - before[b], end - before[b], b) for p, (start, end, b) in buffer.param_index_map.items()
+            }
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -168,15 +162,6 @@ def save_optimizer_state_in_place() -> None:
                 buffer.param_index_map = places
 
     DistributedOptimizer.sharded_param_state_fully_reshardable = state
-
-
-def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Return (start, end, bucket) by parameter, as if the buckets of Megatron's buffer were contiguous."""
-    before, padding = [], 0  # elements of padding before each bucket
-    for bucket in buffer.buckets:
-        before.append(padding)
-        padding += bucket.grad_data.numel() - bucket.numel_unpadded
-    return {p: (start - before[b], end - before[b], b) for p, (start, end, b) in buffer.param_index_map.items()}
 
 
 def transfer_class() -> Any:
@@ -208,8 +193,10 @@ def patch_moe() -> None:
     """Let MoE models run without Transformer Engine or a GPU.
 
     Megatron's router needs a name that only TE's import defines. Its dispatcher needs token counts as an array, but
-    converts tensors to arrays only on a GPU.
+    converts tensors to arrays only on a GPU. gloo gathers only equal parts, but experts that are sharded over tp have
+    different token counts, so the parts are padded.
     """
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     patched: Any = moe_utils
@@ -223,8 +210,18 @@ def patch_moe() -> None:
 
     dispatcher: Any = token_dispatcher
     dispatcher.maybe_move_tensor_to_cpu = as_array
+    gather = mappings._gather_along_first_dim
+
+    def gather_padded(values: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(values, group, None, use_global_buffer)
+        longest = int(max(output_split_sizes))
+        padded = torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:])))
+        parts = gather(padded, group).split(longest)
+        return torch.cat([part[: int(size)] for part, size in zip(parts, output_split_sizes, strict=True)])
+
     if not torch.cuda.is_available():
-        _pad_uneven_gathers()
+        mappings._gather_along_first_dim = gather_padded
 
 
 @functools.cache
@@ -244,34 +241,8 @@ def patch_latent_attention() -> None:
     YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
 
 
-def _pad_uneven_gathers() -> None:
-    """Pad to equal parts, because gloo requires them and experts that are sharded over tp have different token
-    counts.
-    """
-    from megatron.core.tensor_parallel import mappings
-
-    patched: Any = mappings
-    gather = mappings._gather_along_first_dim
-
-    def gather_padded(values: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(values, group, None, use_global_buffer)
-        longest = int(max(output_split_sizes))
-        padded = torch.cat((values, values.new_zeros(longest - len(values), *values.shape[1:])))
-        parts = gather(padded, group).split(longest)
-        return torch.cat([part[: int(size)] for part, size in zip(parts, output_split_sizes, strict=True)])
-
-    patched._gather_along_first_dim = gather_padded
-
-
-def _quieten() -> None:
-    """Silence Megatron's warnings about missing optional packages, and torch's warnings about renamed collectives."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-
-
-def _patch_cuda_module() -> None:
+def _redirect_to_cpu() -> None:
+    """Replace torch.cuda's functions, and let tensors that are created on or moved to "cuda" be on the CPU."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.is_initialized = lambda: True
@@ -287,8 +258,6 @@ def _patch_cuda_module() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.default_generators = {CPU: torch.default_generator}  # Megatron's checkpointed random states index it
 
-
-def _patch_placement() -> None:
     # `with torch.device("meta")` recognizes factories by identity, from a table made at first use. Make the table
     # before the patch; otherwise models that transformers loads from a checkpoint keep uninitialized rotary
     # frequencies.

@@ -132,8 +132,20 @@ class Teacher:
 
         They use the policy's sampling temperature.
         """
+
+        def logprobs_of(hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
+            return vocab_parallel_logprobs(
+                hidden_TH,
+                output_weight(self._models[-1]),
+                batch.targets,
+                vocab_size=self._vocab_size,
+                temperature=self._temperature,
+                tp_group=self._runtime.tp_group,
+                needed_T=batch.loss_mask > 0,
+            )[0]
+
         with self._on_device():
-            return self._pipeline.evaluate(mini_batches, self._logprobs)
+            return self._pipeline.evaluate(mini_batches, logprobs_of)
 
     def hidden(
         self, mini_batches: Sequence[Sequence[PackedBatch]], is_taught: Callable[[PackedBatch], Tensor]
@@ -148,17 +160,6 @@ class Teacher:
 
         with self._on_device():
             return self._pipeline.evaluate(mini_batches, taught)
-
-    def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor:
-        return vocab_parallel_logprobs(
-            hidden_TH,
-            output_weight(self._models[-1]),
-            batch.targets,
-            vocab_size=self._vocab_size,
-            temperature=self._temperature,
-            tp_group=self._runtime.tp_group,
-            needed_T=batch.loss_mask > 0,
-        )[0]
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

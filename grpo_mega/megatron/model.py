@@ -221,7 +221,12 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
-    _mark_partitions(model)
+    # Megatron marks sharded weights only when it initializes them, and its gradient norm counts weights without a mark
+    # only on the first rank.
+    for module in model.modules():
+        for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
@@ -289,18 +294,6 @@ def _forward_hidden(
             hidden, tensor_parallel_output_grad=True, group=layer.tp_group
         ), None
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
-
-
-def _mark_partitions(model: GPTModel) -> None:
-    """Mark the weights that are sharded over tensor-parallel ranks.
-
-    Megatron marks weights only when it initializes them, and its gradient norm counts unmarked weights only on the
-    first rank.
-    """
-    for module in model.modules():
-        for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
-            if isinstance(module, kind) and module.weight is not None:
-                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:

@@ -51,7 +51,12 @@ class HostCopy:
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         """Copy the storages to the host, on the copy stream, after all work queued on the current stream."""
         self.taken = [(s, s.nbytes()) for s in storages]
-        self._reserve(sum(_aligned(nbytes) for _, nbytes in self.taken))
+        nbytes = sum(_aligned(size) for _, size in self.taken)
+        if nbytes > self.nbytes:  # only the last chunk may be short, and a longer one replaces it
+            del self._chunks[self.nbytes // self._chunk_bytes :]
+            while (missing := nbytes - self.nbytes) > 0:
+                size = min(missing, self._chunk_bytes)
+                self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned))
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for device, host in self._pieces():
@@ -88,17 +93,6 @@ class HostCopy:
                 yield device[done : done + host.numel()], host
                 done += host.numel()
             start += _aligned(nbytes)
-
-    def _reserve(self, nbytes: int) -> None:
-        """Allocate chunks for `nbytes` bytes. Only the last chunk may be short. It is replaced when more memory is
-        needed.
-        """
-        if nbytes <= self.nbytes:
-            return
-        del self._chunks[self.nbytes // self._chunk_bytes :]
-        while (missing := nbytes - self.nbytes) > 0:
-            size = min(missing, self._chunk_bytes)
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned))
 
 
 class Movable:
@@ -174,7 +168,8 @@ class PolicyMemory:
         before = self.device_bytes
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
-            _drop_fp8_weights(chunk)
+            for module in chunk.modules():  # TE makes new FP8 copies at the first micro-batch of a pass
+                getattr(module, "_fp8_workspaces", {}).clear()
         self._moved_optimizer.offload(storages_of(self._optimizer_state(), but_of=self._weights()))
         self._give_back(before)
 
@@ -234,12 +229,6 @@ class PolicyMemory:
         """Return freed memory from the process to the device, so the engine can use it."""
         if self.device_bytes < before:
             torch.cuda.empty_cache()
-
-
-def _drop_fp8_weights(chunk: Any) -> None:
-    """Drop Transformer Engine's FP8 copies of the weights. TE makes new copies at the first micro-batch of a pass."""
-    for module in chunk.modules():
-        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _aligned(nbytes: int) -> int:

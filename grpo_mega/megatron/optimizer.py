@@ -35,15 +35,13 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
     ]
-    config.finalize_model_grads_func = _add_up_grads
+    # Megatron would divide the gradients by `num_tokens`, but the loss is already normalized by global counts.
+    config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
+        model, None, **kwargs
+    )
     if layout.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
-
-
-def _add_up_grads(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients as Megatron does, without its division: the loss is already normalized by global counts."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def build(

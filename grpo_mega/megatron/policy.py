@@ -56,7 +56,6 @@ from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box
-from grpo_mega.weights.layout import ShardLayout
 from grpo_mega.weights.spec import Family, ModelShape
 
 
@@ -67,7 +66,11 @@ class Policy:
         self.shards = shards_of(family, shape, config, runtime)
         self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
-        _check_partitions(self.parameters, runtime, self.shards)
+        if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
+            first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
+            for name, p in self.parameters.items():
+                is_cut = first[name] != second[name]
+                assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
@@ -398,15 +401,3 @@ def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
         for layer in model.decoder.layers:
             groups |= dict.fromkeys(layer.parameters(), layer.layer_number)
     return groups
-
-
-def _check_partitions(parameters: Mapping[str, Tensor], runtime: Runtime, shards: ShardLayout) -> None:
-    """Assert that exactly the sharded parameters are marked. The gradient norm counts unmarked ones on one rank
-    only.
-    """
-    if runtime.tp_group is None:
-        return
-    first, second = map(shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
-    for name, p in parameters.items():
-        is_cut = first[name] != second[name]
-        assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)

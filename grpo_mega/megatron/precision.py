@@ -62,21 +62,24 @@ class Guard:
 
         `passes` has the gradient norm of each group for each optimizer step.
         """
-        worst = self._spikes(passes)
-        why = []
+        config, worst, why = self._config, self._spikes(passes), []
         if worst:
             largest = max(worst.values())
             times = f"up to {largest:.0f} times its median" if math.isfinite(largest) else "not finite"
             why.append(f"the gradient norm of {names(worst, self._num_layers)} is {times}")
         if not mismatch <= self._mismatch_limit:
             why.append(f"engine and trainer disagree by a KL (k3) of {mismatch:.3g} nats per token")
-        messages = [f"step {step}: {' and '.join(why)}{self._fall_back(step)}"] if why else []
-        if not why and self.level and step >= self._until:
+        if why:
+            message = f"step {step}: {' and '.join(why)}"
+            if config.fall_back:
+                self.level, self._until = Level(min(self.level + 1, Level.ALL)), step + config.steps
+                which = f"the first and last {config.layers} layers" if self.level == Level.ENDS else "all layers"
+                message += f"; {which} compute in bf16 for the next {config.steps} steps"
+            return [message]
+        if self.level and step >= self._until:
             self.level = Level.AS_CONFIGURED
-            messages.append(
-                f"step {step}: no anomaly for {self._config.steps} steps; restoring the configured precision"
-            )
-        return messages
+            return [f"step {step}: no anomaly for {config.steps} steps; restoring the configured precision"]
+        return []
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -93,21 +96,13 @@ class Guard:
         spikes: dict[int, float] = {}
         for norms in passes:
             for group, (norm, past) in enumerate(zip(norms, self._norms, strict=True)):
-                ratio = _ratio(norm, past)
+                has_median = len(past) >= max(4, self._config.history // 4)
+                ratio = (norm / median(past) if has_median else 0.0) if math.isfinite(norm) else math.inf
                 if ratio > limit:
                     spikes[group] = max(ratio, spikes.get(group, 0.0))
                 if math.isfinite(norm) and norm > 0:  # zero-variance groups have no gradient
                     past.append(norm)
         return spikes
-
-    def _fall_back(self, step: int) -> str:
-        config = self._config
-        if not config.fall_back:
-            return ""
-        self.level = Level(min(self.level + 1, Level.ALL))
-        self._until = step + config.steps
-        which = f"the first and last {config.layers} layers" if self.level == Level.ENDS else "all layers"
-        return f"; {which} compute in bf16 for the next {config.steps} steps"
 
 
 def megatron_settings(precision: PrecisionConfig) -> dict[str, Any]:
@@ -244,10 +239,3 @@ def names(groups: Sequence[int] | dict[int, float], num_layers: int) -> str:
     if num_layers + 1 in groups:
         parts.append("output layer")
     return ", ".join(parts)
-
-
-def _ratio(norm: float, past: deque[float]) -> float:
-    if not math.isfinite(norm):
-        return math.inf
-    assert past.maxlen is not None
-    return norm / median(past) if len(past) >= max(4, past.maxlen // 4) else 0.0

@@ -35,7 +35,6 @@ from grpo_mega.config import OptimizerConfig, PrecisionConfig
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import communication, groups
-from grpo_mega.planner.figures import TracedNumber
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import state_of
 
@@ -84,7 +83,12 @@ def rehearse(cases: Sequence[tuple[PlannedJob, Sequence[int], Mapping[str, Any]]
 
     Raise ConfigError or PlanError.
     """
-    local = [(_local(setup), ranks, fields) for setup, ranks, fields in cases]
+    local = []
+    for setup, ranks, fields in cases:
+        # Megatron's local layers have no features of Transformer Engine, and the rehearsed experts are balanced.
+        config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
+        assumed = replace(setup.assumed, expert_imbalance=1.0)
+        local.append((replace(setup, config=config, uses_te=False, assumed=assumed), ranks, fields))
     requests = [request_of(setup, rank, fields) for setup, ranks, fields in local for rank in ranks]
     process = subprocess.run(
         [sys.executable, "-m", "grpo_mega.megatron.rehearsal"],
@@ -139,14 +143,6 @@ def request_of(setup: PlannedJob, rank: int, fields: Mapping[str, Any]) -> dict[
     }
 
 
-def _local(setup: PlannedJob) -> PlannedJob:
-    """Return the setup with Megatron's local layers, without Transformer Engine's features, and with balanced
-    experts.
-    """
-    config = setup.config.model_copy(update={"precision": PrecisionConfig(), "optimizer": OptimizerConfig()})
-    return replace(setup, config=config, uses_te=False, assumed=replace(setup.assumed, expert_imbalance=1.0))
-
-
 def _num_batches(setup: PlannedJob) -> int:
     """Return enough micro-batches to fill the pipeline. Interleaved stages start more than one round before the first
     ends.
@@ -162,6 +158,17 @@ def _compare(setup: PlannedJob, rank: int, found: Mapping[str, Any]) -> Iterator
     yield Comparison(rank, "gradients", state.gradients, found["gradients"])
     kept = sum(activations(setup, pp_rank, padding=1.0).kept)  # segments of equal length need no padding
     yield Comparison(rank, "activations kept", kept, found["kept"], ACTIVATIONS)
+    is_first, is_last = pp_rank == 0, pp_rank == setup.layout.pp - 1
+    # The inputs of the plan's formulas for a rehearsal's micro-batches on this stage.
+    inputs = {
+        "tokens": setup.micro_batch_tokens * _num_batches(setup),
+        "updates": 1,
+        "forwards": 0,
+        "optimizer_steps": 1,
+        "layers": setup.num_layers(pp_rank),
+        "moe_layers": setup.num_moe_layers(pp_rank),
+        "ends": is_first + is_last,
+    }
     for link in communication(setup, state):
         if link.kind in AXES:
             mine = {group for axis in AXES[link.kind] for group in groups(setup.layout, axis) if rank in group}
@@ -173,25 +180,10 @@ def _compare(setup: PlannedJob, rank: int, found: Mapping[str, Any]) -> Iterator
                 if (name == only if only else tuple(ranks) in mine and name != "all_to_all_single")
                 and of_context == is_context
             )
-            yield Comparison(rank, link.kind, _planned(setup, link.sent, pp_rank), sent, COMMUNICATION)
-
-
-def _planned(setup: PlannedJob, sent: TracedNumber, pp_rank: int) -> float:
-    """Return the result of the plan's formula for a rehearsal's micro-batches on this stage."""
-    is_first, is_last = pp_rank == 0, pp_rank == setup.layout.pp - 1
-    inputs = {
-        "tokens": setup.micro_batch_tokens * _num_batches(setup),
-        "updates": 1,
-        "forwards": 0,
-        "optimizer_steps": 1,
-        "layers": setup.num_layers(pp_rank),
-        "moe_layers": setup.num_moe_layers(pp_rank),
-        "ends": is_first + is_last,
-    }
-    planned = sent.at(**{name: value for name, value in inputs.items() if name in sent.inputs})
-    if sent.label == "pipeline" and (is_first or is_last):  # they have one neighbour only
-        planned -= planned / (2 * setup.layout.vpp)
-    return planned
+            planned = link.sent.at(**{name: value for name, value in inputs.items() if name in link.sent.inputs})
+            if link.kind == "pipeline" and (is_first or is_last):  # they have one neighbour only
+                planned -= planned / (2 * setup.layout.vpp)
+            yield Comparison(rank, link.kind, planned, sent, COMMUNICATION)
 
 
 def main() -> None:
@@ -213,6 +205,7 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from grpo_mega import config as configs
+    from grpo_mega.algorithm.losses import LossOutputs
     from grpo_mega.distributed.device import Device
     from grpo_mega.megatron import optimizer as optimizers
     from grpo_mega.megatron import runtime as runtimes
@@ -240,7 +233,10 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], cp_size=cp_size, cp_rank=cp_rank)
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # with 0 the request only builds the model
-                policy.pipeline.forward_backward([batch] * request["num_batches"], _sum_of_hidden)
+                # This loss keeps no tensors for its backward pass. The planner counts the log-probs' tensors.
+                policy.pipeline.forward_backward(
+                    [batch] * request["num_batches"], lambda hidden_TH, batch: LossOutputs(hidden_TH.sum(), {}, {})
+                )
         if not config.layout.overlap_param_gather:  # with overlap the first pass has gathered them
             optimizers.gather_parameters(policy.chunks)  # an optimizer step gathers them
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -269,7 +265,7 @@ class Counted:
 
     def add(self, group: dist.ProcessGroup | None, name: str, num_bytes: float) -> None:
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        if len(ranks) > 1:
+        if len(ranks) > 1 and num_bytes:
             self.sent[tuple(ranks), name, group is not None and group.group_desc == CONTEXT] += int(num_bytes)
 
     def install(self) -> None:
@@ -285,18 +281,23 @@ class Counted:
             ("_reduce_scatter_base", lambda n, output, given: _bytes(given) * (n - 1) / n),
             ("reduce_scatter", lambda n, output: _bytes(output) * (n - 1)),  # its input is a list, not a tensor
             ("all_to_all_single", lambda n, output, given, *sizes: _bytes(given) * (n - 1) / n),
+            ("isend", lambda n, tensor: _bytes(tensor)),
+            ("send", lambda n, tensor: _bytes(tensor)),
+            ("irecv", lambda n, tensor: 0),
+            ("recv", lambda n, tensor: 0),
         ):
-            setattr(dist, name, self._collective(name, share))
-        setattr(dist, "batch_isend_irecv", self._batch)  # noqa: B010  # setattr allows a replacement of another type
+            setattr(dist, name, self._counting(name, share))
+        dist.batch_isend_irecv = lambda operations: [one.op(one.tensor, group=one.group) for one in operations]
         for name in ("isend", "irecv", "send", "recv"):
-            setattr(dist, name, self._point_to_point(name))
             setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
         dist.barrier = lambda *args, **kwargs: None
         make_group = dist.new_group
         # Megatron asks for gloo.
         dist.new_group = lambda *args, **kwargs: make_group(*args, **(kwargs | {"backend": None}))
 
-    def _collective(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
+    def _counting(self, name: str, share: Callable[..., float]) -> Callable[..., _Done]:
+        """Return a function that counts `share(ranks, *tensors)` bytes instead of sending them."""
+
         def counted(*args: Any, **kwargs: Any) -> _Done:
             tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
             group = next((v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup)), None)
@@ -307,42 +308,23 @@ class Counted:
         counted.__name__ = name
         return counted
 
-    def _point_to_point(self, name: str) -> Callable[..., _Done]:
-        def counted(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> _Done:
-            if "send" in name:
-                self.add(group, name, _bytes(tensor))
-            return _Done()
-
-        counted.__name__ = name
-        return counted
-
-    def _batch(self, operations: Sequence[Any]) -> list[Any]:
-        for operation in operations:
-            operation.op(operation.tensor, group=operation.group)
-        return [_Done()]
-
 
 class Kept:
-    """Count the bytes of storages that autograd keeps for the backward pass, without `parameters`: current and peak."""
+    """Count the bytes of storages that autograd keeps for the backward pass, without `parameters`: the peak."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._fixed = {p.untyped_storage()._cdata for p in parameters}
-        self._seen: set[int] = set()
-        self.now = self.most = 0
+        self._sizes: dict[int, int] = {}  # bytes of each storage that is kept now
+        self.most = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen and key not in self._fixed:
-            self._seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._drop, key, size)
+        key = storage._cdata
+        if key not in self._sizes and key not in self._fixed:
+            self._sizes[key] = storage.nbytes()
+            self.most = max(self.most, sum(self._sizes.values()))
+            weakref.finalize(storage, self._sizes.pop, key)
         return tensor
-
-    def _drop(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -408,15 +390,6 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return torch.empty_like(ctx.saved_tensors[0]), None, None
-
-
-def _sum_of_hidden(hidden_TH: Tensor, batch: Any) -> Any:
-    """Return a loss that keeps no tensors for its backward pass. The planner counts the log-probs' tensors by
-    formulas.
-    """
-    from grpo_mega.algorithm.losses import LossOutputs
-
-    return LossOutputs(hidden_TH.sum(), {}, {})
 
 
 if __name__ == "__main__":

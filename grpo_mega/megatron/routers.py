@@ -125,7 +125,12 @@ class Routers:
             yield
         finally:
             self._is_updating = False
-            self._release_graphs()
+            # Megatron's dispatchers keep tensors from their last pass. The autograd graphs of these tensors lead back
+            # to the model, and the garbage collector cannot follow them. In a process that builds another model,
+            # memory and process groups would never be freed.
+            for kept in map(vars, self._dispatchers):
+                has_graph = {name for name, v in kept.items() if isinstance(v, Tensor) and v.grad_fn is not None}
+                kept.update(dict.fromkeys(has_graph))
         assert not any(watched.announced or watched.to_recompute for watched in self._watched)
 
     def start(self, chunk: int, batch: PackedBatch) -> None:
@@ -175,20 +180,6 @@ class Routers:
             bias_E = watched.router.expert_bias
             bias_E += (self._config.bias_update_rate * torch.sign(load_E.mean() - load_E)).to(bias_E)
 
-    def _release_graphs(self) -> None:
-        """Release the tensors that Megatron's dispatchers keep from their last pass.
-
-        Their autograd graphs lead back to the model, and the garbage collector cannot follow these. In a process that
-        builds another model, memory and process groups would never be freed.
-        """
-        for dispatcher in self._dispatchers:
-            kept = [
-                name
-                for name, value in vars(dispatcher).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
-            ]
-            vars(dispatcher).update(dict.fromkeys(kept))
-
     def _tokens_of(self, batch: PackedBatch) -> _Tokens:
         (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)
         groups_T = segments(batch).clamp(max=num_samples)
@@ -202,21 +193,14 @@ class Routers:
         mine = slice(t * self._runtime.tp_rank, t * (self._runtime.tp_rank + 1))
         return _Tokens(is_real_T[mine], groups_T[mine], lengths_G, weights_G)
 
-    def _next_pass(self, watched: _Watched) -> tuple[_Pass, bool]:
-        """Return the pass that a router starts, and True if it is the micro-batch's first pass, not a recomputation."""
-        current, watched.announced = watched.announced, None
-        if current is None:
-            return (
-                watched.to_recompute.popleft() if watched.to_recompute and torch.is_grad_enabled() else _Pass(),
-                False,
-            )
-        if current.is_counted and not torch.is_grad_enabled():
-            watched.to_recompute.append(current)
-        return current, True
-
     def _routing(self, watched: _Watched, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Replace the router's `routing`. `logits` are [t, 1, experts]."""
-        (current, is_first), has_grad = self._next_pass(watched), torch.is_grad_enabled()
+        current, has_grad = watched.announced, torch.is_grad_enabled()
+        watched.announced, is_first = None, current is not None  # otherwise this is a recomputation
+        if current is None:
+            current = watched.to_recompute.popleft() if watched.to_recompute and has_grad else _Pass()
+        elif current.is_counted and not has_grad:
+            watched.to_recompute.append(current)
         if self._replay and watched.replayed:
             watched.replayed.start(current.routes, self._replay.is_compared(watched.layer))
         if (tokens := current.tokens) is None or not current.is_counted:

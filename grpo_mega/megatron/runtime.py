@@ -154,7 +154,16 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
         expert_model_parallel_size=layout.ep,
         order={"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order],
     )
-    _check_order(runtime)
+    # The mapping of weights relies on the order of ranks in `MegatronLayout.place`.
+    theirs = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    ours = *layout.place(rank), runtime.cp_rank, layout.ep_rank(rank)
+    assert theirs == ours, (theirs, ours, layout)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return runtime
@@ -198,16 +207,3 @@ def _leave_groups() -> None:
         if g is not dist.group.WORLD and g.group_desc != process_groups.EVERYONE
     ]:
         dist.destroy_process_group(group)
-
-
-def _check_order(runtime: Runtime) -> None:
-    """Assert that Megatron orders ranks as `MegatronLayout.place` does. The mapping of weights relies on this order."""
-    theirs = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
-    ours = *runtime.layout.place(runtime.rank), runtime.cp_rank, runtime.layout.ep_rank(runtime.rank)
-    assert theirs == ours, (theirs, ours, runtime.layout)

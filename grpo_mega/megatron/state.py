@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,22 @@ def load_state(
             _state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy
         )
         for index, model in enumerate(models):
-            _check_extra_states(state[f"model{index}"])
+            for name, value in state[f"model{index}"].items():  # TE would load any pickle
+                if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
+                    check_extra_state(value.cpu().numpy().tobytes())
             model.load_state_dict(state[f"model{index}"])
         reference |= state.get("reference", {})
         optimizer.load_state_dict(_regrouped(state["optimizer"], optimizer))
         restored = {name: state[name] for name in counters}
     separate_steps(optimizer)
-    _agree(folder, [names[p] for p in differing])
+    by_rank: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, [names[p] for p in differing[:1]])
+    for rank, (name, *_) in ((rank, first) for rank, first in enumerate(by_rank) if first):
+        raise ResumeError(
+            f"checkpoint {folder}: fp32 masters do not match the weights (first {name} on rank {rank}); "
+            "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
+            f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
+        )
     return restored
 
 
@@ -115,15 +125,6 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _check_extra_states(state: dict[str, Any]) -> None:
-    """Raise UnpicklingError if a pickled state of a layer is not one that Transformer Engine writes. TE would load
-    it.
-    """
-    for name, value in state.items():
-        if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
-            check_extra_state(value.cpu().numpy().tobytes())
-
-
 def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """Return the loaded state of an optimizer in the form of this layout's optimizer.
 
@@ -150,40 +151,21 @@ def _compared(optimizer: MegatronOptimizer) -> Iterator[list[torch.Tensor]]:
     weights.
     """
     differing: list[torch.Tensor] = []
-    for part in parts(optimizer):
-        part._set_main_param_and_optimizer_states = _comparing(part, differing)
-    try:
-        yield differing
-    finally:
-        for part in parts(optimizer):
-            del part._set_main_param_and_optimizer_states
 
-
-def _comparing(part: Any, differing: list[torch.Tensor]) -> Any:
-    """Return the part's function that sets the loaded state of a parameter, wrapped in a comparison."""
-    take_state = part._set_main_param_and_optimizer_states
-
-    def take(parameter: torch.Tensor, tensors: Any) -> None:
+    def take(part: Any, take_state: Any, parameter: torch.Tensor, tensors: Any) -> None:
         shard = part._get_model_param_range_map(parameter)["param"]
         is_master = is_rounded_from(parameter, shard.start, shard.end)
         take_state(parameter, tensors)
         if not is_master(part._get_main_param_and_optimizer_states(parameter)["param"]):
             differing.append(parameter)
 
-    return take
-
-
-def _agree(folder: Path, differing: list[str]) -> None:
-    """Raise ResumeError on all ranks if weights differ on any of them."""
-    by_rank: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_rank, differing[:1])
-    rank = next((rank for rank, names in enumerate(by_rank) if names), None)
-    if rank is not None:
-        raise ResumeError(
-            f"checkpoint {folder}: fp32 masters do not match the weights (first {by_rank[rank][0]} on rank {rank}); "
-            "the weights are sound: write them with `grpo-mega export RUN_DIR OUT --step N` or "
-            f"`tools/convert_mcore_to_hf.py {folder} OUT`, and start a new run with model.path=OUT"
-        )
+    for part in parts(optimizer):
+        part._set_main_param_and_optimizer_states = partial(take, part, part._set_main_param_and_optimizer_states)
+    try:
+        yield differing
+    finally:
+        for part in parts(optimizer):
+            del part._set_main_param_and_optimizer_states
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
@@ -225,25 +207,18 @@ def _state(
         "chained_optim_avoid_prefix": True,
     }
     weights = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
-    return {
-        **weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
-        **({"reference": _sharded(reference, weights)} if reference else {}),
-        **counters,
-    }
+    state = weights | {"optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)}
+    if reference:  # sharded like the weights, under keys that start with "reference."
+        places = {f"chunk{i}.{name}": p for i in range(len(models)) for name, p in weights[f"model{i}"].items()}
+        state["reference"] = {
+            name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()
+        }
+    return state | counters
 
 
 def _replicas() -> dist.ProcessGroup:
     """Return the group of ranks that hold the same weights, except experts."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _sharded(reference: Values, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the reference's values, sharded like the weights, under keys that start with "reference."."""
-    places = {f"chunk{i}.{name}": place for i in range(len(weights)) for name, place in weights[f"model{i}"].items()}
-    return {
-        name: make_sharded_optimizer_tensor(places[name], values, "reference") for name, values in reference.items()
-    }
 
 
 def _make_states(optimizer: MegatronOptimizer) -> None:

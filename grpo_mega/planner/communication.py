@@ -53,40 +53,26 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def communication(setup: PlannedJob, state: State) -> list[Link]:
-    """Return the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
-    return [_link(setup, sent, members) for sent, members in _kinds(setup, state)]
-
-
-def _link(setup: PlannedJob, sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
-    """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
-    assumed, card = setup.assumed, setup.card
-    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
-    rate = card.network_bytes if num_crossing else card.nvlink_bytes
-    share = assumed.network_share if num_crossing else assumed.nvlink_share
-    return Link(sent, len(members), num_crossing, figure(f"{sent.label}, time", lambda: sent / (rate * share), "s"))
-
-
-def _kinds(setup: PlannedJob, state: State) -> Iterator[tuple[TracedNumber, Sequence[Sequence[int]]]]:
-    """Yield the bytes that the busiest rank sends, and the groups of ranks, of each kind of communication."""
+def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
+    """Yield the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
     vpp, ep, replicas = layout.vpp, layout.ep, layout.num_replicas
     tokens, cut, (updates, forwards) = setup.tokens_per_rank, setup.sequence_parts, setup.num_passes
     moe_layers = max(setup.num_moe_layers(pp_rank) for pp_rank in range(layout.pp))
     if layout.tp > 1:
-        yield _tensor_parallel(setup, moe_layers), groups(layout, "tp")
+        yield _link(setup, _tensor_parallel(setup, moe_layers), groups(layout, "tp"))
     if layout.cp > 1:
-        yield _context_parallel(setup), groups(layout, "cp")
+        yield _link(setup, _context_parallel(setup), groups(layout, "cp"))
     if layout.pp > 1:
         sent = figure("pipeline", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
-        yield sent, groups(layout, "pp")
+        yield _link(setup, sent, groups(layout, "pp"))
     if ep > 1:
         chosen, passes = setup.experts_per_token, 4 if config.model.recompute == "none" else 6
         sent = figure(
             "experts",
             lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
-        yield sent, groups(layout, "ep")
+        yield _link(setup, sent, groups(layout, "ep"))
     if replicas > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
         spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks hold in common
@@ -98,19 +84,25 @@ def _kinds(setup: PlannedJob, state: State) -> Iterator[tuple[TracedNumber, Sequ
                 * (1 - (1 - spread) / replicas - spread * ep / replicas)
             ),
         )
-        yield sent, groups(layout, "dp")
+        yield _link(setup, sent, groups(layout, "dp"))
     if setup.world_size > 1:
         # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them
         # exactly.
-        received, engines, trainers = (
-            received_weights(setup, "sync to the engines"),
-            setup.num_engine_ranks,
-            layout.world_size,
-        )
+        received = received_weights(setup, "sync to the engines")
+        engines, trainers = setup.num_engine_ranks, layout.world_size
         sent = replace(received, trust="estimate")
         if setup.is_separate and engines > trainers:  # fewer ranks send than receive
             sent = figure(received.label, lambda: received * engines / trainers)
-        yield sent, [range(setup.world_size)]
+        yield _link(setup, sent, [range(setup.world_size)])
+
+
+def _link(setup: PlannedJob, sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
+    """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
+    assumed, card = setup.assumed, setup.card
+    num_crossing = sum(len({rank // setup.gpus_per_node for rank in group}) > 1 for group in members)
+    rate = card.network_bytes if num_crossing else card.nvlink_bytes
+    share = assumed.network_share if num_crossing else assumed.nvlink_share
+    return Link(sent, len(members), num_crossing, figure(f"{sent.label}, time", lambda: sent / (rate * share), "s"))
 
 
 def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:

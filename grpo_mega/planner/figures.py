@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def figure(label: str, formula: Callable[[], Number], unit: Unit = "B", trust: T
 def total(label: str, parts: Iterable[TracedNumber], unit: Unit = "B") -> TracedNumber:
     """Return the sum of the parts. Their labels name the inputs."""
     figures = list(parts)
-    inputs = {_name(part.label): part.value for part in figures}
+    inputs = {re.sub(r"\W", "_", part.label.lower()): part.value for part in figures}
     assert len(inputs) == len(figures), [part.label for part in figures]
     return TracedNumber(label, sum(inputs.values()), inputs, " + ".join(inputs) or "0", unit)
 
@@ -84,11 +85,6 @@ def _call(function: Callable[[], Number] | None, inputs: Mapping[str, Number]) -
     cells = tuple(CellType(inputs[name]) for name in function.__code__.co_freevars)
     number: Number = FunctionType(function.__code__, function.__globals__, closure=cells)()
     return number
-
-
-@functools.cache
-def _name(label: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in label.lower())
 
 
 @functools.cache

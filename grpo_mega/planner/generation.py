@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
 
 import numpy as np
 
@@ -59,37 +58,34 @@ def read_lengths(text: str, longest: int) -> Lengths:
 
     Longer responses count as `longest`. Raise ConfigError.
     """
-    points = _samples(user_path(text)) if "=" not in text else {0.0: 1.0, 1.0: float(longest)} | _percentiles(text)
+    if "=" in text:
+        found = [re.fullmatch(r"p(\d+(?:\.\d+)?)=(\d+)", part) for part in text.split(",")]
+        given = {float(match[1]) / 100: float(match[2]) for match in found if match}
+        if len(given) < len(found) or max(given) > 1:
+            raise ConfigError(
+                f"--lengths {text}: must be percentiles like p50=700,p99=12000, or the folder of a run; change it"
+            )
+        points = {0.0: 1.0, 1.0: float(longest)} | given
+    else:  # the finished responses in a run's folder, or in a samples file
+        path = user_path(text)
+        path = path / SAMPLES_FILE if path.is_dir() else path
+        try:
+            rows = [row for _, row in read_json_lines(path) if row is not None]
+        except OSError as error:
+            raise ConfigError(
+                f"--lengths: cannot read {path} ({error.strerror}); name the folder of a run, or percentiles"
+            ) from None
+        lengths = sorted(len(row["rollout_logprobs"]) for row in rows if row.get("rollout_logprobs"))
+        if not lengths:
+            raise ConfigError(
+                f"--lengths: {path} has no samples; name the folder of a run with log.samples_per_step > 0"
+            )
+        points = {(i + 0.5) / len(lengths): float(length) for i, length in enumerate(lengths)}
     shares = sorted(points)
     tokens = [min(points[share], float(longest)) for share in shares]
     if tokens != sorted(tokens) or tokens[0] < 1:
         raise ConfigError(f"--lengths {text}: must be at least 1 token and grow with the percentile; change an entry")
     return Lengths(tuple(shares), tuple(tokens))
-
-
-def _percentiles(text: str) -> dict[float, float]:
-    found = [re.fullmatch(r"p(\d+(?:\.\d+)?)=(\d+)", part) for part in text.split(",")]
-    points = {float(match[1]) / 100: float(match[2]) for match in found if match}
-    if len(points) < len(found) or max(points) > 1:
-        raise ConfigError(
-            f"--lengths {text}: must be percentiles like p50=700,p99=12000, or the folder of a run; change it"
-        )
-    return points
-
-
-def _samples(path: Path) -> dict[float, float]:
-    """Return the lengths of the finished responses in a run's folder, or in a samples file."""
-    path = path / SAMPLES_FILE if path.is_dir() else path
-    try:
-        rows = [row for _, row in read_json_lines(path) if row is not None]
-    except OSError as error:
-        raise ConfigError(
-            f"--lengths: cannot read {path} ({error.strerror}); name the folder of a run, or percentiles"
-        ) from None
-    lengths = sorted(len(row["rollout_logprobs"]) for row in rows if row.get("rollout_logprobs"))
-    if not lengths:
-        raise ConfigError(f"--lengths: {path} has no samples; name the folder of a run with log.samples_per_step > 0")
-    return {(i + 0.5) / len(lengths): float(length) for i, length in enumerate(lengths)}
 
 
 @dataclass(frozen=True)

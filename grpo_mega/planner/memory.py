@@ -17,7 +17,6 @@ from grpo_mega.planner.activations import activations
 from grpo_mega.planner.figures import GIB, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import FP32, State, Storage, stage_state
-from grpo_mega.preflight.cards import Card
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks
@@ -47,13 +46,8 @@ class StageMemory:
         return self.totals[self.peak_phase]
 
 
-def device_memory(setup: PlannedJob) -> list[StageMemory]:
-    """Return the memory of each stage's devices."""
-    engine = engine_memory(setup)
-    return [_stage(setup, engine, pp_rank) for pp_rank in range(setup.layout.pp)]
-
-
-def _stage(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory:
+def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> StageMemory:
+    """Return the memory of each device of a stage. `engine` is the memory of the engine on it."""
     state, acts, fixed = state_of(setup, pp_rank), activations(setup, pp_rank), _fixed(setup, engine)
     trainer = [*_state_figures(setup, state), *_fp8_copies(setup, state, pp_rank)]
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
@@ -198,7 +192,36 @@ class EngineMemory:
 
 
 def engine_memory(setup: PlannedJob) -> EngineMemory:
-    return _served(setup) if setup.is_served else _embedded(setup)
+    """Return the memory of a device of a server, or of the embedded engine."""
+    if not setup.is_served:
+        return _embedded(setup)
+    rollout, card, b = setup.config.rollout, setup.card, setup.engine_itemsize
+    hidden, vocab, tp, concurrent = setup.shape.hidden, setup.shape.vocab, rollout.tp, rollout.max_concurrent
+    weights, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
+    prefill = 8192 if card.memory_gib < 160 else 16384
+    if rollout.cache_tokens is not None:
+        cache = product("KV cache", tokens=rollout.cache_tokens, per_token=per_token)
+    else:
+        # SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its reserve.
+        num_mib, graph_batch = card.memory_gib * 1024, 256 if tp < 4 and card.memory_gib < 160 else 512
+        reserve = max(512 + 1.5 * prefill + tp / 8 * 1024 + 2 * graph_batch, 10 * 1024)
+        fraction = rollout.memory_fraction or round((num_mib - reserve) / num_mib, 3)
+        capacity, context = card.memory_gib * GIB, setup.assumed.context_gib * GIB
+        # The server starts before the policy, so the free memory is the device less two contexts.
+        cache = figure("KV cache", lambda: max(0, fraction * (capacity - 2 * context) - weights))
+    tokens = figure("tokens in a KV cache", lambda: floor(cache / per_token), "tokens")
+    ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
+    extra = figure(
+        "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
+    )
+    asleep = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
+    shortfall = None
+    if tokens < setup.longest_sample:
+        shortfall = (
+            f"the engine's KV cache holds {tokens:.0f} tokens, but the longest sample has {setup.longest_sample}; "
+            "raise rollout.tp or rollout.memory_fraction"
+        )
+    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent(setup, tokens), shortfall)
 
 
 @dataclass(frozen=True)
@@ -251,44 +274,6 @@ def cache_bytes_per_token(setup: PlannedJob) -> int:
         return shape.num_layers * shape.kv_down * setup.engine_itemsize
     heads = max(1, shape.num_kv_heads // setup.config.rollout.tp)
     return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
-
-
-def _default_fraction(card: Card, tp: int) -> float:
-    """Return SGLang 0.5.21's default of mem_fraction_static (srt/arg_groups/memory_hook.py): the share without its
-    reserve.
-    """
-    capacity = card.memory_gib * 1024
-    chunk = 8192 if capacity < 160 * 1024 else 16384
-    graph_batch = 256 if tp < 4 and capacity < 160 * 1024 else 512
-    reserve = max(512 + 1.5 * chunk + tp / 8 * 1024 + 2 * graph_batch, 10 * 1024)
-    return round((capacity - reserve) / capacity, 3)
-
-
-def _served(setup: PlannedJob) -> EngineMemory:
-    rollout, card, b = setup.config.rollout, setup.card, setup.engine_itemsize
-    hidden, vocab, tp, concurrent = setup.shape.hidden, setup.shape.vocab, rollout.tp, rollout.max_concurrent
-    weights, per_token = received_weights(setup, "engine weights"), cache_bytes_per_token(setup)
-    if rollout.cache_tokens is not None:
-        cache = product("KV cache", tokens=rollout.cache_tokens, per_token=per_token)
-    else:
-        fraction = rollout.memory_fraction or _default_fraction(card, tp)
-        capacity, context = card.memory_gib * GIB, setup.assumed.context_gib * GIB
-        # The server starts before the policy, so the free memory is the device less two contexts.
-        cache = figure("KV cache", lambda: max(0, fraction * (capacity - 2 * context) - weights))
-    tokens = figure("tokens in a KV cache", lambda: floor(cache / per_token), "tokens")
-    prefill = 8192 if card.memory_gib < 160 else 16384
-    ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
-    extra = figure(
-        "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
-    )
-    asleep = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
-    shortfall = None
-    if tokens < setup.longest_sample:
-        shortfall = (
-            f"the engine's KV cache holds {tokens:.0f} tokens, but the longest sample has {setup.longest_sample}; "
-            "raise rollout.tp or rollout.memory_fraction"
-        )
-    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent(setup, tokens), shortfall)
 
 
 def _embedded(setup: PlannedJob) -> EngineMemory:

@@ -25,10 +25,10 @@ from grpo_mega.planner.memory import (
     HostMemory,
     StageMemory,
     checkpoint_bytes,
-    device_memory,
     engine_device,
     engine_memory,
     host_memory,
+    stage_memory,
 )
 from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Timing, timing
@@ -48,7 +48,7 @@ class Plan:
 
     @cached_property
     def stages(self) -> list[StageMemory]:
-        return device_memory(self.setup)
+        return [stage_memory(self.setup, self.engine, pp_rank) for pp_rank in range(self.setup.layout.pp)]
 
     @cached_property
     def worst(self) -> StageMemory:
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def links(self) -> list[Link]:
-        return communication(self.setup, self.largest_state)
+        return list(communication(self.setup, self.largest_state))
 
     @cached_property
     def timing(self) -> Timing:
@@ -204,7 +204,23 @@ def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
     setup = replace(plan.setup, lengths=plan.setup.response_lengths)
     if setup.lengths is None:
         return None
-    options = [option for option in _options(setup, _other_placements(setup)) if option.plan.fits]
+    layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
+    unit = layout.tp * layout.cp * layout.pp  # the same on the other placement
+    separate: Changes = {
+        "rollout.placement": "separate",
+        "rollout.partial": False,
+        "rollout.oversample": 1.0,
+        "rollout.max_staleness": rollout.max_staleness if rollout.partial else 1,
+    }
+    candidates = (
+        [{"layout.engine_ranks": 0, "layout.dp": world // unit, "rollout.placement": "colocated"}]
+        if setup.is_separate
+        else [
+            {"layout.engine_ranks": ranks, "layout.dp": (world - ranks) // unit} | separate
+            for ranks in range(rollout.tp, world, rollout.tp)
+        ]
+    )
+    options = [option for option in _options(setup, candidates) if option.plan.fits]
     if not options:
         return plan, None
     # A search with shrinking strides: with fewer engine ranks generation takes longer; with more engine ranks training
@@ -307,21 +323,3 @@ def _contexts(setup: PlannedJob, sizes: Iterable[int]) -> Iterator[tuple[int, Ch
 def _engine_cut(setup: PlannedJob, tp: int) -> Changes:
     """Return `tp` for the engines, with as many expert parts as now or fewer."""
     return {"rollout.tp": tp, "rollout.ep": min(tp, setup.config.rollout.ep)}
-
-
-def _other_placements(setup: PlannedJob) -> Iterator[Changes]:
-    """Yield the changes that switch to the other placement, with the same tp, cp and pp."""
-    layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
-    unit = layout.tp * layout.cp * layout.pp
-    if setup.is_separate:
-        yield {"layout.engine_ranks": 0, "layout.dp": world // unit, "rollout.placement": "colocated"}
-        return
-    for ranks in range(rollout.tp, world, rollout.tp):
-        yield {
-            "layout.engine_ranks": ranks,
-            "layout.dp": (world - ranks) // unit,
-            "rollout.placement": "separate",
-            "rollout.partial": False,
-            "rollout.oversample": 1.0,
-            "rollout.max_staleness": rollout.max_staleness if rollout.partial else 1,
-        }

@@ -36,7 +36,7 @@ class ReportSection:
 
 def sections(plan: Plan) -> Iterator[ReportSection]:
     """Yield all figures by section. Memory figures are for the stage with the highest peak."""
-    setup, engine, host = plan.setup, plan.engine, plan.host
+    setup, engine, host, timing = plan.setup, plan.engine, plan.host, plan.timing
     yield _batch(plan)
     for phase, parts in plan.worst.phases.items():
         yield ReportSection(f"memory, {phase}", [*parts, plan.worst.totals[phase]], is_formula=True)
@@ -60,8 +60,22 @@ def sections(plan: Plan) -> Iterator[ReportSection]:
     )
     remarks = [f"A save needs {size} of free disk."]
     yield ReportSection("checkpoint", [plan.checkpoint], notes={plan.checkpoint.label: kept}, remarks=remarks)
-    yield _communication(plan)
-    yield _time(plan)
+    notes = {
+        link.kind: f"= {link.sent / 1e9:,.1f} GB; {'network' if link.crosses else 'NVLink'}; {link.num_crossing} of"
+        f" {link.num_groups} groups across nodes"
+        for link in plan.links
+    }
+    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
+    yield ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
+    shares = {phase.label: phase / timing.step for phase in timing.phases}
+    waits = "Engines generate while the others train; sampling is the time that the trainers wait."
+    yield ReportSection(
+        "time",
+        [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
+        "of a step; an estimate from peak rates and assumed shares of them",
+        {label: f"{share:>7.0%}  {'#' * round(40 * share)}".rstrip() for label, share in shares.items()},
+        [waits] if setup.is_separate and setup.config.rollout.keeps_unfinished else [],
+    )
 
 
 def _batch(plan: Plan) -> ReportSection:
@@ -78,17 +92,6 @@ def _batch(plan: Plan) -> ReportSection:
     return ReportSection("batch", [*batch], means, notes, remarks)
 
 
-def _communication(plan: Plan) -> ReportSection:
-    notes = {}
-    for link in plan.links:
-        where = (
-            f"{'network' if link.crosses else 'NVLink'}; {link.num_crossing} of {link.num_groups} groups across nodes"
-        )
-        notes[link.kind] = f"= {link.sent / 1e9:,.1f} GB; {where}"
-    figures = [figure for link in plan.links for figure in (link.sent, link.seconds)]
-    return ReportSection("communication", figures, "per step, sent by the busiest rank", notes, _sync_remark(plan))
-
-
 def _sync_remark(plan: Plan) -> Iterator[str]:
     """Yield the traffic of a sync. Only the text counts it, because that takes a second for 512 ranks."""
     if plan.links:
@@ -97,19 +100,6 @@ def _sync_remark(plan: Plan) -> Iterator[str]:
             f"A sync moves {traffic.moved / 1e9:,.0f} GB in all, {traffic.between_nodes / 1e9:,.0f} of it between"
             f" nodes; at most {max(traffic.received) / 1e9:.1f} GB to one rank."
         )
-
-
-def _time(plan: Plan) -> ReportSection:
-    timing, rollout = plan.timing, plan.setup.config.rollout
-    shares = {phase.label: phase / timing.step for phase in timing.phases}
-    waits = "Engines generate while the others train; sampling is the time that the trainers wait."
-    return ReportSection(
-        "time",
-        [timing.decoding, *timing.phases, timing.step, timing.tokens_per_second_per_gpu, timing.model_flops_share],
-        "of a step; an estimate from peak rates and assumed shares of them",
-        {label: f"{share:>7.0%}  {'#' * round(40 * share)}".rstrip() for label, share in shares.items()},
-        [waits] if rollout.is_separate and rollout.keeps_unfinished else [],
-    )
 
 
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
@@ -218,14 +208,26 @@ def _option_json(option: Option) -> dict[str, Any]:
 def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, *, explains: bool) -> str:
     found = [section for section in sections(plan) if section.figures and (explains or not section.is_formula)]
     batch, *rest = [_section_lines(section, explains=explains) for section in found]
-    notes = _wrapped(findings.notes, "note: ")
-    parts = [_verdict(plan), notes, _ranks_lines(plan), batch, _memory(plan), *rest, _changes(plan)]
+    parts = [_verdict(plan), _wrapped(findings.notes, "note: "), _ranks_lines(plan), batch, _memory(plan), *rest]
+    changes = first_changes(plan)
+    if changes or not plan.fits:
+        detail = "no single change makes it fit; --suggest searches whole layouts"
+        if changes:
+            detail = f"single changes that {'make it faster' if plan.fits and not plan.is_tight else 'make room'}"
+        parts.append([_head("What to change first", detail), *_option_lines(changes)])
     if options is not None:
         none = f"none leaves {MARGIN:.0%} free; lower the token budget or take more GPUs"
         detail = f"the fastest that leave {MARGIN:.0%} free" if options else none
         parts.append([_head("Suggested layouts", detail), *_option_lines(options)])
     if explains:
-        parts.append(_assumptions(plan))
+        card = plan.setup.card
+        rates = (
+            f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g}"
+            f" fp8, HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network"
+            f" {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
+        )
+        rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
+        parts.append([_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")])
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -240,8 +242,15 @@ def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
     """Return a line per figure; with `explains` also its formula and inputs."""
     lines = [_head(section.name.capitalize(), section.detail)]
     for figure in section.figures:
+        value = f"{figure:,.0f} {figure.unit}".rstrip()
+        if figure.unit == "B":
+            value = f"{figure.gib:,.1f} GiB"
+        elif figure.unit == "s":
+            value = _seconds(figure)
+        elif not figure.unit and 0 < figure < 1:  # a share
+            value = f"{figure:.0%}"
         trust = f"({figure.trust})" if explains and figure.trust != "estimate" else ""
-        lines += _wrapped([_row(figure.label, _value(figure), section.notes.get(figure.label, ""), trust)], "  ")
+        lines += _wrapped([_row(figure.label, value, section.notes.get(figure.label, ""), trust)], "  ")
         if explains:
             inputs = ", ".join(f"{name}={_number(value)}" for name, value in figure.inputs.items())
             lines += _wrapped(
@@ -252,16 +261,6 @@ def _section_lines(section: ReportSection, *, explains: bool) -> list[str]:
 
 def _row(label: str, value: str, *notes: str) -> str:
     return " ".join([f"{label:{LABEL_WIDTH}}{value:>14}", *filter(None, notes)]).rstrip()
-
-
-def _value(figure: TracedNumber) -> str:
-    if figure.unit == "B":
-        return f"{figure.gib:,.1f} GiB"
-    if figure.unit == "s":
-        return _seconds(figure)
-    if not figure.unit and 0 < figure < 1:  # a share
-        return f"{figure:.0%}"
-    return f"{figure:,.0f} {figure.unit}".rstrip()
 
 
 def _number(value: float) -> str:
@@ -300,24 +299,21 @@ def _verdict(plan: Plan) -> list[str]:
     parameters = plan.checkpoint.inputs["parameters"]
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
     title = f"{setup.shape.model_type}, {size} parameters, on {setup.world_size} x {setup.card.title}"
-    return [title, *_wrapped([answer]), speed, *_wrapped(_faster(plan))]
-
-
-def _faster(plan: Plan) -> list[str]:
-    """Return the sentence that names the faster placement; nothing without a distribution of lengths."""
-    compared = other_placement(plan)
+    lines, compared = [title, *_wrapped([answer]), speed], other_placement(plan)
     if compared is None:
-        return []
+        return lines
     faster, option = compared
-    name = "colocated" if plan.setup.is_separate else "separate"
     if option is None:
-        return [
+        name = "colocated" if setup.is_separate else "separate"
+        choice = (
             f"Only one placement to choose from: nothing with rollout.placement={name} fits these GPUs at this tp"
             " and pp."
-        ]
-    slower = option.plan if faster is plan else plan
-    first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
-    return [f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."]
+        )
+    else:
+        slower = option.plan if faster is plan else plan
+        first, second = (f"{_placement_name(one)}, {_seconds(one.timing.step)}" for one in (faster, slower))
+        choice = f"Expected faster: {first} per step; {second}{'' if slower.fits else ', does not fit'}."
+    return lines + _wrapped([choice])
 
 
 def _placement_name(plan: Plan) -> str:
@@ -389,13 +385,6 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _changes(plan: Plan) -> list[str]:
-    options, purpose = first_changes(plan), "make it faster" if plan.fits and not plan.is_tight else "make room"
-    none = "no single change makes it fit; --suggest searches whole layouts"
-    detail = f"single changes that {purpose}" if options else none
-    return [_head("What to change first", detail), *_option_lines(options)] if options or not plan.fits else []
-
-
 def _option_lines(options: Iterable[Option]) -> Iterator[str]:
     for number, option in enumerate(options, 1):
         state = "fits" if option.plan.fits else "does not fit"
@@ -404,14 +393,3 @@ def _option_lines(options: Iterable[Option]) -> Iterator[str]:
             f"{option.plan.peak_gib:.1f} GiB, {option.plan.spare:.0%} to spare, {state}"
         )
         yield from _wrapped([option.flags or "the config as it is"], "     ")
-
-
-def _assumptions(plan: Plan) -> list[str]:
-    card = plan.setup.card
-    rates = (
-        f"{card.title}: {card.memory_gib} GiB, {card.bf16_flops / 1e12:g} TFLOP/s bf16, {card.fp8_flops / 1e12:g} fp8, "
-        f"HBM {card.hbm_bytes / 1e9:g} GB/s, NVLink {card.nvlink_bytes / 1e9:g}, network {card.network_bytes / 1e9:g}, "
-        f"host {card.host_bytes / 1e9:g}"
-    )
-    rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
-    return [_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")]

@@ -141,9 +141,18 @@ def stage_state(
     """Return the state of each rank of a stage."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
     chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
-    buffers = [
-        b for i, chunk in enumerate(chunks) for b in _buffers(chunk, layout, storage, has_buckets=i + pp_rank == 0)
-    ]
+    buffers: list[Buffer] = []
+    for i, chunk in enumerate(chunks):
+        # Only the first chunk of the first stage has several buckets.
+        has_buckets = storage.is_overlapped and i + pp_rank == 0
+        bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if has_buckets else None
+        kinds: dict[tuple[bool, bool], list[Parameter]] = {}
+        for parameter in chunk:
+            is_fp8 = parameter.layer in (storage.fp8_layers or ()) and parameter.name.endswith(_FP8)
+            kinds.setdefault((parameter.is_spread, is_fp8), []).append(parameter)
+        for (is_spread, is_fp8), chosen in sorted(kinds.items()):
+            dp_size = layout.num_replicas // (layout.ep if is_spread else 1)
+            buffers.append(replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread))
     shares = [0] * layout.num_replicas
     for buffer in buffers:
         for replica in range(layout.num_replicas):  # replicas with the same experts are neighbours
@@ -205,26 +214,6 @@ def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | 
     if spans:
         close()
     return Buffer(position, tuple(shares), largest_bucket)
-
-
-def _buffers(
-    parameters: Sequence[Parameter], layout: MegatronLayout, storage: Storage, *, has_buckets: bool
-) -> Iterator[Buffer]:
-    """Yield one chunk's buffers. Only the first chunk of the first stage has several buckets."""
-    bucket_size = (
-        max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if storage.is_overlapped and has_buckets else None
-    )
-    for is_spread in (False, True):
-        for is_fp8 in (False, True):
-            chosen = [p for p in parameters if p.is_spread == is_spread and _is_fp8(p, storage) == is_fp8]
-            if chosen:
-                dp_size = layout.num_replicas // (layout.ep if is_spread else 1)
-                yield replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread)
-
-
-def _is_fp8(parameter: Parameter, storage: Storage) -> bool:
-    layers = storage.fp8_layers
-    return layers is not None and parameter.layer in layers and parameter.name.endswith(_FP8)
 
 
 def _repeated(

@@ -30,12 +30,24 @@ class Timing:
 def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMemory) -> Timing:
     by_kind = {link.kind: float(link.seconds) for link in links}
     logprobs, update = _passes(setup, by_kind, state)
-    offload, lengths = _offload(setup, state), setup.response_lengths
+    moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
+    offload = figure(
+        "offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s"
+    )
     decoding = decoding_step(setup, engine.weights, engine.concurrent, setup.mean_prompt + setup.mean_response / 2)
-    if lengths is None:
-        sampling = _generation(setup, engine, decoding)
-    else:
+    if (lengths := setup.response_lengths) is not None:
         sampling = _simulated(setup, engine, decoding, lengths, logprobs + update + offload)
+    else:  # full batches until no sequence waits, and a tail until the longest responses end
+        sequences, concurrent = sequences_per_engine(setup), engine.concurrent
+        prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
+        response, longest = setup.mean_response, setup.config.rollout.max_response_length
+        full, last = decoding, decoding.at(concurrent=1)
+        sampling = figure(
+            "sampling",
+            lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last,
+            "s",
+        )
     sync = product("sync", "s", sync=by_kind.get("sync to the engines", 0.0))
     phases = [
         sampling,
@@ -45,23 +57,19 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
         sync,
         product("everything else", "s", overhead=setup.assumed.step_overhead_s),
     ]
-    step, gpus, peak, trainers = (
-        total("a step", phases, "s"),
-        setup.world_size,
-        setup.card.bf16_flops,
-        setup.layout.world_size,
-    )
+    step, gpus = total("a step", phases, "s"), setup.world_size
+    peak, trainers = setup.card.bf16_flops, setup.layout.world_size
     tokens, outputs, (updates, _) = setup.batch.tokens, setup.batch.samples * setup.mean_response, setup.num_passes
     pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
     # Only responses go through the output layer.
     flops = model_flops.of_totals(
         setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token
     ).forward
-    rate = figure("tokens per second per GPU", lambda: tokens / (step * gpus), "")
+    speed = figure("tokens per second per GPU", lambda: tokens / (step * gpus), "")
     flops_share = figure(
         "model FLOPs of the update, of the bf16 peak", lambda: 3 * flops * updates / (update * trainers * peak), ""
     )
-    return Timing(phases, step, decoding, rate, flops_share)
+    return Timing(phases, step, decoding, speed, flops_share)
 
 
 def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
@@ -73,7 +81,10 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     ring = by_kind.get("context parallel", 0.0) * (1 - setup.assumed.overlap_share * setup.uses_te)
     within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0) + ring
     (updates, forwards), reference = setup.num_passes, int(setup.has_reference)
-    taught = sum(_forward_seconds(one) for one in setup.of_teachers())
+    taught: float = 0  # a forward pass of each teacher over a step's tokens
+    for one in setup.of_teachers():
+        largest = _layers_seconds(one, 0)
+        taught += max(largest, one.num_layers(layout.pp - 1) / one.largest_stage * largest + _output_seconds(one))
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
     # Interleaved stages overlap their sends with computation; other stages wait for them.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
@@ -124,12 +135,6 @@ def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:
     return setup.largest_stage * setup.tokens_per_rank / setup.layout.tp * (products + attention)
 
 
-def _forward_seconds(of_teacher: PlannedJob) -> float:
-    """Return the time of a teacher's forward pass over a step's tokens."""
-    layers, output = _layers_seconds(of_teacher, 0), _output_seconds(of_teacher)
-    return max(layers, of_teacher.num_layers(of_teacher.layout.pp - 1) / of_teacher.largest_stage * layers + output)
-
-
 def _output_seconds(setup: PlannedJob) -> float:
     """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
     tokens, shape = setup.batch.samples * setup.mean_response / setup.layout.num_replicas, setup.shape
@@ -140,17 +145,6 @@ def _output_seconds(setup: PlannedJob) -> float:
         * shape.vocab
         / setup.layout.tp
         / (setup.card.bf16_flops * setup.assumed.logprob_share)
-    )
-
-
-def _generation(setup: PlannedJob, engine: EngineMemory, step: TracedNumber) -> TracedNumber:
-    """Return the time of full batches until no sequence waits, and of a tail until the longest responses end."""
-    sequences, concurrent = sequences_per_engine(setup), engine.concurrent
-    prefill = sequences / setup.config.algorithm.group_size * setup.mean_prompt * token_seconds(setup)
-    response, longest = setup.mean_response, setup.config.rollout.max_response_length
-    full, last = step, step.at(concurrent=1)
-    return figure(
-        "sampling", lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last, "s"
     )
 
 
@@ -212,11 +206,3 @@ def token_seconds(setup: PlannedJob) -> float:
     in_fp8 = setup.is_served and rollout.quantization is not None
     peak = (card.fp8_flops if in_fp8 else 0) or card.bf16_flops
     return 2 * weights / (rollout.tp * peak * setup.assumed.prefill_share)
-
-
-def _offload(setup: PlannedJob, state: State) -> TracedNumber:
-    moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
-    weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
-    return figure(
-        "offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s"
-    )

@@ -111,10 +111,6 @@ class StopWhenTrainersArrive(StopCondition):
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
 
-def _ignore(sample: Sample, group: Group) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class RolloutRequest:
     """A request for the missing samples of groups. Every rank passes the same groups, and one rank generates each of
@@ -127,7 +123,8 @@ class RolloutRequest:
     groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
     sampling: Sampling
     step: int  # seeds the random streams of samples that start now
-    on_sample: Callable[[Sample, Group], None] = _ignore  # gets each finished sample and its group with that sample
+    # It gets each finished sample, and its group with that sample.
+    on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
 
 

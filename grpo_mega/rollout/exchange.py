@@ -43,8 +43,18 @@ def gather(
     Verdicts that are not in `verdict_names` become "other". `name` must be unique among the exchanges of the run. Raise
     EngineError if a rank's part is not the part that the rank sent.
     """
-    names = [f"samples of {name}, of rank {rank}" for rank in range(dist.get_world_size(ranks))]
-    parts = _all_gather_bytes(seal(names[dist.get_rank(ranks)], pack_groups(groups)), ranks)
+    rank, names = dist.get_rank(ranks), [f"samples of {name}, of rank {i}" for i in range(dist.get_world_size(ranks))]
+    mine = bytearray(seal(names[rank], pack_groups(groups)))
+    sizes = torch.zeros(len(names), dtype=torch.int64)
+    sizes[rank] = len(mine)
+    dist.all_reduce(sizes, group=ranks)
+    ends = [0, *accumulate(sizes.tolist())]
+    # An all-reduce sends each byte twice per rank. A gather would need every part padded to the longest.
+    everything = torch.zeros(ends[-1], dtype=torch.uint8)
+    everything[ends[rank] : ends[rank + 1]] = torch.frombuffer(mine, dtype=torch.uint8)
+    dist.all_reduce(everything, group=ranks)
+    whole = memoryview(everything.numpy())  # type: ignore[arg-type]
+    parts = [whole[start:end] for start, end in pairwise(ends)]
     return unpack([unseal(name, part) for name, part in zip(names, parts, strict=True)], prompts, verdict_names)
 
 
@@ -128,23 +138,3 @@ def samples_of(
         start = end
     if start != len(tokens) or start != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs of samples with {start}")
-
-
-def _all_gather_bytes(mine: bytes, ranks: dist.ProcessGroup | None) -> list[memoryview]:
-    """Return the bytes of every rank.
-
-    An all-reduce sends each byte twice per rank. A gather would need every part padded to the longest.
-    """
-    rank = dist.get_rank(ranks)
-    sizes = torch.zeros(dist.get_world_size(ranks), dtype=torch.int64)
-    sizes[rank] = len(mine)
-    dist.all_reduce(sizes, group=ranks)
-    ends = [0, *accumulate(sizes.tolist())]
-    everything = torch.zeros(ends[-1], dtype=torch.uint8)
-    start = ends[rank]
-    everything[start : start + len(mine)] = (
-        torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else everything[:0]
-    )
-    dist.all_reduce(everything, group=ranks)
-    whole = memoryview(everything.numpy())  # type: ignore[arg-type]
-    return [whole[start:end] for start, end in pairwise(ends)]

@@ -126,8 +126,11 @@ class Rollouts:
                 todo = {index: group for index, group in todo.items() if index not in ended}
                 self.recover(version)
         kept = sorted(sorted(done, key=lambda index: (index not in needed, done[index], index))[:wanted])
-        if wanted < len(groups):
-            self._count(reports.values(), kept)
+        for report in reports.values() if wanted < len(groups) else ():
+            name = "kept" if report.prompt_index in kept else "aborted"
+            self._stats.update(
+                {f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens}
+            )
         shared = sorted(reports if self.config.rollout.keeps_unfinished else reports.keys() & kept)
         return Phase(groups, mine, kept, shared, sampling.group_size, step, description)
 
@@ -257,13 +260,6 @@ class Rollouts:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
         by_rank = self.rendezvous.all_gather("generation", reports, self.config.rollout.phase_deadline_s)
         return [_Report(*row) for rows in by_rank for row in rows]
-
-    def _count(self, reports: Collection[_Report], kept: Collection[int]) -> None:
-        for report in reports:
-            name = "kept" if report.prompt_index in kept else "aborted"
-            self._stats.update(
-                {f"{name}_groups": 1, f"{name}_samples": report.num_samples, f"{name}_tokens": report.num_tokens}
-            )
 
 
 class _Report(NamedTuple):

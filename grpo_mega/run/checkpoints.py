@@ -143,7 +143,10 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
     if any(path == final for _, _, path in written):
         remove(final)
     elif os.path.lexists(final):
-        os.rename(final, _free_name(folder, f"{final.name}.other"))
+        number, other = 1, folder / f"{final.name}.other"
+        while os.path.lexists(other):
+            number, other = number + 1, folder / f"{final.name}.other-{number}"
+        os.rename(final, other)
     os.rename(partial, final)
     sync_to_disk(folder)
     pointer = folder / f".{LATEST}"
@@ -195,10 +198,3 @@ def _write_through(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _free_name(folder: Path, name: str) -> Path:
-    number, path = 1, folder / name
-    while os.path.lexists(path):
-        number, path = number + 1, folder / f"{name}-{number}"
-    return path

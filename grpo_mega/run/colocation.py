@@ -64,7 +64,19 @@ class Colocation:
     def sync_weights(self, version: int) -> StepMetrics:
         """Send the policy's weights to the engine, as policy `version`. Raise SyncError or EngineError on all ranks."""
         while True:
-            num_bytes = self._sync_once(version)
+            if self._takes_turns:
+                with self.timers("offload"):
+                    self._policy_memory.offload_optimizer()
+                with self.timers("wake"):
+                    self.engine.wake_weights()
+            with self.timers("sync"):
+                tensors = {} if self.policy is None else self.policy.tensors()
+                num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
+            if self._takes_turns:
+                with self.timers("offload"):
+                    self._policy_memory.offload_weights()
+                with self.timers("wake"):
+                    self.engine.wake_cache()
             failures = self._gather_failures("weight sync")
             if not failures:
                 return {"sync/received_mib": num_bytes / 2**20}
@@ -74,22 +86,6 @@ class Colocation:
     def _policy_memory(self) -> PolicyMemory:
         assert self.policy is not None, "ranks without a policy take no turns"
         return self.policy.memory
-
-    def _sync_once(self, version: int) -> int:
-        if self._takes_turns:
-            with self.timers("offload"):
-                self._policy_memory.offload_optimizer()
-            with self.timers("wake"):
-                self.engine.wake_weights()
-        with self.timers("sync"):
-            tensors = {} if self.policy is None else self.policy.tensors()
-            num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
-        if self._takes_turns:
-            with self.timers("offload"):
-                self._policy_memory.offload_weights()
-            with self.timers("wake"):
-                self.engine.wake_cache()
-        return num_bytes
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -96,6 +96,9 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         raise_all(padding_problems(model.shape, rollout.tp))
     engine, tp_rank = divmod(rank, rollout.tp)
     first_local = int(os.environ.get("LOCAL_RANK", "0")) - tp_rank
+    # On a CPU the server uses the cores of its ranks, because they wait while it generates.
+    here = sorted(os.sched_getaffinity(0))
+    share = max(rollout.tp, num_cores() * rollout.tp // ranks_per_node())
     folder = config.run_dir / ENGINES / str(engine)
     folder.mkdir(parents=True, exist_ok=True)
     settings = EngineSettings(
@@ -108,13 +111,20 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         rank=rank,
         world_size=world_size,
         base_gpu_id=first_local,
-        cores=_cores(first_local, rollout.tp),
+        cores=tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here)))),
         seed=config.seed + engine,
         routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
         verify=config.sync.verify,
         shows_progress=rank == 0 and config.log.progress,
     )
-    buckets = _buckets(device.is_cuda, int(config.sync.bucket_mib * 2**20), device.torch_device)
+    buckets: HostBuckets | DeviceBuckets = HostBuckets()
+    if device.is_cuda:
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        buckets = DeviceBuckets(
+            int(config.sync.bucket_mib * 2**20),
+            device.torch_device,
+            has_expandable_segments="expandable_segments:True" in allocator,
+        )
     return SGLangEngine(settings, _engine_side(config, model, runtime), rendezvous, buckets)
 
 
@@ -126,17 +136,3 @@ def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLa
         return hf_shards(model.family, model.shape, size, quantise=quantise)
     layout = EngineLayout(rollout.tp, size // rollout.tp, rollout.ep)
     return engine_shards(model.family, model.shape, layout, size, quantise=quantise)
-
-
-def _buckets(is_cuda: bool, num_bytes: int, device: torch.device) -> HostBuckets | DeviceBuckets:
-    if not is_cuda:
-        return HostBuckets()
-    setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return DeviceBuckets(num_bytes, device, has_expandable_segments="expandable_segments:True" in setting)
-
-
-def _cores(first_local: int, tp: int) -> tuple[int, ...]:
-    """Return the cores of a server on a CPU. It uses the cores of its ranks, because they wait while it generates."""
-    here = sorted(os.sched_getaffinity(0))
-    share = max(tp, num_cores() * tp // ranks_per_node())
-    return tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here))))

@@ -79,12 +79,29 @@ def evaluate(job: Job, step: int, path: Path) -> None:
 def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step: int) -> Evaluated:
     """Generate and score answers to the prompts by config.eval. `step` is the policy's version. All ranks call it."""
     config, is_main = rollouts.config, rollouts.rendezvous.rank == 0
-    result = Evaluated(rows=[_row_of(name, prompt) for prompt in prompts] if is_main else [])
+    named = {"set": name} if name else {}
+    result = Evaluated(
+        rows=[named | {"id": p.id, "hash": text_hash(p.text), "prompt": p.text, "gold": p.answer} for p in prompts]
+        if is_main
+        else []
+    )
     description = f"prompts of {name}" if name else "held-out prompts"
     if config.eval.greedy:
         sampling = replace(rollouts.sampling, group_size=1, temperature=0.0, longest_first=False)
         phases = _answered(rollouts, prompts, sampling, step, description, result)
-        _add_greedy(rollouts, result, [group for groups in phases for group in groups])
+        groups = [group for groups in phases for group in groups]
+        if is_main:
+            usable, dropped = drop_unusable(groups)
+            result.num_unusable = len(dropped)
+            result.metrics |= {name.removeprefix("eval/"): value for name, value in heldout_metrics(usable).items()}
+            for row, group in zip(result.rows, groups, strict=True):
+                (sample,) = group.samples
+                row |= {
+                    "response": rollouts.decode(sample.response_ids),
+                    "token_ids": list(sample.response_ids),
+                    "scores": sample.scores,
+                    "correct": has_full_marks(sample),
+                }
     if config.eval.samples:
         sampling = replace(
             rollouts.sampling,
@@ -135,27 +152,6 @@ def _answered(
         rollouts.warn_of_failures(groups, text, known=set())
         result.num_failed += sum("error" in sample.verdicts.values() for group in groups for sample in group.samples)
         yield groups
-
-
-def _row_of(name: str, prompt: Prompt) -> dict[str, Any]:
-    row = {"id": prompt.id, "hash": text_hash(prompt.text), "prompt": prompt.text, "gold": prompt.answer}
-    return {"set": name} | row if name else row
-
-
-def _add_greedy(rollouts: Rollouts, result: Evaluated, groups: Sequence[Group]) -> None:
-    if rollouts.rendezvous.rank != 0:
-        return
-    usable, dropped = drop_unusable(groups)
-    result.num_unusable = len(dropped)
-    result.metrics |= {name.removeprefix("eval/"): value for name, value in heldout_metrics(usable).items()}
-    for row, group in zip(result.rows, groups, strict=True):
-        (sample,) = group.samples
-        row |= {
-            "response": rollouts.decode(sample.response_ids),
-            "token_ids": list(sample.response_ids),
-            "scores": sample.scores,
-            "correct": has_full_marks(sample),
-        }
 
 
 def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Group]]) -> None:

@@ -127,7 +127,10 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
         _changes(folder, config)
     elif resume:
         raise ResumeError(f"run_dir={config.run_dir} holds no run to resume; start without --resume")
-    claimed = Claim(folder, _names(folder), is_new=not folder.exists())
+    paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
+    # Empty logs of ranks are left out, because this start may create them.
+    before = [p for p in paths if not p.match(f"{LOGS}/{rank_log('*')}") or p.stat().st_size]
+    claimed = Claim(folder, frozenset(str(p.relative_to(folder)) for p in before), is_new=not folder.exists())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # responses and logs may be confidential
     _warn_if_open(folder)
     with ExitStack() as undo:
@@ -146,10 +149,9 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                     read_manifest(checkpoint)  # raises ResumeError before any rank starts
             else:
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
-            starts = _starts(folder)
-            write_atomically(
-                folder / RUN_FILE, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n"
-            )
+            path = folder / RUN_FILE
+            starts = json.loads(path.read_text())["starts"] if path.exists() else []
+            write_atomically(path, json.dumps({"starts": [*starts, _start(argv)]}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
 
@@ -171,15 +173,6 @@ def explained(run_dir: Path) -> Iterator[None]:
             f"run_dir={run_dir} cannot be written ({name and f'{name}: '}{error.strerror}); free its disk and start"
             f" again; {tell_latest(run_dir / CHECKPOINTS)}"
         ) from error
-
-
-def _names(folder: Path) -> frozenset[str]:
-    """Return the names in a folder and its logs folder. Leave out empty logs of ranks, because this start may create
-    them.
-    """
-    paths = [path for pattern in ("*", f"{LOGS}/*") for path in folder.glob(pattern)]
-    is_empty_log = {path: path.match(f"{LOGS}/{rank_log('*')}") and not path.stat().st_size for path in paths}
-    return frozenset(str(path.relative_to(folder)) for path in paths if not is_empty_log[path])
 
 
 def _warn_if_open(folder: Path) -> None:
@@ -262,12 +255,9 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
         yield key, (recorded, current)
 
 
-def _starts(folder: Path) -> list[dict[str, Any]]:
-    path = folder / RUN_FILE
-    return json.loads(path.read_text())["starts"] if path.exists() else []
-
-
 def _start(argv: list[str]) -> dict[str, Any]:
+    """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": ["grpo-mega", *argv],
@@ -275,19 +265,13 @@ def _start(argv: list[str]) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
         "git": _git_state(),
-        "machine": _machine(),
-    }
-
-
-def _machine() -> dict[str, Any]:
-    """Describe the first rank's node: system, processor, cores, memory, and the GPUs that the driver lists."""
-    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "processor": next(iter(_fields(Path("/proc/cpuinfo"), "model name")), None),
-        "gpus": [model for path in gpus for model in _fields(path, "Model")],
+        "machine": {
+            "system": f"{platform.system()} {platform.release()}",
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "processor": next(iter(_fields(Path("/proc/cpuinfo"), "model name")), None),
+            "gpus": [model for path in gpus for model in _fields(path, "Model")],
+        },
     }
 
 

@@ -107,7 +107,15 @@ class Job:
             manifest = read_manifest(checkpoint)
             if self.policy is not None:
                 self._restore(self.policy, checkpoint, manifest)
-            self._take_progress(checkpoint, manifest)
+            self.steps_done = manifest.step
+            prompts = {prompt.id: prompt for prompt in self.data.train}
+            self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
+            num_started = sum(bool(group.samples) for group in self.backlog.groups)
+            if num_started and not self.config.rollout.keeps_unfinished:
+                self.log.warn(
+                    f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them"
+                )
+                self.backlog = self.backlog.without_stale(oldest=manifest.step)
             self.log.message(f"resumed after step {manifest.step} from {checkpoint}")
         self.timers.lap()
         return self.steps_done
@@ -226,17 +234,6 @@ class Job:
                 f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target"
             )
 
-    def _take_progress(self, checkpoint: Path, manifest: Manifest) -> None:
-        self.steps_done = manifest.step
-        prompts = {prompt.id: prompt for prompt in self.data.train}
-        self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
-        num_started = sum(bool(group.samples) for group in self.backlog.groups)
-        if num_started and not self.config.rollout.keeps_unfinished:
-            self.log.warn(
-                f"restarting {num_started} groups that earlier steps had started: rollout no longer continues them"
-            )
-            self.backlog = self.backlog.without_stale(oldest=manifest.step)
-
     def _wait_until_saved(self) -> None:
         """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is
         gone.
@@ -322,7 +319,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         log = _open_log(config, runtime, data.notes)
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
-        stack.enter_context(_hang_watch(config, runtime, timers))
+        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
+        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
         trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
@@ -361,11 +359,6 @@ def _reward_pool(config: Config) -> RewardPool:
     if num_engine_ranks:
         rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
     return RewardPool(config.rewards, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
-
-
-def _hang_watch(config: Config, runtime: Runtime, timers: Timers) -> HangWatch:
-    last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
-    return HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint)
 
 
 def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

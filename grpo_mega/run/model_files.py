@@ -13,6 +13,7 @@ import hashlib
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -121,28 +122,22 @@ def decoder(tokenizer: Any, model: ModelFiles | None = None) -> Callable[[Sequen
     <think> or <answer>, are text. A token that is only in rollout.stop_token_ids, such as </answer>, is also text,
     because a format may need it.
     """
-    hidden = frozenset(_control_ids(tokenizer, model))
+    hidden = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
+    turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
+    # Some tokenizers add line breaks.
+    hidden |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}
+    if model is not None:
+        # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are
+        # special.
+        hidden |= _ids_of(model, "eos_token_id")
+        hidden |= special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id"))
 
     def decode(token_ids: Sequence[int]) -> str:
         shown = [token for token in token_ids if token not in hidden]
         return well_formed(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     return decode
-
-
-def _control_ids(tokenizer: Any, model: ModelFiles | None) -> set[int]:
-    ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None}
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - {tokenizer.unk_token_id}
-    turn_end = special.intersection(tokenizer(find_turn_end(tokenizer), add_special_tokens=False)["input_ids"])
-    # Some tokenizers add line breaks.
-    ids |= {token for token in turn_end if tokenizer.convert_ids_to_tokens(token).strip()}
-    if model is not None:
-        # transformers' config defaults may name ordinary tokens, so padding and start tokens count only if they are
-        # special.
-        ids |= _ids_of(model, "eos_token_id") | (
-            special & (_ids_of(model, "pad_token_id") | _ids_of(model, "bos_token_id"))
-        )
-    return ids
 
 
 def _ids_of(model: ModelFiles, name: str) -> set[int]:
@@ -205,7 +200,10 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
     is_writer, partial = dist.get_rank() == 0, folder.with_name(folder.name + ".partial")
     family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
     sources = ShardLayout.of_ranks([policy.shards.rank_shards(rank) for rank in range(world_size)])
-    reader = _reader_of_extra(model)
+    reader: CheckpointReader | None = None  # for layers that the policy leaves out
+    with suppress(WeightMappingError):  # the start model has no weights
+        if read_config(model.folder).get("num_nextn_predict_layers"):
+            reader = open_reader(model.folder, family, shape)
     extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
     dtypes = {n: torch.float32 if n.endswith(FLOAT32) else model.dtype for n in family.hf_tensors(shape)}
     num_bytes = {name: prod(size) * dtypes[name].itemsize for name, size in family.hf_tensors(shape).items()} | extra
@@ -229,17 +227,6 @@ def export_policy(policy: Policy, model: ModelFiles, folder: Path, max_shard_byt
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes))
     dist.barrier()
-
-
-def _reader_of_extra(model: ModelFiles) -> CheckpointReader | None:
-    """Return the start model's reader if its config.json names layers for multi-token prediction and its weights
-    exist.
-    """
-    try:
-        has_extra = read_config(model.folder).get("num_nextn_predict_layers")
-        return open_reader(model.folder, model.family, model.shape) if has_extra else None
-    except WeightMappingError:
-        return None
 
 
 class InputDigests(threading.Thread):

@@ -77,7 +77,14 @@ def refresh_rewards_if_due(job: Job, step: int) -> None:
     with job.timers("refresh"):
         job.log.message(f"iteration {step // length} has ended: running rewards.refresh_command")
         _agree(job, _run_command(config, config.rewards.refresh_command, step, step // length) if job.is_main else None)
-        _agree(job, _find_silent_server(config))
+        problem = None
+        try:
+            for function in config.rewards.functions:
+                if function.name == "reward_model":
+                    check_reachable(function.options)
+        except ConfigError as error:
+            problem = f"after rewards.refresh_command, {error}"
+        _agree(job, problem)
 
 
 def _agree(job: Job, problem: str | None) -> None:
@@ -138,13 +145,3 @@ def write_replay(config: Config, iteration: int) -> None:
     )
     chosen = {*drawn, *(place for place, (_, number) in enumerate(rows) if number == iteration)}
     write_atomically(config.run_dir / REPLAY_FILE, b"".join(rows[place][0] for place in sorted(chosen)))
-
-
-def _find_silent_server(config: Config) -> str | None:
-    for function in config.rewards.functions:
-        if function.name == "reward_model":
-            try:
-                check_reachable(function.options)
-            except ConfigError as error:
-                return f"after rewards.refresh_command, {error}"
-    return None

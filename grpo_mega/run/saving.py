@@ -194,9 +194,12 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
     """
     rank = dist.get_rank()
     nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
-    dist.all_gather_object(nodes, (_node(), num_bytes))
+    # An id of the tmpfs that this rank uses. Containers on one machine may have separate ones.
+    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+    tmpfs = machine, MEMORY.stat().st_dev if MEMORY.is_dir() else 0
+    dist.all_gather_object(nodes, (tmpfs, num_bytes))
     # By rank, only this node.
-    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == nodes[rank][0]}
+    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == tmpfs}
     leader = min(sizes)
     made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
     folders: list[Path | None] = [None] * dist.get_world_size()
@@ -213,7 +216,11 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
             for p in folder.iterdir()
             if p.name.startswith(f"__{rank}_") or (rank == 0 and not p.name.startswith("__"))
         ]
-        staged = [_take(path, is_in_memory=is_in_memory) for path in mine]
+        staged = []
+        for path in mine:
+            staged.append(StagedFile(path.name, path.open("rb"), path.stat().st_size, is_in_memory))
+            if is_in_memory:
+                path.unlink()
         dist.barrier()
     finally:
         if memory is not None:
@@ -246,19 +253,6 @@ def _make_folder(num_bytes: int, disk: Path) -> tuple[Path, int] | tuple[None, N
         if num_bytes < shutil.disk_usage(MEMORY).free / 2 and MEMORY.stat().st_dev != disk.stat().st_dev:
             return make_locked_folder(PREFIX, MEMORY)
     return None, None
-
-
-def _take(path: Path, *, is_in_memory: bool) -> StagedFile:
-    content = path.open("rb")
-    if is_in_memory:
-        path.unlink()
-    return StagedFile(path.name, content, os.fstat(content.fileno()).st_size, is_in_memory)
-
-
-def _node() -> tuple[str, int]:
-    """Return an id of the tmpfs that this rank uses. Containers on one machine may have separate ones."""
-    device = MEMORY.stat().st_dev if MEMORY.is_dir() else 0
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node(), device
 
 
 class _Writer(threading.Thread):

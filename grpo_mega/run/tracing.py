@@ -55,10 +55,20 @@ class Tracer:
             yield
             return
         spans: list[Span] = []
+
+        @contextmanager
+        def watched(phase: str) -> Iterator[None]:
+            phase_start = time.time_ns()
+            try:
+                with record_function(f"phase: {phase}"):
+                    yield
+            finally:
+                spans.append((phase, phase_start, time.time_ns()))
+
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._device.is_cuda
         start = time.time_ns()
         with self._allocations(step), profile(activities=activities, acc_events=True) as profiler:
-            self._timers.watch = lambda phase: _watched(phase, spans)
+            self._timers.watch = watched
             try:
                 yield
             finally:
@@ -71,7 +81,11 @@ class Tracer:
                 self._folder.mkdir(exist_ok=True)
                 own = self._path(step, f"-rank-{self._rank}.json")
                 profiler.export_chrome_trace(str(own))
-                _name_process(own, f"rank {self._rank}")
+                trace = json.loads(own.read_text())
+                for event in trace["traceEvents"]:  # torch calls the process of every rank "python"
+                    if (event.get("ph"), event.get("name"), event.get("pid")) == ("M", "process_name", os.getpid()):
+                        event["args"]["name"] = f"rank {self._rank}"
+                own.write_text(json.dumps(trace))
                 if self._rank == 0:
                     path = self._path(step, ".json")
                     path.write_text(json.dumps(phase_trace(everyone)))
@@ -116,22 +130,3 @@ def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:
             times = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}  # microseconds
             events.append({"ph": "X", "pid": rank, "tid": 0, "cat": "phase", "name": phase, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-@contextmanager
-def _watched(phase: str, spans: list[Span]) -> Iterator[None]:
-    start = time.time_ns()
-    try:
-        with record_function(f"phase: {phase}"):
-            yield
-    finally:
-        spans.append((phase, start, time.time_ns()))
-
-
-def _name_process(path: Path, name: str) -> None:
-    """Name the process in the trace, because torch calls the process of every rank "python"."""
-    trace = json.loads(path.read_text())
-    for event in trace["traceEvents"]:
-        if event.get("ph") == "M" and event.get("name") == "process_name" and event.get("pid") == os.getpid():
-            event["args"]["name"] = name
-    path.write_text(json.dumps(trace))

@@ -162,7 +162,7 @@ def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> 
 
 
 def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked() -> None:
-    """The reason for model._mark_partitions: Megatron marks weights when it initializes them, and the gradient norm
+    """The reason for the marks in model._build: Megatron marks weights when it initializes them, and the gradient norm
     uses the marks."""
     source = megatron_source("tensor_parallel/layers.py")
     constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]

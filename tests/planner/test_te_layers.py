@@ -21,7 +21,7 @@ from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.communication import communication
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import device_memory
+from grpo_mega.planner.memory import state_of
 from grpo_mega.preflight.cards import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
@@ -109,7 +109,7 @@ class Layer:
     def planned_sent(self, num_layers: int) -> float:
         """Return the bytes that context-parallel ranks exchange for one micro-batch, by the plan's formula."""
         setup = self.setup(num_layers)
-        state = device_memory(setup)[0].state
+        state = state_of(setup, 0)
         [link] = [link for link in communication(setup, state) if link.kind == "context parallel"]
         return link.sent.at(layers=num_layers, tokens=self.tokens, updates=1, forwards=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,9 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     num_rows = len(rows_RI)
     if num_rows > MOST_ROWS or x.device.type != "cpu":
         return F.linear(x, layer.weight, layer.bias)
-    rows_RI = F.pad(rows_RI, (0, 0, 0, _padded(num_rows) - num_rows))
+    # Round up to 1, 2, 4, 8 or a multiple of 16, because 15 rows take twice as long as 16.
+    num_padded = -(-num_rows // 16) * 16 if num_rows > 8 else 1 << max(num_rows - 1, 0).bit_length()
+    rows_RI = F.pad(rows_RI, (0, 0, 0, num_padded - num_rows))
     out_OR = torch.empty((layer.out_features, len(rows_RI)), dtype=x.dtype, device=x.device)
     for weight_oI, out_oR in zip(layer.weight.split(_TILE), out_OR.split(_TILE), strict=True):
         torch.mm(weight_oI, rows_RI.t(), out=out_oR)
@@ -60,11 +62,6 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     if layer.bias is not None:
         out_RO += layer.bias
     return out_RO.view(*x.shape[:-1], -1)
-
-
-def _padded(num_rows: int) -> int:
-    """Round up to 1, 2, 4, 8 or a multiple of 16, because 15 rows take twice as long as 16."""
-    return -(-num_rows // 16) * 16 if num_rows > 8 else 1 << max(num_rows - 1, 0).bit_length()
 
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
@@ -82,24 +79,17 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
     if not shape.num_experts:
         return parameters
     tensors: dict[str, Tensor] = {}
-    for layer in dict(shape.spans(range(shape.num_layers)))["moe"]:
-        tensors |= dict(_moe_layer(parameters, family, shape, layer))
-    return tensors | parameters
-
-
-def _moe_layer(
-    parameters: dict[str, Tensor], family: Family, shape: ModelShape, layer: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Remove a layer's router and experts from `parameters` and yield them under their names in the family's table."""
     router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
-    block = f"model.layers.{layer}.mlp"
-    yield router[0].format(i=layer), parameters.pop(f"{block}.gate.weight")
-    gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]
-    downs = parameters.pop(f"{block}.experts.down_proj")  # [experts, hidden, moe_ffn]
-    for expert in range(shape.num_experts):
-        for name, part in zip(gate_up, gates_ups[expert].chunk(2), strict=True):
-            yield name.format(i=layer, e=expert), part
-        yield down[0].format(i=layer, e=expert), downs[expert]
+    for layer in dict(shape.spans(range(shape.num_layers)))["moe"]:
+        block = f"model.layers.{layer}.mlp"
+        tensors[router[0].format(i=layer)] = parameters.pop(f"{block}.gate.weight")
+        gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]
+        downs = parameters.pop(f"{block}.experts.down_proj")  # [experts, hidden, moe_ffn]
+        for expert in range(shape.num_experts):
+            parts = *gates_ups[expert].chunk(2), downs[expert]
+            for name, part in zip((*gate_up, *down), parts, strict=True):
+                tensors[name.format(i=layer, e=expert)] = part
+    return tensors | parameters
 
 
 class RouteRecorder:

@@ -28,27 +28,23 @@ def draw(
     """
     scaled_BV = logits_BV.float() if temperature in (0, 1) else logits_BV.float() / temperature
     max_B1 = scaled_BV.amax(dim=-1, keepdim=True)
-    masses_BNK = _masses(scaled_BV - max_B1)
+    num_rows, vocab = scaled_BV.shape
+    num_blocks = -(-vocab // _BLOCK)
+    # exp of the logits in blocks, padded with zeros after the end of the vocabulary
+    masses_BW = scaled_BV.new_zeros((num_rows, num_blocks * _BLOCK))
+    torch.exp(scaled_BV - max_B1, out=masses_BW[:, :vocab])
+    masses_BNK = masses_BW.view(num_rows, num_blocks, _BLOCK)
     sums_BN = masses_BNK.sum(dim=-1).double()
     log_total_B = sums_BN.sum(dim=-1).log()
     if uniform_B is None or temperature == 0:
         tokens = scaled_BV.argmax(dim=-1)
     else:
-        if top_p < 1 or 0 < top_k < scaled_BV.shape[-1]:
+        if top_p < 1 or 0 < top_k < vocab:
             masses_BNK = _filtered(masses_BNK.flatten(1), top_p, top_k).view_as(masses_BNK)
             sums_BN = masses_BNK.sum(dim=-1).double()
-        tokens = _locate(masses_BNK, sums_BN, uniform_B.to(sums_BN.device)).clamp_(max=scaled_BV.shape[-1] - 1)
+        tokens = _locate(masses_BNK, sums_BN, uniform_B.to(sums_BN.device)).clamp_(max=vocab - 1)
     chosen_B1 = scaled_BV.gather(1, tokens[:, None]) - max_B1
     return tokens, (chosen_B1.squeeze(1).double() - log_total_B).float()
-
-
-def _masses(shifted_BV: Tensor) -> Tensor:
-    """Return exp of the logits in blocks [B, N, K], padded with zeros after the end of the vocabulary."""
-    num_rows, vocab = shifted_BV.shape
-    num_blocks = -(-vocab // _BLOCK)
-    masses_BW = shifted_BV.new_zeros((num_rows, num_blocks * _BLOCK))
-    torch.exp(shifted_BV, out=masses_BW[:, :vocab])
-    return masses_BW.view(num_rows, num_blocks, _BLOCK)
 
 
 def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:

@@ -48,7 +48,10 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
             problems, has_failed = _ACTIONS[request["action"]](model, request, values), False
         except Exception as error:  # reported to the trainer, because it would end the server
             problems, has_failed = [f"{request['action']} failed: {error!r}"], True
-        _report(request, problems, has_failed=has_failed)
+        path = report_path(Path(tempfile.gettempdir()), int(request["number"]), int(request["tp_rank"]))
+        report = {"number": request["number"], "problems": problems[:MAX_NAMED], "has_failed": has_failed}
+        path.with_suffix(".part").write_text(json.dumps(report), encoding="utf-8")
+        os.replace(path.with_suffix(".part"), path)
 
 
 def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
@@ -119,7 +122,10 @@ def check_formats(model: torch.nn.Module) -> list[str]:
         for name in own.keys() & set(_CACHE_SCALES):
             own[name].fill_(-1.0)  # SGLang's value for a scale that was not loaded
         sent = {name: p for name, p in own.items() if p.dtype == VALUES or name.endswith("_scale_inv")}
-        before = {name: _stamp(p) for name, p in sent.items()}
+        for p in sent.values():  # a pattern without equal neighbours
+            numbers = torch.arange(p.numel(), device=p.device).remainder_(113).add_(1).view(p.shape)
+            p.copy_(numbers.to(torch.float32))
+        before = {name: _bytes(p).clone() for name, p in sent.items()}
         if sent or own.keys() & set(_CACHE_SCALES):
             method.process_weights_after_loading(module)
         after = dict(module.named_parameters(recurse=False))
@@ -131,13 +137,6 @@ def check_formats(model: torch.nn.Module) -> list[str]:
             or not torch.equal(_bytes(after[name]), before[name])
         ]
     return problems
-
-
-def _stamp(parameter: Tensor) -> Tensor:
-    """Write a pattern without equal neighbours, and return its bytes."""
-    numbers = torch.arange(parameter.numel(), device=parameter.device).remainder_(113).add_(1).view(parameter.shape)
-    parameter.copy_(numbers.to(torch.float32))
-    return _bytes(parameter).clone()
 
 
 def _bytes(parameter: Tensor) -> Tensor:
@@ -170,10 +169,3 @@ def report_path(folder: Path, number: int, tp_rank: int) -> Path:
     closed to other users.
     """
     return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"
-
-
-def _report(request: Request, problems: list[str], *, has_failed: bool) -> None:
-    path = report_path(Path(tempfile.gettempdir()), int(request["number"]), int(request["tp_rank"]))
-    report = {"number": request["number"], "problems": problems[:MAX_NAMED], "has_failed": has_failed}
-    path.with_suffix(".part").write_text(json.dumps(report), encoding="utf-8")
-    os.replace(path.with_suffix(".part"), path)

@@ -357,20 +357,19 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
-        own |= {"SGLANG_USE_CPU_ENGINE": "1"} | _threads(settings.cores, settings.rollout.tp)
+        cores, tp = settings.cores, settings.rollout.tp
+        # The cores of each tensor-parallel process.
+        parts = [
+            cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)
+        ]
+        # By default waiting threads spin, which on busy cores costs several times the work itself.
+        own |= {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
+        if tp > 1:
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
+        own["SGLANG_USE_CPU_ENGINE"] = "1"
         own["TORCHDYNAMO_DISABLE"] = (
             "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
         )
     else:
         kept.setdefault("SGLANG_CACHE_DIR", str(server_cache(environ)))
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own
-
-
-def _threads(cores: tuple[int, ...], tp: int) -> dict[str, str]:
-    """Return OpenMP's variables for `tp` processes that share these cores."""
-    parts = [cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)]
-    # By default waiting threads spin, which on busy cores costs several times the work itself.
-    threads = {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
-    if tp > 1:
-        threads["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-    return threads

@@ -67,19 +67,14 @@ def remove_unused() -> None:
     """
     processes.remove_unused_folders()
     segments = [path for path in SHARED_MEMORY.glob("*") if path.name.startswith(SHARED_MEMORY_PREFIXES)]
-    in_use = _open_files() if segments else set()
+    in_use = set()
+    for link in glob.iglob("/proc/[0-9]*/fd/*") if segments else ():
+        with contextlib.suppress(OSError):
+            in_use.add(os.readlink(link))
     for segment in segments:
         if str(segment) not in in_use:
             with contextlib.suppress(OSError):
                 segment.unlink()
-
-
-def _open_files() -> set[str]:
-    paths = set()
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            paths.add(os.readlink(link))
-    return paths
 
 
 def serve(arguments: Sequence[str]) -> None:

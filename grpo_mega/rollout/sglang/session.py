@@ -87,12 +87,13 @@ class Session:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-session", daemon=True)
         self._thread.start()
-        self._http = self.run(self._open(num_connections, headers))
 
-    async def _open(self, num_connections: int, headers: Mapping[str, str]) -> aiohttp.ClientSession:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        connector = aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS)
-        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, read_bufsize=LONGEST_LINE)
+        async def open_http() -> aiohttp.ClientSession:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
+            pool = aiohttp.TCPConnector(limit=num_connections + SPARE_CONNECTIONS)
+            return aiohttp.ClientSession(connector=pool, headers=headers, timeout=timeout, read_bufsize=LONGEST_LINE)
+
+        self._http = self.run(open_http())
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the session's loop."""
@@ -105,22 +106,26 @@ class Session:
         """Cancel all requests and stop the thread."""
         if self._loop.is_closed():
             return
-        self.run(self._end())
+
+        async def cancel_all() -> None:
+            tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._http.close()
+
+        self.run(cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    async def _end(self) -> None:
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._http.close()
-
     async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Call an endpoint. Raise EngineError if the server does not answer or refuses; the error quotes the server."""
-        if path in OPTIONAL and path not in await self._known_endpoints():
-            return
+        if path in OPTIONAL:
+            if self._endpoints is None:
+                self._endpoints = set(json.loads(await self._call("GET", "/openapi.json"))["paths"])
+            if path not in self._endpoints:
+                return
         answer = await self._call("POST", path, body or {})
         if _parsed(answer).get("success") is False:
             raise EngineError(f"{self.url}{path} was refused: {_words(answer)}")
@@ -142,11 +147,6 @@ class Session:
             await self._call("GET", "/server_info", deadline_s=deadline_s, most_bytes=MOST_BYTES_OF_INFO)
             return True
         return False
-
-    async def _known_endpoints(self) -> set[str]:
-        if self._endpoints is None:
-            self._endpoints = set(json.loads(await self._call("GET", "/openapi.json"))["paths"])
-        return self._endpoints
 
     async def _call(
         self,
@@ -204,40 +204,35 @@ class Session:
         self.start(self._generate(prompt_index, samples, sampling, step))
 
     async def _generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+        missing, pause = {sample.index: sample for sample in samples}, FIRST_PAUSE_S
         try:
-            await self._generate_or_raise(prompt_index, samples, sampling, step)
+            for attempt in range(1, ATTEMPTS + 1):
+                if self.is_aborting:
+                    break
+                try:
+                    requested = tuple(missing.values())
+                    body = request_body(requested, sampling, step, is_seeded=self._is_seeded)
+                    async for answer in self._stream(body):
+                        sample = extended(requested[answer["index"]], answer, sampling, self._routers)
+                        if not sample.is_finished:
+                            missing[sample.index] = sample
+                        elif missing.pop(sample.index, None):
+                            self.events.put(Event(prompt_index, sample))
+                    if not missing:
+                        return
+                    problem = f"its answer lacks {len(missing)} samples"
+                except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+                    problem = repr(error)
+                if attempt < ATTEMPTS and not self.is_aborting:
+                    await asyncio.sleep(pause)
+                    pause *= 2
+            if not self.is_aborting:
+                raise EngineError(f"prompt {samples[0].prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
+            self.events.put(Event(prompt_index, aborted=tuple(missing.values())))
         except EngineError as error:
             self.events.put(Event(prompt_index, error=str(error)))
         except Exception as error:  # without an event the owner would wait for ever
             self.events.put(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
-
-    async def _generate_or_raise(
-        self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int
-    ) -> None:
-        missing = {sample.index: sample for sample in samples}
-        pause = FIRST_PAUSE_S
-        for attempt in range(1, ATTEMPTS + 1):
-            if self.is_aborting:
-                break
-            try:
-                requested = tuple(missing.values())
-                async for answer in self._stream(request_body(requested, sampling, step, is_seeded=self._is_seeded)):
-                    sample = extended(requested[answer["index"]], answer, sampling, self._routers)
-                    if not sample.is_finished:
-                        missing[sample.index] = sample
-                    elif missing.pop(sample.index, None):
-                        self.events.put(Event(prompt_index, sample))
-                if not missing:
-                    return
-                problem = f"its answer lacks {len(missing)} samples"
-            except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
-                problem = repr(error)
-            if attempt < ATTEMPTS and not self.is_aborting:
-                await asyncio.sleep(pause)
-                pause *= 2
-        if not self.is_aborting:
-            raise EngineError(f"prompt {samples[0].prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-        self.events.put(Event(prompt_index, aborted=tuple(missing.values())))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError if another attempt cannot help."""
