@@ -48,6 +48,7 @@ DETERMINISTIC = {
 }
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that select the CPU
 SECONDS_TO_ASK = 120.0
+CORES_VARIABLE = "GRPO_MEGA_CORES"  # the cores of a rank before it was bound to some; its server uses all of them
 _ASK = "import torch; print('torch sees a GPU:', torch.cuda.is_available())"
 LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _OUTSIDE = "192.0.2.1"  # an address for documentation (RFC 5737); only the default route leads to it
@@ -90,8 +91,8 @@ def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) ->
     """Bind this process to those of its CPU cores that are on the same NUMA node as the GPU of LOCAL_RANK.
 
     Pinned host memory is allocated on the node of the process, and copies to a GPU of another node are slower. Call it
-    before torch is imported, because threads inherit the cores. Nothing changes without a GPU, if the GPU's cores are
-    not known, or if the process may use none of them.
+    before torch is imported, because threads inherit the cores. CORES_VARIABLE then lists the earlier cores. Nothing
+    changes without a GPU, if the GPU's cores are not known, or if the process may use none of them.
     """
     if gpu_sign(environ) is None or "LOCAL_RANK" not in environ:
         return
@@ -107,7 +108,9 @@ def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) ->
         return
     ranges = [part.partition("-") for part in cores.strip().split(",") if part]
     near = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
-    if chosen := near & os.sched_getaffinity(0):
+    allowed = os.sched_getaffinity(0)
+    if chosen := near & allowed:
+        os.environ[CORES_VARIABLE] = ",".join(map(str, sorted(allowed)))
         os.sched_setaffinity(0, chosen)
 
 
