@@ -39,6 +39,11 @@ def find_surrogate(value: Any) -> str | None:
     return next((found for item in items if (found := find_surrogate(item))), None)
 
 
+def num_common(a: str, b: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def printable(text: str) -> str:
     """Return text that cannot control a terminal: controls are escaped as "\\x1b" or "\\u202e", and colours removed.
 

@@ -152,10 +152,15 @@ def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multipl
     falling_N = lengths_N[order_N]
     least = int(falling_N.max(initial=0))
     even = [max(least, int(falling_N.sum() / num_bins * (1 + share))) for share in CLOSE_ENOUGH]
-    bin_of_N = _longest_first(falling_N, num_bins)
-    _even_out(
-        bin_of_N, falling_N, num_bins, [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even]
-    )
+    # Longest processing time first: each length, in falling order, goes into the lightest bin.
+    heap = list(range(num_bins))  # load * num_bins + bin, so only integers are compared
+    bins: list[int] = []
+    for added in (falling_N * num_bins).tolist():
+        bins.append(heap[0] % num_bins)
+        heapq.heapreplace(heap, heap[0] + added)
+    bin_of_N = np.array(bins, dtype=np.int64)
+    targets = [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even]
+    _even_out(bin_of_N, falling_N, num_bins, targets)
     result_N = np.empty_like(bin_of_N)
     result_N[order_N] = bin_of_N
     return result_N
@@ -164,17 +169,6 @@ def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multipl
 def _loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
     """Return the tokens of each bin."""
     return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
-
-
-def _longest_first(falling_N: Ints, num_bins: int) -> Ints:
-    """Assign longest processing time first: each length, in falling order, goes into the lightest bin."""
-    heap = list(range(num_bins))  # load * num_bins + bin, so only integers are compared
-    bins: list[int] = []
-    for added in (falling_N * num_bins).tolist():
-        lightest = heap[0]
-        bins.append(lightest % num_bins)
-        heapq.heapreplace(heap, lightest + added)
-    return np.array(bins, dtype=np.int64)
 
 
 def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
@@ -266,11 +260,13 @@ def _pack_one(
 
     `offset` is the index of samples[0] in the step.
     """
-    tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    targets = torch.zeros(num_tokens, dtype=torch.int64)
-    position_ids = torch.zeros(num_tokens, dtype=torch.int64)
+    tokens, targets, position_ids = torch.zeros(3, num_tokens, dtype=torch.int64).unbind()
     loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
-    routes = _routes([samples[member] for member in members], num_tokens)
+    chosen = [samples[member] for member in members]
+    routes = None
+    if known := [sample.routes.experts for sample in chosen if sample.routes]:
+        shape, dtype = (num_tokens, *known[0].shape[1:]), known[0].dtype
+        routes = torch.from_numpy(np.full(shape, unknown_expert(dtype), dtype))
     boundaries = [0]
     for member in members:
         sample, start = samples[member], boundaries[-1]
@@ -290,9 +286,7 @@ def _pack_one(
         if routes is not None and sample.routes is not None:
             routes[start : start + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(start + length)
-    shared_prompt_segments = (
-        _lay_prompts([samples[i] for i in members], tokens, position_ids, boundaries) if spec.share_prompts else None
-    )
+    segments = _lay_prompts(chosen, tokens, position_ids, boundaries) if spec.share_prompts else None
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)
@@ -308,7 +302,7 @@ def _pack_one(
         sample_indices=[offset + member for member in members],
         lengths=[samples[member].total_len for member in members],
         routes=routes,
-        shared_prompt_segments=shared_prompt_segments,
+        shared_prompt_segments=segments,
     )
 
 
@@ -316,15 +310,15 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
     """Append each prompt without its last token once, after all samples. Return each sample's trunk (see
     PackedBatch).
     """
-    shared_prompt_segments: dict[int, int] = {}
+    segment_of: dict[int, int] = {}
     for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
         start, length = boundaries[-1], len(prompt.token_ids) - 1
-        shared_prompt_segments[prompt.id] = len(boundaries) - 1 if length else -1
+        segment_of[prompt.id] = len(boundaries) - 1 if length else -1
         if length:
             tokens[start : start + length] = torch.tensor(prompt.token_ids[:-1])
             position_ids[start : start + length] = torch.arange(length)
             boundaries.append(start + length)
-    return [shared_prompt_segments[sample.prompt.id] for sample in samples]
+    return [segment_of[sample.prompt.id] for sample in samples]
 
 
 def _num_tokens(samples: Sequence[Sample]) -> int:
@@ -344,11 +338,3 @@ def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
         else:
             units.append([i])
     return units
-
-
-def _routes(samples: Sequence[Sample], num_tokens: int) -> Tensor | None:
-    """Return routes [num_tokens, ...] that are unknown for every token; None if no sample has routes."""
-    like = next((sample.routes.experts for sample in samples if sample.routes), None)
-    if like is None:
-        return None
-    return torch.from_numpy(np.full((num_tokens, *like.shape[1:]), unknown_expert(like.dtype), like.dtype))

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.text import find_surrogate
+from grpo_mega.text import find_surrogate, num_common
 
 _MARKER = "\N{REPLACEMENT CHARACTER}content\N{REPLACEMENT CHARACTER}"
 _QUESTION = {"role": "user", "content": "question"}
@@ -67,10 +66,12 @@ class Renderer:
         number = next((i for i, message in enumerate(messages) if not _holds_message(text, message)), None)
         number = self._missing_by_form(messages) if number is None else number
         if number is not None:
+            missing = messages[number]["content"]
+            missing = missing if len(missing) <= 60 else f"{missing[:57]}..."
             raise ConfigError(
                 f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}):"
-                f" {_short(messages[number]['content'])}; correct the row or the template, or leave data.system_prompt"
-                " out if it is the system message"
+                f" {missing!r}; correct the row or the template, or leave data.system_prompt out if it is the system"
+                " message"
             )
         return text
 
@@ -100,16 +101,12 @@ def _holds_message(prompt: str, message: dict[str, Any]) -> bool:
     Spaces at the ends of the text may be missing, and so may the thought of an earlier assistant turn.
     """
     text = message["content"]
-    parts = _without_thoughts(text) if message["role"] == "assistant" else [text]
+    parts = [text]
+    if message["role"] == "assistant":
+        opened, closed = _THOUGHT.search(text), _END_OF_THOUGHT.search(text)
+        is_half = closed and not (opened and opened.start() < closed.start())  # the template opened this thought
+        parts = _THOUGHT.split(text[closed.end() :] if closed and is_half else text)
     return all(part.strip() in prompt for part in parts) or text.strip() in prompt or _holds_json(prompt, text)
-
-
-def _without_thoughts(text: str) -> list[str]:
-    """Return the text around the thoughts of a turn. A template may have opened the first thought."""
-    opened, closed = _THOUGHT.search(text), _END_OF_THOUGHT.search(text)
-    if closed and not (opened and opened.start() < closed.start()):
-        text = text[closed.end() :]
-    return _THOUGHT.split(text)
 
 
 def _holds_json(prompt: str, text: str) -> bool:
@@ -124,23 +121,13 @@ def _holds_json(prompt: str, text: str) -> bool:
         with suppress(ValueError, RecursionError):
             value, end = scan(prompt, match.start())
             position = position if isinstance(value, str) else end  # the quote may be a closing quote
-            if any(one in wanted for one in _values_in(value)):
-                return True
+            pending = [value]
+            while pending:
+                inner = pending.pop()
+                if isinstance(inner, str | list | dict) and inner in wanted:
+                    return True
+                pending += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else []
     return False
-
-
-def _values_in(value: Any) -> Iterator[Any]:
-    """Yield the value and all strings, lists and objects inside it."""
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str | list | dict):
-            yield one
-            pending += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def find_prefill(tokenizer: Any) -> str:
@@ -187,13 +174,10 @@ def find_turn_end(tokenizer: Any) -> str:
 
 def _shared_length(opening: str, header: str) -> int:
     """Return the length of the common prefix in whole tags: "<think>" and "</think>" share nothing."""
-    differing = (i for i, (a, b) in enumerate(zip(opening, header, strict=False)) if a != b)
-    shared = next(differing, min(len(opening), len(header)))
-    if shared == len(opening) or shared == len(header):
-        return shared
-    open_bracket = opening.rfind("<", 0, shared)
-    is_inside_tag = open_bracket > opening.rfind(">", 0, shared)
-    return open_bracket if is_inside_tag else shared
+    shared = opening[: num_common(opening, header)]
+    open_bracket = shared.rfind("<")
+    is_inside_tag = open_bracket > shared.rfind(">") and shared not in (opening, header)
+    return open_bracket if is_inside_tag else len(shared)
 
 
 def _open_thought(opening: str) -> str:

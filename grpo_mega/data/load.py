@@ -71,7 +71,10 @@ def load_data(config: DataConfig, tokenizer: Any) -> RunData:
         heldout, _, note = load_prompts(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
         heldout_sets[name] = heldout
         digests[f"data.heldout{name and f'_sets.{name}'}={heldout_source.path}"] = _digest(heldout)
-        notes.append(f"held out{name and f' as {name}'}: {note}{_overlap(sets, heldout)}")
+        texts = {prompt.text for prompt in heldout}
+        num_shared = sum(prompt.text in texts for prompts in sets for prompt in prompts)
+        shared = f"; {num_shared} prompts of data.train have the text of a held-out prompt" if num_shared else ""
+        notes.append(f"held out{name and f' as {name}'}: {note}{shared}")
     if size:
         num_before = sum(map(len, sets))
         sets, heldout_sets[""] = split_off(sets, size)
@@ -264,13 +267,11 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     parts = [f"{below} below data.min_pass_rate={low}"] * (config.min_pass_rate is not None)
     parts += [f"{above} above data.max_pass_rate={high}"] * (config.max_pass_rate is not None)
     unknown = f"; {num_before - len(known)} without a pass rate kept" if num_before > len(known) else ""
-    return (
-        kept,
-        (
-            f"data.pass_rates={config.pass_rates}: {num_before - num_kept} of {num_before} training prompts dropped "
-            f"({', '.join(parts)}; {never} were never solved, {always} always){unknown}"
-        ),
+    note = (
+        f"data.pass_rates={config.pass_rates}: {num_before - num_kept} of {num_before} training prompts dropped "
+        f"({', '.join(parts)}; {never} were never solved, {always} always){unknown}"
     )
+    return kept, note
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
@@ -279,9 +280,3 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     for p in prompts:
         digest.update(json.dumps([p.id, p.text, p.answer, p.extras], sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()
-
-
-def _overlap(sets: list[list[Prompt]], heldout: list[Prompt]) -> str:
-    texts = {prompt.text for prompt in heldout}
-    num_shared = sum(prompt.text in texts for prompts in sets for prompt in prompts)
-    return f"; {num_shared} prompts of data.train have the text of a held-out prompt" if num_shared else ""

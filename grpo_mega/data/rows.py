@@ -39,12 +39,7 @@ _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?
 Message = dict[str, Any]
 ANSWER_COLUMNS = ("answer", "solution")  # tried in this order if answer_column is not set
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
-_NOT_FINITE = {
-    "nan",
-    "NaN",
-    "NAN",
-    *(f"{sign}{text}" for sign in ("", "+", "-") for text in ("inf", "Inf", "INF", "Infinity")),
-}
+_NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,16 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
         raise ConfigError(f"data set {source.path} is empty; it needs one row per prompt")
     prompt_column = source.prompt_column or config.prompt_column
     answer_column = find_answer_column(rows[0], source.answer_column or config.answer_column)
-    return [_conversation(row, prompt_column, answer_column, config.system_prompt) for row in rows]
+    conversations = []
+    for row in rows:
+        messages = messages_of(row, prompt_column, config.system_prompt)
+        answer = answer_of(row, answer_column)
+        extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
+        raw_columns = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
+        is_text = isinstance(raw_columns[prompt_column], str) and config.system_prompt is None
+        raw_columns["prompts"] = raw_columns[prompt_column] if is_text else messages
+        conversations.append(Conversation(row.index, row.place, messages, answer, extras, raw_columns))
+    return conversations
 
 
 def read_rows(path: str) -> Iterator[DataRow]:
@@ -125,16 +129,6 @@ def is_same(one: str, other: str) -> bool:
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
 
 
-def _conversation(row: DataRow, prompt_column: str, answer_column: str, system_prompt: str | None) -> Conversation:
-    messages, answer = messages_of(row, prompt_column, system_prompt), answer_of(row, answer_column)
-    extras = {column: value for column, value in row.values.items() if column not in (prompt_column, answer_column)}
-    given = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
-    given["prompts"] = (
-        given[prompt_column] if isinstance(given[prompt_column], str) and system_prompt is None else messages
-    )
-    return Conversation(row.index, row.place, messages, answer, extras, given)
-
-
 def find_answer_column(first: DataRow, given: str | None) -> str:
     """Return the answer column, from the first row of a set: the given one, else `answer`, else `solution`."""
     if given is not None:
@@ -184,7 +178,7 @@ def answer_of(row: DataRow, column: str) -> str:
                 " the row"
             )
         return str(value)
-    if isinstance(value, str) and value.strip() in _NOT_FINITE:
+    if isinstance(value, str) and _NOT_FINITE.fullmatch(value.strip()):
         raise ConfigError(
             f"{row.place}: {column}={value!r} is a number that is not finite, written as text; correct or remove the"
             " row, or write \\infty for an infinite answer"
@@ -206,23 +200,21 @@ def _message(row: DataRow, key: str, message: Any) -> Message:
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
         content = ""
     if isinstance(content, list) and content:
-        content = "".join(_text_of_part(row, f"{key}.content[{number}]", part) for number, part in enumerate(content))
+        texts = []
+        for number, part in enumerate(content):
+            given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+            if given.keys() != {"type", "text"} or given["type"] != "text" or not isinstance(given["text"], str):
+                raise ConfigError(
+                    f'{row.place}: {key}.content[{number}]={_short(part)}: must be {{"type": "text", "text": ...}}, '
+                    "because prompts are text only; correct or remove the row"
+                )
+            texts.append(given["text"])
+        content = "".join(texts)
     if not isinstance(content, str):
         raise ConfigError(
             f"{row.place}: {key}.content={_short(content)} is neither a text nor a list of text parts; correct the row"
         )
     return {name: value for name, value in message.items() if value is not None} | {"content": content}
-
-
-def _text_of_part(row: DataRow, key: str, part: Any) -> str:
-    """Return the text of {"type": "text", "text": ...}."""
-    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    if given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str):
-        return given["text"]
-    raise ConfigError(
-        f'{row.place}: {key}={_short(part)}: must be {{"type": "text", "text": ...}}, because prompts are text only; '
-        "correct or remove the row"
-    )
 
 
 def _value(row: DataRow, column: str, key: str) -> Any:
@@ -260,24 +252,22 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for index, line in enumerate(lines):
-                if line.strip():
-                    place = f"{path}:{index + 1}"
-                    yield DataRow(index, place, _parse(line, place))
+                place = f"{path}:{index + 1}"
+                if not line.strip():
+                    continue
+                try:
+                    row = parse_json(line)
+                except ValueError as error:
+                    text = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                    raise ConfigError(f"{place} is not JSON ({text}); write one JSON object per line") from None
+                if not isinstance(row, dict):
+                    problem = f"holds a JSON {type(row).__name__}, not an object"
+                    raise ConfigError(f"{place} {problem}; write one JSON object per line")
+                yield DataRow(index, place, row)
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"data file {path} is not UTF-8 ({error.reason}); write it as UTF-8") from None
-
-
-def _parse(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError(f"{place} is not JSON ({reason}); write one JSON object per line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place} holds a JSON {type(row).__name__}, not an object; write one JSON object per line")
-    return row
 
 
 def _read_json(path: Path) -> Iterator[DataRow]:
@@ -286,12 +276,9 @@ def _read_json(path: Path) -> Iterator[DataRow]:
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
     except ValueError as error:  # raised for text that is not JSON or not UTF-8
-        hint = (
-            "name it .jsonl if it holds one object per line"
-            if "Extra data" in str(error)
-            else "write a list of objects"
-        )
-        raise ConfigError(f"data file {path} is not JSON ({error}); {hint}") from None
+        is_jsonl = "Extra data" in str(error)
+        remedy = "name it .jsonl if it holds one object per line" if is_jsonl else "write a list of objects"
+        raise ConfigError(f"data file {path} is not JSON ({error}); {remedy}") from None
     if not isinstance(rows, list):
         raise ConfigError(f"data file {path} holds a JSON {type(rows).__name__}; write a list of objects")
     for index, row in enumerate(rows):
@@ -309,7 +296,7 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
     try:
         with parquet.ParquetFile(path) as file:
             values = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from _numbered(str(path), values)
+            yield from _numbered(path, values)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"data file {path} is not a readable Parquet file ({_text(error)}); write it again") from None
 
@@ -347,7 +334,7 @@ def _read_hub(path: str) -> Iterator[DataRow]:
     yield from _numbered(path, iter(rows))
 
 
-def _numbered(path: str, values: Iterator[dict[str, Any]]) -> Iterator[DataRow]:
+def _numbered(path: str | Path, values: Iterator[dict[str, Any]]) -> Iterator[DataRow]:
     for index, row in enumerate(values):
         yield DataRow(index, f"{path}, row {index}", row)
 

@@ -42,7 +42,19 @@ class Sampler:
     ) -> None:
         shares = [weight / sum(weights) for weight in weights]
         most = [math.ceil(round(share * prompts_per_step, 9)) for share in shares]
-        _check_sizes(sizes, shares, most, prompts_per_step)
+        if len(sizes) == 1 and most[0] > sizes[0]:
+            if not sizes[0]:
+                raise ConfigError("data.train holds no usable prompt; name a file with prompts")
+            raise ConfigError(
+                f"batch.prompts_per_step={prompts_per_step} is more than the {sizes[0]} prompts of data.train; "
+                f"use at most {sizes[0]}"
+            )
+        for number, (size, share, needed) in enumerate(zip(sizes, shares, most, strict=True)):
+            if needed > size:
+                raise ConfigError(
+                    f"data.train.{number} has {size} prompts, but its share {share:.3g} of batch.prompts_per_step="
+                    f"{prompts_per_step} takes up to {needed} per step; lower its weight or batch.prompts_per_step"
+                )
         self._bounds = np.round(np.cumsum([0.0, *shares]) * prompts_per_step, 9)  # bounds of the sets within a step
         self._first_offset = np.random.Generator(np.random.Philox(key=[seed, _MIXING])).random()
         self._firsts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -52,24 +64,22 @@ class Sampler:
         ]
 
     def draws(self, step: int) -> list[Draw]:
-        """Return the prompts of step `step` (from 0), with their sets and epochs. No row occurs twice."""
-        places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
-        sets = zip(self._firsts, self._orders, self._begins(step).T, strict=True)
-        for number, (first, order, starts) in enumerate(sets):
-            drawn, start = order.last_step(starts), int(starts[-2])
-            for i, index in enumerate(drawn):
-                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (start + i) // order.num_prompts)))
-        return [draw for _, draw in sorted(places)]
-
-    def _begins(self, step: int) -> Ints:
-        """Return [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1.
+        """Return the prompts of step `step` (from 0), with their sets and epochs. No row occurs twice.
 
         A step has an offset u in [0, 1). It draws as many prompts from a set as there are values of u, u + 1, u + 2,
         ... within the set's bounds.
         """
         offsets = (self._first_offset + _GOLDEN * np.arange(step + 1)) % 1.0
         counts = np.diff(np.ceil(self._bounds - offsets[:, None]), axis=1).astype(np.int64)
-        return np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
+        # [step + 2, num_sets]: the number of prompts drawn from each set before steps 0, 1, ..., step + 1
+        all_starts = np.concatenate([np.zeros((1, counts.shape[1]), dtype=np.int64), counts.cumsum(axis=0)])
+        places: list[tuple[float, Draw]] = []  # (relative place in the step, draw)
+        sets = zip(self._firsts, self._orders, all_starts.T, strict=True)
+        for number, (first, order, starts) in enumerate(sets):
+            drawn, start = order.last_step(starts), int(starts[-2])
+            for i, index in enumerate(drawn):
+                places.append(((i + 0.5) / len(drawn), Draw(number, first + index, (start + i) // order.num_prompts)))
+        return [draw for _, draw in sorted(places)]
 
 
 @dataclass(frozen=True)
@@ -120,19 +130,3 @@ class _EndlessOrder:
         if not self.shuffle:
             return np.arange(self.num_prompts)
         return np.random.Generator(np.random.Philox(key=[self.key, epoch])).permutation(self.num_prompts)
-
-
-def _check_sizes(sizes: Sequence[int], shares: Sequence[float], most: Sequence[int], prompts_per_step: int) -> None:
-    if len(sizes) == 1 and most[0] > sizes[0]:
-        if not sizes[0]:
-            raise ConfigError("data.train holds no usable prompt; name a file with prompts")
-        raise ConfigError(
-            f"batch.prompts_per_step={prompts_per_step} is more than the {sizes[0]} prompts of data.train; "
-            f"use at most {sizes[0]}"
-        )
-    for number, (size, share, needed) in enumerate(zip(sizes, shares, most, strict=True)):
-        if needed > size:
-            raise ConfigError(
-                f"data.train.{number} has {size} prompts, but its share {share:.3g} of batch.prompts_per_step="
-                f"{prompts_per_step} takes up to {needed} per step; lower its weight or batch.prompts_per_step"
-            )

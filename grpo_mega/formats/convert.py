@@ -14,7 +14,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, WEIGHTS, target_of
-from grpo_mega.weights.boxes import LocalTensor, alone, whole
+from grpo_mega.weights.boxes import alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FILE_BYTES = 8 << 30  # start another file at about this size; a rank reads only the files that it needs
@@ -92,7 +92,10 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
     items, saved, offset = [], [], 0
     sizes: dict[str, int] = {}
     for stored in (*stored_tensors(family, shape), *stored_extra(weights.shapes)):
-        for row, piece in _pieces_to_save(stored.tensor):
+        # Gate and up projections become two tensors, as in Megatron. Everything else, including interleaved heads,
+        # stays one tensor.
+        parts = [(piece.offset[0], alone(piece.box)) for piece in stored.tensor.pieces]
+        for row, piece in parts if len(parts) == 2 else [(0, stored.tensor)]:
             target = target_of(piece, weights, dtype)
             chunk = (1,) * len(stored.place) + piece.shape
             frame = frame_of(target.dtype, chunk)
@@ -149,17 +152,6 @@ def _source_of_extra(checkpoint: Checkpoint, weights: MegatronWeights) -> HfWeig
         return None
 
 
-def _pieces_to_save(tensor: LocalTensor) -> list[tuple[int, LocalTensor]]:
-    """Split a stored tensor into the tensors to save, each with its first row in the stored tensor.
-
-    Gate and up projections become two tensors, as in Megatron. Everything else, including interleaved heads, stays one
-    tensor.
-    """
-    if len(tensor.pieces) != 2:
-        return [(0, tensor)]
-    return [(piece.offset[0], alone(piece.box)) for piece in tensor.pieces]
-
-
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
     """Return the files that accompany the weights. Adapt config.json to another dtype or to removed quantisation."""
     contents = side_contents(checkpoint.side)
@@ -169,9 +161,9 @@ def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | 
         changed.pop("quantization_config", None)
     if dtype is not None:
         changed["torch_dtype" if "torch_dtype" in config else "dtype"] = TORCH_NAMES[dtype]
-    return (
-        contents if changed == config else contents | {"config.json": (json.dumps(changed, indent=2) + "\n").encode()}
-    )
+    if changed != config:
+        contents["config.json"] = (json.dumps(changed, indent=2) + "\n").encode()
+    return contents
 
 
 def _known(dtype: str | None) -> str | None:

@@ -35,6 +35,9 @@ _METADATA_NAMES = {
 }
 _TENSOR_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
 _RECIPES = "transformer_engine.common.recipe"  # only its classes are allowed: their names start with a capital letter
+_CONTAINERS: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind for kind in (OrderedDict, defaultdict, list, dict, set, tuple, int, str)
+} | {("torch", "Size"): tuple}
 FORMAT = "metadata.json"
 COMMON = "common.pt"
 
@@ -66,7 +69,19 @@ def read_metadata(folder: Path) -> dict[str, SavedTensor]:
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            return _tensors(_Unpickler(file).load())
+            metadata = _Unpickler(file).load()
+        places = {(index.fqn, _index(index.offset)): info for index, info in metadata.storage_data.items()}
+        tensors = {}
+        for key, saved in metadata.state_dict_metadata.items():
+            if not hasattr(saved, "chunks"):
+                continue  # objects have no chunks
+            chunks = []
+            for chunk in saved.chunks:
+                offset = _index(chunk.offsets)
+                info = places[key, offset]
+                chunks.append(Chunk(offset, _index(chunk.sizes), info.relative_path, info.offset, info.length))
+            tensors[key] = SavedTensor(saved.properties.dtype, _index(saved.size), tuple(chunks))
+        return tensors
     except OSError:
         raise WeightMappingError(
             f"{path} does not exist; give the folder of a Megatron distributed checkpoint"
@@ -117,21 +132,6 @@ def find_tensor(file: BinaryIO) -> FoundTensor:
     return FoundTensor(dtype, shape, _begin(file, data), data.CRC)
 
 
-def _tensors(metadata: _Record) -> dict[str, SavedTensor]:
-    places = {(index.fqn, _index(index.offset)): info for index, info in metadata.storage_data.items()}
-    tensors = {}
-    for key, saved in metadata.state_dict_metadata.items():
-        if not hasattr(saved, "chunks"):
-            continue  # objects have no chunks
-        chunks = []
-        for chunk in saved.chunks:
-            offset = _index(chunk.offsets)
-            info = places[key, offset]
-            chunks.append(Chunk(offset, _index(chunk.sizes), info.relative_path, info.offset, info.length))
-        tensors[key] = SavedTensor(saved.properties.dtype, _index(saved.size), tuple(chunks))
-    return tensors
-
-
 def _index(value: Any) -> Index:
     return tuple(value) if value is not None else ()
 
@@ -166,13 +166,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in FROM_TORCH:
             return FROM_TORCH[name]
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        known = {"collections": (OrderedDict, defaultdict), "builtins": (list, dict, set, tuple, int, str)}.get(
-            module, ()
-        )
         stand_in = _Properties if name == "TensorProperties" else _Record
-        return next((kind for kind in known if kind.__name__ == name), stand_in)
+        return _CONTAINERS.get((module, name), stand_in)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -190,9 +185,8 @@ class _ExtraStateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if (module, name) in _TENSOR_NAMES or (
-            module == _RECIPES and name.isidentifier() and name.lstrip("_")[:1].isupper()
-        ):
+        is_class = name.isidentifier() and name.lstrip("_")[:1].isupper()
+        if (module, name) in _TENSOR_NAMES or (module == _RECIPES and is_class):
             return _Record
         raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in the state of a layer")
 
@@ -225,14 +219,9 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda dtype, offset, shape, stride, *rest: (dtype, offset, tuple(shape), tuple(stride))
+            return lambda dtype, offset, shape, stride, *rest: (dtype, offset, shape, stride)
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return lambda _, offset, shape, stride, grad, hooks, dtype, *rest: (
-                dtype,
-                offset,
-                tuple(shape),
-                tuple(stride),
-            )
+            return lambda _, offset, shape, stride, grad, hooks, dtype, *rest: (dtype, offset, shape, stride)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if module == "torch" and name in FROM_STORAGE:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
-from grpo_mega.formats.dcp_read import SavedTensor, is_distributed_checkpoint, read_metadata
+from grpo_mega.formats.dcp_read import is_distributed_checkpoint, read_metadata
 from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
 from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
@@ -41,11 +41,7 @@ from grpo_mega.yaml_text import parse_yaml
 
 FORMAT = 1  # format number of a run's checkpoints; increase it with every change that readers must handle
 # Fields of config.json that name a version or source.
-_IGNORED = (
-    "transformers_version",
-    "_name_or_path",
-    "_commit_hash",
-)
+_IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
 _SAME = {"torch_dtype": "dtype"}  # old names of fields
 _TRACKER = "latest_checkpointed_iteration.txt"  # file that Megatron-LM's training writes
 
@@ -135,14 +131,19 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
     if state is not None:
-        return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), _manifest_of(state.parent))
+        side, manifest = config_folder or _side_of(state), None
+        if (state.parent / MANIFEST).exists():
+            try:
+                manifest = read_manifest(state.parent)
+            except ResumeError as error:
+                raise WeightMappingError(str(error)) from None
+        return Checkpoint(path, "Megatron", state, side, manifest)
     if _is_hugging_face(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, None)
     finished = path / EXPORT_DIR
     if (path / CONFIG_FILE).is_file() and _is_hugging_face(finished):
-        return Checkpoint(
-            finished, "Hugging Face", finished, config_folder or finished, None, without_checkpoints(finished)
-        )
+        note = without_checkpoints(finished)
+        return Checkpoint(finished, "Hugging Face", finished, config_folder or finished, None, note)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
         " give one"
@@ -162,8 +163,12 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
     manifest = checkpoint.manifest
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
+    if isinstance(weights, HfWeights):
+        kind = "Hugging Face folder" + (", FP8 with block scales" if weights.is_quantised else "")
+    else:
+        kind = "Megatron distributed checkpoint" + (" of a training run" if manifest else "")
     description = {
-        "kind": _kind(checkpoint, weights),
+        "kind": kind,
         "family": shape.model_type,
         "parameters": sum(prod(s) for s in weights.shapes.values()),
         "tensors": len(weights.shapes),
@@ -185,7 +190,12 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     }
     if checkpoint.is_megatron:
         saved = read_metadata(checkpoint.weights)
-        description["layout"] = manifest.layout if manifest else _pieces(saved)
+        if manifest:
+            description["layout"] = manifest.layout
+        else:  # the checkpoint loads at any tensor-parallel size
+            projection = next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight"))
+            tp_size = len({chunk.offset[-1] for chunk in projection.chunks})
+            description["layout"] = f"any (saved in pieces of tp={tp_size})"
         description["optimizer"] = any(key.startswith("optimizer") for key in saved)
     return description
 
@@ -211,7 +221,9 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
     """Compare config, names, and every tensor bit by bit. Raise WeightMappingError if a checkpoint is damaged."""
     from grpo_mega.formats.reader import Streamer
 
-    difference = FileDifference(config=_compare_configs(a.config(), b.config()))
+    fields, others = ({_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b))
+    changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
+    difference = FileDifference(config=[(k, fields.get(k), others.get(k)) for k in changed])
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
     difference.missing = sorted(set(shapes) - set(other_shapes))
@@ -267,62 +279,26 @@ def _name_in(path: Path) -> str:
         raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
 
 
-def _manifest_of(folder: Path) -> Manifest | None:
-    """Return the manifest of a run's checkpoint; None if there is none."""
-    if not (folder / MANIFEST).exists():
-        return None
-    try:
-        return read_manifest(folder)
-    except ResumeError as error:
-        raise WeightMappingError(str(error)) from None
-
-
 def _side_of(state: Path) -> Path:
+    """Return the folder with config.json: `state`, a folder above it, or the model that a run's config.yaml names."""
     if (state / "config.json").is_file():
         return state
     for folder in list(state.resolve().parents)[:4]:
         if (folder / "config.json").is_file():
             return folder
-        if (folder / CONFIG_FILE).is_file():
-            model = _model_of(folder / CONFIG_FILE)
+        config = folder / CONFIG_FILE
+        if config.is_file():
+            try:
+                model = Path(parse_yaml(read_file(config, MAX_JSON_BYTES).decode("utf-8"))["model"]["path"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise WeightMappingError(
+                    f"{config} names no model.path ({error}); name the folder of config.json with --config"
+                ) from None
             if (model / "config.json").is_file():
                 return model
     raise WeightMappingError(
         f"{state} has no config.json, and no run's config.yaml names a folder with one; name the folder with --config"
     )
-
-
-def _model_of(config: Path) -> Path:
-    """Return the model folder that a run's config.yaml names."""
-    try:
-        return Path(parse_yaml(read_file(config, MAX_JSON_BYTES).decode("utf-8"))["model"]["path"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise WeightMappingError(
-            f"{config} names no model.path ({error}); name the folder of config.json with --config"
-        ) from None
-
-
-def _kind(checkpoint: Checkpoint, weights: HfWeights | MegatronWeights) -> str:
-    if isinstance(weights, HfWeights):
-        return "Hugging Face folder" + (", FP8 with block scales" if weights.is_quantised else "")
-    return "Megatron distributed checkpoint" + (" of a training run" if checkpoint.manifest else "")
-
-
-def _pieces(saved: dict[str, SavedTensor]) -> str:
-    """Return the tensor-parallel size of the saved pieces. The checkpoint loads at any size."""
-    columns = {
-        c.offset[-1]
-        for c in next(t for key, t in saved.items() if key.endswith("self_attention.linear_proj.weight")).chunks
-    }
-    return f"any (saved in pieces of tp={len(columns)})"
-
-
-def _compare_configs(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the fields that differ, except fields that name the library version or the source."""
-    ours, theirs = ({_SAME.get(k, k): v for k, v in c.items() if k not in _IGNORED} for c in (a, b))
-    return [
-        (k, ours.get(k), theirs.get(k)) for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k)
-    ]
 
 
 def _without_derived(weights: Weights, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -22,19 +22,8 @@ from grpo_mega.paths import check_regular, read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (
-    *(
-        ".safetensors",
-        ".safetensors.index.json",
-        ".bin",
-        ".bin.index.json",
-        ".pt",
-        ".pth",
-        ".gguf",
-        ".h5",
-        ".msgpack",
-        ".onnx",
-    ),
-    *(".distcp", ".metadata", "metadata.json"),  # for a Megatron checkpoint next to Hugging Face files
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack"),
+    *(".onnx", ".distcp", ".metadata", "metadata.json"),  # the last three are a Megatron checkpoint's
 )
 ADAPTER_CONFIG = "adapter_config.json"
 TEMPLATES = "additional_chat_templates"  # folder of named chat templates

@@ -8,7 +8,7 @@ show the offset of each tensor in the file.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,16 @@ class HfWeights:
         self.folder, self._config = Path(folder), config
         is_bin = not any((folder / name).exists() for name in (INDEX, SINGLE))
         self._index = folder / (BIN_INDEX if is_bin else INDEX)
-        self.files = _bin_files(folder) if is_bin else weight_files(folder)
-        if is_bin:
+        if not is_bin:
+            self.files = weight_files(folder)
+            self.tensors = read_headers(self.files)
+        elif self._index.exists() or (folder / BIN).exists():
+            self.files = weight_shards(self._index) if self._index.exists() else [folder / BIN]
             self.tensors = {name: (path, info) for path in self.files for name, info in _read_bin(path).items()}
         else:
-            self.tensors = read_headers(self.files)
+            raise WeightMappingError(
+                f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights"
+            )
         scale_names = {name + SCALE_SUFFIX for name in self.tensors}
         self.shapes = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scale_names}
         self._extents = {name: self._extent(name) for name in self.shapes}
@@ -103,11 +108,8 @@ class HfWeights:
         quantization = self._config.get("quantization_config") or {}
         height, width = map(int, quantization.get("weight_block_size") or _DEFAULT_BLOCK)
         scale_path, stored = self.tensors[scale_name]
-        if (
-            info.dtype != FP8
-            or stored.shape != (-(-rows // height), -(-columns // width))
-            or stored.dtype not in WEIGHTS
-        ):
+        num_blocks = (-(-rows // height), -(-columns // width))
+        if info.dtype != FP8 or stored.shape != num_blocks or stored.dtype not in WEIGHTS:
             raise WeightMappingError(
                 f"{path}: {scale_name} has dtype {stored.dtype} and shape {list(stored.shape)} for {name} of"
                 f" {info.dtype} {list(info.shape)}; known is {FP8} with a scale for each block of {height}x{width}"
@@ -119,14 +121,16 @@ class HfWeights:
 def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[str, Index]) -> None:
     """Raise WeightMappingError for the first tensor that is missing, unknown, or has a wrong shape."""
     for name, shape in expected.items():
-        if name not in shapes and (prefix := _prefix_of(name, shapes)) is not None:
-            raise WeightMappingError(
-                f"{folder} holds {prefix + name.removeprefix('model.')!r} instead of {name!r}: its names have the"
-                f" prefix {prefix!r} of a model with more parts, such as vision; save its language model alone, and"
-                " name that folder"
-            )
         if name not in shapes:
-            raise WeightMappingError(f"{folder} has no tensor {name!r}; fetch the checkpoint again, it is incomplete")
+            bare = name.removeprefix("model.")
+            other = next((other for other in shapes if other.endswith(f".{bare}")), None)
+            if other is None:
+                problem = f"{folder} has no tensor {name!r}"
+                raise WeightMappingError(f"{problem}; fetch the checkpoint again, it is incomplete")
+            raise WeightMappingError(
+                f"{folder} holds {other!r} instead of {name!r}: its names have the prefix {other.removesuffix(bare)!r}"
+                " of a model with more parts, such as vision; save its language model alone, and name that folder"
+            )
         if shapes[name] != tuple(shape):
             raise WeightMappingError(
                 f"{folder}: {name} has shape {list(shapes[name])}, but config.json means {list(shape)}; "
@@ -146,51 +150,26 @@ def check_shapes(folder: Path, shapes: Mapping[str, Index], expected: Mapping[st
             )
 
 
-def _prefix_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the prefix that replaces "model." before a tensor's name among the names; None if the tensor is
-    missing.
-    """
-    bare = name.removeprefix("model.")
-    return next((other.removesuffix(bare) for other in names if other.endswith(f".{bare}")), None)
-
-
 def check_tied(folder: Path, output: str, embedding: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> None:
     """Raise WeightMappingError if a stored output layer differs from the embedding, although config.json ties them.
 
     Training would silently drop the output layer, while transformers loads such a model with both.
     """
-    if output in tensors and not _same_bytes(tensors[output], tensors[embedding]):
-        raise WeightMappingError(
-            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
-        )
-
-
-def _same_bytes(a: tuple[Path, TensorInfo], b: tuple[Path, TensorInfo]) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. Reads block by block."""
-    (path, info), (other_path, other) = a, b
-    if (info.dtype, info.shape) != (other.dtype, other.shape):
-        return False
-    left = prod(info.shape) * ITEM_BYTES[info.dtype]
+    if output not in tensors:
+        return
+    (path, info), (other_path, other) = tensors[output], tensors[embedding]
+    is_same, left = (info.dtype, info.shape) == (other.dtype, other.shape), prod(info.shape) * ITEM_BYTES[info.dtype]
     with path.open("rb") as file, other_path.open("rb") as other_file:
         file.seek(info.offset)
         other_file.seek(other.offset)
-        while left > 0:
+        while is_same and left > 0:
             size = min(left, _COMPARED_BYTES)
-            if file.read(size) != other_file.read(size):
-                return False
+            is_same = file.read(size) == other_file.read(size)
             left -= size
-    return True
-
-
-def _bin_files(folder: Path) -> list[Path]:
-    index = folder / BIN_INDEX
-    if index.exists():
-        return weight_shards(index)
-    if (folder / BIN).exists():
-        return [folder / BIN]
-    raise WeightMappingError(
-        f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights"
-    )
+    if not is_same:
+        raise WeightMappingError(
+            f"{folder}: {output} is not {embedding}, though config.json has tie_word_embeddings=true; set it to false"
+        )
 
 
 def _read_bin(path: Path) -> dict[str, TensorInfo]:
@@ -201,14 +180,25 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
         check_regular(path)
     except OSError as error:
         raise WeightMappingError(f"{path} cannot be read ({error.strerror}); fetch the file again") from None
-    if _is_cut_archive(path):
+    with path.open("rb") as file:
+        head = file.read(4)
+    if not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path)):
         raise WeightMappingError(
             f"{path} is cut short: it ends without a zip archive's directory; fetch the file again"
         )
+    infos: dict[str, TensorInfo] = {}
     try:
         with FakeTensorMode():
             tensors = torch.load(path, weights_only=True, map_location="cpu")
-        infos = {name: _located(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} is not contiguous")
+            start = tensor.untyped_storage()._checkpoint_offset
+            if start is None:
+                raise ValueError("it is in the format that torch used before 1.6")
+            offset = start + tensor.storage_offset() * ITEM_BYTES[dtype]
+            infos[name] = TensorInfo(dtype, tuple(tensor.shape), offset)
     except Exception as error:  # unpickling can raise any exception
         reason = (str(error) or repr(error)).splitlines()[0][:200]
         raise WeightMappingError(
@@ -219,20 +209,3 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
         if info.offset + prod(info.shape) * ITEM_BYTES[info.dtype] > size:
             raise WeightMappingError(f"{path} is cut short: it does not hold all of {name}; fetch the file again")
     return infos
-
-
-def _is_cut_archive(path: Path) -> bool:
-    """Return True if a file is empty, or starts like a torch.save archive but does not end like one."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    return not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path))
-
-
-def _located(name: str, tensor: Any) -> TensorInfo:
-    dtype = FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous")
-    start = tensor.untyped_storage()._checkpoint_offset
-    if start is None:
-        raise ValueError("it is in the format that torch used before 1.6")
-    return TensorInfo(dtype, tuple(tensor.shape), start + tensor.storage_offset() * ITEM_BYTES[dtype])

@@ -12,9 +12,10 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain, product
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
 from math import prod
+from operator import add, sub
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from isal.isal_zlib import crc32  # 13 times as fast as zlib's
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import METADATA, Chunk, SavedTensor, find_tensor, read_metadata
 from grpo_mega.formats.hf_files import extra_names
-from grpo_mega.formats.slices import BLOCK_BYTES, ITEM_BYTES, WEIGHTS, Extent, Files, Part, matrix, row_and_column
+from grpo_mega.formats.slices import BLOCK_BYTES, WEIGHTS, Extent, Files, Part, matrix, row_and_column
 from grpo_mega.observe.progress import progress
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece, alone, whole
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
@@ -50,7 +51,17 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
     """Yield all tensors of a model, layer by layer."""
 
     def tensors(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], LocalTensor]]:
-        return [(_keys_of(row), row.op.megatron(Shard(row.hf, "", shape))) for row in rows]
+        found = []
+        for row in rows:
+            own, fused = (
+                name.replace("layers.{i}.", "layers.").replace("local_experts.{e}.", "experts.")
+                for name in (row.megatron, row.megatron_te or row.megatron)
+            )
+            for name, saved in _RENAMED.items():
+                own = own.replace(name, saved)
+            keys = tuple(dict.fromkeys((fused, own)))
+            found.append((keys, row.op.megatron(Shard(row.hf, "", shape))))
+        return found
 
     for keys, tensor in tensors([*family.heads(shape), *family.rows_of("model", shape)]):
         yield Stored(keys, (), (), tensor)
@@ -81,16 +92,6 @@ def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str
     return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.num_dense else keys
 
 
-def _keys_of(row: Row) -> tuple[str, ...]:
-    own, fused = (name.replace("layers.{i}.", "layers.") for name in (row.megatron, row.megatron_te or row.megatron))
-    if row.kind == "expert":
-        return (own.replace("local_experts.{e}.", "experts."),)
-    renamed = own
-    for name, saved in _RENAMED.items():
-        renamed = renamed.replace(name, saved)
-    return tuple(dict.fromkeys((fused, renamed)))
-
-
 class MegatronWeights:
     """The weights of a Megatron checkpoint. Raises WeightMappingError if it is damaged or belongs to another model."""
 
@@ -103,7 +104,12 @@ class MegatronWeights:
         self._pieces: dict[str, list[tuple[Stored, Piece]]] = defaultdict(list)
         for stored in (*stored_tensors(family, shape), *stored_extra(extra)):
             if stored.keys not in self._chunks:
-                self._chunks[stored.keys] = _by_place(self._find(stored), len(stored.place))
+                by_place = self._chunks[stored.keys] = defaultdict(list)
+                for chunk in self._find(stored).chunks:
+                    # A chunk may cover several layers and experts.
+                    ranges = map(range, chunk.offset, map(add, chunk.offset, chunk.shape))
+                    for place in product(*islice(ranges, len(stored.place))):
+                        by_place[place].append(chunk)
             for piece in stored.tensor.pieces:
                 self._pieces[piece.box.tensor].append((stored, piece))
         self.files = self._check_files()
@@ -137,7 +143,13 @@ class MegatronWeights:
 
             def check(chunk: Chunk) -> None:
                 extent = self._extents[chunk]
-                if self._crc_of(extent) != self._crcs[chunk]:
+                block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0, 0
+                while done < extent.num_bytes:
+                    view = block[: extent.num_bytes - done]
+                    self._reader.read_into(extent.path, extent.offset + done, view)
+                    crc = crc32(view, crc)
+                    done += len(view)
+                if crc != self._crcs[chunk]:
                     raise WeightMappingError(
                         f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset"
                         f" {extent.offset} do not match their saved CRC32; fetch or save the checkpoint again"
@@ -150,65 +162,40 @@ class MegatronWeights:
         self._reader.close()
 
     def _parts(self, name: str) -> Iterator[tuple[Chunk, Part]]:
+        """Yield the parts of a Hugging Face tensor, each with its chunk."""
         for stored, piece in self._pieces[name]:
+            depth = len(stored.place)
+            first = tuple(map(sub, piece.box.start, piece.offset))  # start of the parameter in the Hugging Face tensor
             for chunk in self._chunks[stored.keys].get(stored.place, ()):
-                part = self._part(stored, piece, chunk)
-                if part is not None:
-                    yield chunk, part
-
-    def _crc_of(self, extent: Extent) -> int:
-        block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0, 0
-        while done < extent.num_bytes:
-            view = block[: extent.num_bytes - done]
-            self._reader.read_into(extent.path, extent.offset + done, view)
-            crc = crc32(view, crc)
-            done += len(view)
-        return crc
-
-    def _part(self, stored: Stored, piece: Piece, chunk: Chunk) -> Part | None:
-        """Return the part of a piece that is in a chunk; None if there is none."""
-        depth = len(stored.place)
-        offset, shape = chunk.offset[depth:], chunk.shape[depth:]
-        # Start of the parameter in the HF tensor.
-        start = tuple(a - b for a, b in zip(piece.box.start, piece.offset, strict=True))
-        held = Box(
-            piece.box.tensor,
-            tuple(s + o for s, o in zip(start, offset, strict=True)),
-            tuple(s + o + n for s, o, n in zip(start, offset, shape, strict=True)),
-        )
-        common = piece.box.intersect(held)
-        if common is None:
-            return None
-        inside = row_and_column(tuple(a - b for a, b in zip(common.start, held.start, strict=True)))
-        return Part(common, self._extent(chunk, depth, stored.place), *inside)
+                start = tuple(map(add, first, chunk.offset[depth:]))
+                held = Box(piece.box.tensor, start, tuple(map(add, start, chunk.shape[depth:])))
+                common = piece.box.intersect(held)
+                if common is not None:
+                    inside = row_and_column(tuple(map(sub, common.start, start)))
+                    yield chunk, Part(common, self._extent(chunk, depth, stored.place), *inside)
 
     def _extent(self, chunk: Chunk, depth: int, place: Index) -> Extent:
         """Return the matrix at one place of a chunk. A chunk may cover several places."""
         if chunk not in self._extents:
-            self._extents[chunk] = self._locate(chunk)
+            path = self.folder / chunk.file
+            try:
+                saved = find_tensor(io.BufferedReader(_Section(self._reader, path, chunk.start, chunk.length)))
+            except Exception as error:  # a damaged archive can raise any exception
+                raise WeightMappingError(
+                    f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again"
+                ) from None
+            if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
+                raise WeightMappingError(
+                    f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, but the metadata says "
+                    f"{list(chunk.shape)}; save the checkpoint again"
+                )
+            self._crcs[chunk] = saved.crc
+            self._extents[chunk] = Extent(path, chunk.start + saved.data_offset, saved.dtype, *matrix(saved.shape))
         whole, number = self._extents[chunk], 0
         for at, first, count in zip(place, chunk.offset, chunk.shape, strict=False):
             number = number * count + at - first
-        rows, columns = matrix(chunk.shape[depth:])
-        return Extent(
-            whole.path, whole.offset + number * rows * columns * ITEM_BYTES[whole.dtype], whole.dtype, rows, columns
-        )
-
-    def _locate(self, chunk: Chunk) -> Extent:
-        path = self.folder / chunk.file
-        try:
-            saved = find_tensor(io.BufferedReader(_Section(self._reader, path, chunk.start, chunk.length)))
-        except Exception as error:  # a damaged archive can raise any exception
-            raise WeightMappingError(
-                f"{path} is damaged at byte {chunk.start} ({error}); save the checkpoint again"
-            ) from None
-        if prod(saved.shape) != prod(chunk.shape) or saved.dtype not in WEIGHTS:
-            raise WeightMappingError(
-                f"{path} holds {saved.dtype} {list(saved.shape)} at byte {chunk.start}, but the metadata says "
-                f"{list(chunk.shape)}; save the checkpoint again"
-            )
-        self._crcs[chunk] = saved.crc
-        return Extent(path, chunk.start + saved.data_offset, saved.dtype, *matrix(saved.shape))
+        one = Extent(whole.path, whole.offset, whole.dtype, *matrix(chunk.shape[depth:]))
+        return replace(one, offset=whole.offset + number * one.num_bytes)
 
     def _find(self, stored: Stored) -> SavedTensor:
         """Return the saved tensor of a parameter in all layers and experts. The vocabulary may be padded."""
@@ -268,13 +255,3 @@ class _Section(io.RawIOBase):
         self._files.read_into(self._path, self._start + self._at, memoryview(buffer)[:length])
         self._at += length
         return length
-
-
-def _by_place(saved: SavedTensor, depth: int) -> dict[Index, list[Chunk]]:
-    chunks: dict[Index, list[Chunk]] = defaultdict(list)
-    for chunk in saved.chunks:
-        for place in product(
-            *(range(o, o + n) for o, n in zip(chunk.offset[:depth], chunk.shape[:depth], strict=True))
-        ):
-            chunks[place].append(chunk)
-    return chunks

@@ -11,9 +11,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -110,7 +110,14 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _claimed(partial) as journal:
+        partial.mkdir(exist_ok=True)
+        with (partial / JOURNAL).open("a+b", buffering=0) as journal:
+            try:
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{partial} is being written by another process; wait for it or name another output"
+                ) from None
             try:
                 report = _fill(plan, partial, journal, workers, show_progress)
                 publish_folder(partial, out, plan.last)
@@ -125,25 +132,20 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
     return report
 
 
-@contextmanager
-def _claimed(partial: Path) -> Iterator[FileIO]:
-    """Yield the journal, and lock the folder against other processes meanwhile."""
-    partial.mkdir(exist_ok=True)
-    with (partial / JOURNAL).open("a+b", buffering=0) as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{partial} is being written by another process; wait for it or name another output"
-            ) from None
-        yield journal
-
-
 def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_progress: bool) -> Report:
     started_at = time.monotonic()
     done = _resumed(plan, partial, journal)
     if not done:
-        _allocate(plan, partial)
+        needed, free = sum(plan.sizes.values()) + _SPARE_BYTES, shutil.disk_usage(partial).free
+        if needed > free:
+            raise ConfigError(
+                f"{partial.parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; free some"
+            )
+        for name, size in plan.sizes.items():
+            with (partial / name).open("wb") as file:
+                file.write(plan.headers.get(name, b""))
+                file.flush()
+                os.posix_fallocate(file.fileno(), 0, size)  # reserves the space
     report = Report(len(plan.items), plan.num_bytes, sum(plan.items[number].target.num_bytes for number in done))
     with closing(Files()) as files, closing(Files(os.O_RDWR)) as outputs:
         copier = _Copier(partial, files, outputs)
@@ -184,20 +186,6 @@ def _resumed(plan: OutputPlan, partial: Path, journal: FileIO) -> set[int]:
     journal.truncate(0)
     journal.write(f"{plan.fingerprint()}\n".encode())
     return set()
-
-
-def _allocate(plan: OutputPlan, partial: Path) -> None:
-    """Reserve the space for all files. Raise ConfigError if there is not enough."""
-    needed, free = sum(plan.sizes.values()) + _SPARE_BYTES, shutil.disk_usage(partial).free
-    if needed > free:
-        raise ConfigError(
-            f"{partial.parent} has {free / 1e9:.1f} GB free, but {needed / 1e9:.1f} GB are needed; free some"
-        )
-    for name, size in plan.sizes.items():
-        with (partial / name).open("wb") as file:
-            file.write(plan.headers.get(name, b""))
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def publish_folder(partial: Path, out: Path, last: Mapping[str, bytes | Path]) -> None:
@@ -245,18 +233,14 @@ class _Copier(threading.local):
             all_finite = all_finite and is_finite(torch.frombuffer(block, dtype=torch_dtype(item.target.dtype)))
             offset += len(block)
             bar.advance(len(block))
-        if item.frame.crc_offsets:
-            self._write_frame(item, crc)
-        return all_finite
-
-    def _write_frame(self, item: Item, crc: int) -> None:
         after = bytearray(item.frame.after)
         for place in item.frame.crc_offsets:
             after[place : place + 4] = crc.to_bytes(4, "little")
-        for offset, part in ((item.offset, item.frame.before), (item.data_offset + item.target.num_bytes, after)):
-            self._outputs.write(self._folder / item.file, offset, part)
-            if self._read(item.file, offset, len(part)) != part:
+        for start, part in ((item.offset, item.frame.before), (offset, after)) if after else ():
+            self._outputs.write(self._folder / item.file, start, part)
+            if self._read(item.file, start, len(part)) != part:
                 raise WeightMappingError(f"{item.file} differs from what was written when read back; check the disk")
+        return all_finite
 
     def _read(self, name: str, offset: int, length: int) -> bytearray:
         """Return bytes of an output, valid until the next call. A bytearray compares with a block at memory speed."""

@@ -88,18 +88,14 @@ class Streamer:
         step = max(1, BLOCK_BYTES // max(1, extent.row_bytes))
         for start in range(0, place.shape[0], step):
             count = min(step, place.shape[0] - start)
-            values = self._read(extent, row + start, count)[:, copy.column : copy.column + copy.columns]
+            self._scratch = _at_least(self._scratch, count * extent.row_bytes)
+            rows = memoryview(self._scratch)[: count * extent.row_bytes]
+            self._files.read_into(extent.path, extent.offset + (row + start) * extent.row_bytes, rows)
+            stored = torch.frombuffer(rows, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
+            values = stored[:, copy.column : copy.column + copy.columns]
             if extent.scale is not None:
                 values = values.float() * self._scales(extent, row + start, count, copy)
             place[start : start + count].copy_(values)
-
-    def _read(self, extent: Extent, row: int, count: int) -> Tensor:
-        """Return rows of the extent, valid until the next read."""
-        length = count * extent.row_bytes
-        self._scratch = _at_least(self._scratch, length)
-        view = memoryview(self._scratch)[:length]
-        self._files.read_into(extent.path, extent.offset + row * extent.row_bytes, view)
-        return torch.frombuffer(view, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
 
     def _scales(self, extent: Extent, row: int, count: int, copy: SliceCopy) -> Tensor:
         """Return the scales of the copy's columns in these rows, [count, copy.columns] float32."""

@@ -13,35 +13,38 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.weights.boxes import Box, Index, LocalTensor, Piece
+from grpo_mega.weights.boxes import Box, Index, LocalTensor
 
 BLOCK_BYTES = 512 << 10  # size of one read; two blocks stay in the cache of a core
 _WRITE_BYTES = 128 << 10  # Linux 6.18 gives a larger write contiguous memory, which costs up to 5 times the CPU time
 
-_TYPES = (  # columns: safetensors name, bytes, torch name, storage class in torch.save files
-    ("F64", 8, "float64", "DoubleStorage"),
-    ("F32", 4, "float32", "FloatStorage"),
-    ("F16", 2, "float16", "HalfStorage"),
-    ("BF16", 2, "bfloat16", "BFloat16Storage"),
-    ("I64", 8, "int64", "LongStorage"),
-    ("I32", 4, "int32", "IntStorage"),
-    ("I16", 2, "int16", "ShortStorage"),
-    ("I8", 1, "int8", "CharStorage"),
-    ("U8", 1, "uint8", "ByteStorage"),
-    ("BOOL", 1, "bool", "BoolStorage"),
-    ("F8_E4M3", 1, "float8_e4m3fn", None),
-    ("F8_E5M2", 1, "float8_e5m2", None),
-)
+# Columns: safetensors name, bytes, torch name, storage class in torch.save files.
+_TYPES = """
+    F64     8 float64       DoubleStorage
+    F32     4 float32       FloatStorage
+    F16     2 float16       HalfStorage
+    BF16    2 bfloat16      BFloat16Storage
+    I64     8 int64         LongStorage
+    I32     4 int32         IntStorage
+    I16     2 int16         ShortStorage
+    I8      1 int8          CharStorage
+    U8      1 uint8         ByteStorage
+    BOOL    1 bool          BoolStorage
+    F8_E4M3 1 float8_e4m3fn -
+    F8_E5M2 1 float8_e5m2   -
+"""
+_ROWS = [line.split() for line in _TYPES.strip().splitlines()]
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # dtypes of weights that can be converted and trained, widest first
 FP8 = "F8_E4M3"  # dtype of block-quantised checkpoints
-ITEM_BYTES = {name: size for name, size, _, _ in _TYPES} | {"U64": 8, "U32": 4, "U16": 2, "F8_E8M0": 1}
-TORCH_NAMES = {name: torch for name, _, torch, _ in _TYPES}
+ITEM_BYTES = {name: int(size) for name, size, _, _ in _ROWS} | {"U64": 8, "U32": 4, "U16": 2, "F8_E8M0": 1}
+TORCH_NAMES = {name: torch for name, _, torch, _ in _ROWS}
 FROM_TORCH = {torch: name for name, torch in TORCH_NAMES.items()}
-STORAGE_NAMES = {name: storage for name, _, _, storage in _TYPES if storage}
+STORAGE_NAMES = {name: storage for name, _, _, storage in _ROWS if storage != "-"}
 FROM_STORAGE = {storage: name for name, storage in STORAGE_NAMES.items()}
 
 
@@ -122,9 +125,8 @@ class SliceCopy(NamedTuple):
     def is_unchanged_rows_of(self, target: Target) -> bool:
         """Return True if the copy is a run of bytes both in its file and in the target."""
         extent = self.extent
-        return (
-            self.columns == target.columns == extent.columns and extent.dtype == target.dtype and extent.scale is None
-        )
+        has_same_elements = extent.dtype == target.dtype and extent.scale is None
+        return has_same_elements and self.columns == target.columns == extent.columns
 
 
 @dataclass(frozen=True)
@@ -207,11 +209,15 @@ def target_of(tensor: LocalTensor, weights: Weights, dtype: str | None = None) -
         for part in weights.parts(piece.box.tensor):
             common = piece.box.intersect(part.box)
             if common is not None:
-                copies.append(_copy(piece, common, part))
+                row, column = row_and_column(tuple(map(sub, common.start, part.box.start)))
+                to = row_and_column(piece.at(common))
+                copies.append(SliceCopy(part.extent, part.row + row, part.column + column, *to, *matrix(common.shape)))
     if sum(c.rows * c.columns for c in copies) != rows * columns:
         raise WeightMappingError(f"{weights.folder} does not hold all of {name}; fetch or save the checkpoint again")
     copies.sort(key=lambda c: (c.to_row, c.to_column))
-    return Target(name, dtype or _widest(dtypes), rows, columns, tuple(copies))
+    if dtype is None:  # the dtype that can hold the values of all
+        dtype = "F32" if dtypes == {"BF16", "F16"} else min(dtypes, key=WEIGHTS.index)
+    return Target(name, dtype, rows, columns, tuple(copies))
 
 
 def matrix(shape: Index) -> tuple[int, int]:
@@ -221,14 +227,3 @@ def matrix(shape: Index) -> tuple[int, int]:
 
 def row_and_column(index: Index) -> tuple[int, int]:
     return (index[0], 0) if len(index) == 1 else (index[0], index[1])
-
-
-def _widest(dtypes: set[str]) -> str:
-    """Return the dtype that can hold the values of all dtypes."""
-    return "F32" if dtypes == {"BF16", "F16"} else min(dtypes, key=WEIGHTS.index)
-
-
-def _copy(piece: Piece, common: Box, part: Part) -> SliceCopy:
-    to_row, to_column = row_and_column(piece.at(common))
-    row, column = row_and_column(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)))
-    return SliceCopy(part.extent, part.row + row, part.column + column, to_row, to_column, *matrix(common.shape))

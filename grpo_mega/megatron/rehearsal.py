@@ -287,7 +287,7 @@ class Counted:
             ("recv", lambda n, tensor: 0),
         ):
             setattr(dist, name, self._counting(name, share))
-        dist.batch_isend_irecv = lambda operations: [one.op(one.tensor, group=one.group) for one in operations]
+        dist.batch_isend_irecv = lambda p2p_op_list: [p2p.op(p2p.tensor, group=p2p.group) for p2p in p2p_op_list]
         for name in ("isend", "irecv", "send", "recv"):
             setattr(dist.distributed_c10d, name, getattr(dist, name))  # P2POp accepts only functions of this module
         dist.barrier = lambda *args, **kwargs: None

@@ -128,7 +128,8 @@ class Routers:
             # Megatron's dispatchers keep tensors from their last pass. The autograd graphs of these tensors lead back
             # to the model, and the garbage collector cannot follow them. In a process that builds another model,
             # memory and process groups would never be freed.
-            for kept in map(vars, self._dispatchers):
+            for dispatcher in self._dispatchers:
+                kept = vars(dispatcher)
                 has_graph = {name for name, v in kept.items() if isinstance(v, Tensor) and v.grad_fn is not None}
                 kept.update(dict.fromkeys(has_graph))
         assert not any(watched.announced or watched.to_recompute for watched in self._watched)

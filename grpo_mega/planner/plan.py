@@ -205,7 +205,7 @@ def other_placement(plan: Plan) -> tuple[Plan, Option | None] | None:
     if setup.lengths is None:
         return None
     layout, rollout, world = setup.layout, setup.config.rollout, setup.world_size
-    unit = layout.tp * layout.cp * layout.pp  # the same on the other placement
+    unit = layout.tp * layout.cp * layout.pp  # both placements have the same tp, cp and pp
     separate: Changes = {
         "rollout.placement": "separate",
         "rollout.partial": False,

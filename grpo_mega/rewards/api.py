@@ -151,21 +151,21 @@ def splitter(name: str) -> Callable[[str], list[int]]:
         separator = step_separator(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return lambda text: _ends(text, separator)
 
+    def split(text: str) -> list[int]:
+        ends: list[int] = []
+        ink = _INK.search(text)  # first non-space character of the current step
+        for match in separator.finditer(text):
+            if ink and ink.start() < match.end():
+                ends.append(match.end())
+                ink = _INK.search(text, match.end())
+        if ink:
+            ends.append(len(text))
+        elif ends:
+            ends[-1] = len(text)
+        return ends
 
-def _ends(text: str, separator: re.Pattern[str]) -> list[int]:
-    ends: list[int] = []
-    ink = _INK.search(text)  # first non-space character of the current step
-    for match in separator.finditer(text):
-        if ink is not None and ink.start() < match.end():
-            ends.append(match.end())
-            ink = _INK.search(text, match.end())
-    if ink is not None:
-        ends.append(len(text))
-    elif ends:
-        ends[-1] = len(text)
-    return ends
+    return split
 
 
 def _number(value: Any, name: str) -> float:

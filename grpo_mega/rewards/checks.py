@@ -39,9 +39,7 @@ class Checks:
         self._queue: deque[Check] = deque()
         self._shared: dict[Texts, Check] = {}  # checks that are queued or running
         self._verdicts: dict[Texts, Score] = {}  # most recently used last
-        self._failures: dict[
-            Texts | str, Score
-        ] = {}  # texts or gold answers whose checks hung or crashed in this rollout
+        self._failures: dict[Texts | str, Score] = {}  # by texts or gold answer; checks that hung or crashed
         self._capacity = capacity
 
     def known(self, texts: Texts) -> Score | None:
@@ -53,11 +51,11 @@ class Checks:
 
     def add(self, check: Check) -> None:
         """Queue a check. If a check with the same texts exists, add the samples to it instead."""
-        like_it = check if check.texts is None else self._shared.setdefault(check.texts, check)
-        if like_it is check:
+        shared = check if check.texts is None else self._shared.setdefault(check.texts, check)
+        if shared is check:
             self._queue.append(check)
         else:
-            like_it.keys += check.keys
+            shared.keys += check.keys
 
     def next(self) -> Check | None:
         """Return the check to start now; None if the queue is empty."""

@@ -16,29 +16,27 @@ import warnings
 from grpo_mega import console
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
-
-def _guard() -> None:
-    # Later imports must not start threads, because a fork of several threads can hang.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with contextlib.suppress(OSError):
-        os.setsid()
-    os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
-    console.filter_output()  # for functions that print responses
-    # Harmless: an adopted orphan has ended.
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
-    server = os.getpid()
-
-    def end(*_: object) -> None:
-        if os.getpid() == server:
-            kill_descendants()
-        os._exit(0)
-
-    atexit.register(end)
-    signal.signal(signal.SIGTERM, end)
-    with contextlib.suppress(OSError):
-        adopt_orphans()
-    with contextlib.suppress(OSError):
-        die_with_parent(os.getppid(), signal.SIGTERM)
+_SERVER = os.getpid()
 
 
-_guard()
+def end(*_: object) -> None:
+    """Kill all workers and what they started, then exit. A forked worker only exits."""
+    if os.getpid() == _SERVER:
+        kill_descendants()
+    os._exit(0)
+
+
+# Later imports must not start threads, because a fork of several threads can hang.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+with contextlib.suppress(OSError):
+    os.setsid()
+os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
+console.filter_output()  # for functions that print responses
+# Harmless: an adopted orphan has ended.
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
+atexit.register(end)
+signal.signal(signal.SIGTERM, end)
+with contextlib.suppress(OSError):
+    adopt_orphans()
+with contextlib.suppress(OSError):
+    die_with_parent(os.getppid(), signal.SIGTERM)

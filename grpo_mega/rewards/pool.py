@@ -70,9 +70,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._rewards = rewards
         self._weights = {function.name: function.weight for function in rewards.functions}
         self._factors = frozenset(function.name for function in rewards.functions if function.multiplies)
-        self._options: dict[str, dict[str, Any]] = {
-            function.name: dict(function.options) for function in rewards.functions
-        }
+        self._options: dict[str, dict[str, Any]] = {one.name: dict(one.options) for one in rewards.functions}
         self._is_judged = not JUDGED.isdisjoint(self._weights)
         self._in_workers = [name for name in self._weights if name not in JUDGED]
         self._num_checks = len(self._in_workers) + self._is_judged  # checks of a sample
@@ -172,9 +170,16 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             pending, self._pending = self._pending, {}
             self._checks.end_rollout()
-        if self._is_judged:
-            for sample in pending.values():
-                self._finish_judged(sample, [other for key in sample.group if (other := pending.get(key)) is not None])
+        for sample in pending.values() if self._is_judged else ():
+            judged = sample.outcomes[ACCURACY]
+            if COSINE in self._weights:
+                sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
+            if LENGTH in self._weights:
+                group = [pending[key] for key in sample.group if key in pending]
+                scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
+                sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
+            if error := sample.errors.pop(ACCURACY, None):
+                sample.errors |= {name: error for name in self._weights if name in JUDGED}
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}
 
     def close(self) -> None:
@@ -224,17 +229,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._unfinished -= 1
         if not self._unfinished:
             self._changed.notify_all()
-
-    def _finish_judged(self, sample: _Pending, group: Sequence[_Pending]) -> None:
-        """Compute the sample's `cosine` and `len` from the accuracy verdicts of its group."""
-        judged = sample.outcomes[ACCURACY]
-        if COSINE in self._weights:
-            sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
-        if LENGTH in self._weights:
-            scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
-            sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
-        if error := sample.errors.pop(ACCURACY, None):
-            sample.errors |= {name: error for name in self._weights if name in JUDGED}
 
     # The worker threads run everything below.
 
@@ -316,10 +310,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def _blame(self, check: Check, score: Score) -> None:
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.texts is None:
-            error = (
-                None if score.value is not None else f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
-            )
-            self._give(check, [(score, error)], is_own=False)
+            late = f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            self._give(check, [(score, late if score.value is None else None)], is_own=False)
         elif check.failure is not None:
             for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):
                 self._give(refused, [(GOLD_UNPARSABLE, None)], is_own=False)

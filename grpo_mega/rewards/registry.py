@@ -54,9 +54,8 @@ GOLD = ("solution", "answer", "ground_truth")
 FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
 Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
-_FORMS: dict[
-    Any, tuple[Any, str]
-] = {  # by type of an option: the accepted types of its values, and their name in errors
+# By type of an option: the accepted types of its values, and their name in errors.
+_FORMS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false, without quotes"),
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
@@ -87,7 +86,11 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
     if name not in BUILT_IN:
         return
     function = bind(name, options, step_splitter)
-    _check_types(name, options)
+    types = get_type_hints(resolve_reward(name))
+    for option, value in options.items():
+        accepted, form = _FORMS.get(types.get(option), (object, ""))
+        if not isinstance(value, accepted) or (isinstance(value, bool) and accepted not in (bool, object)):
+            raise ConfigError(f"reward function {name!r}: its option {option}={value!r}: must be {form}; correct it")
     if options and ".shaping." in BUILT_IN[name]:
         try:
             function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
@@ -99,15 +102,6 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
         check_deadline(options, deadline_s)
 
 
-def _check_types(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option of a built-in function has a value of the wrong type, such as "no" for a bool."""
-    types = get_type_hints(resolve_reward(name))
-    for option, value in options.items():
-        accepted, form = _FORMS.get(types.get(option), (object, ""))
-        if not isinstance(value, accepted) or (isinstance(value, bool) and accepted not in (bool, object)):
-            raise ConfigError(f"reward function {name!r}: its option {option}={value!r}: must be {form}; correct it")
-
-
 def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFunction:
     """Return the function called `name` with its options bound.
 
@@ -116,9 +110,8 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str) -> RewardFun
         options.
     """
     function = resolve_reward(name)
-    accepted = _options_of(function)
     given = dict(options)
-    if accepted is not None:
+    if (accepted := _options_of(function)) is not None:
         for option in given:
             if option not in accepted:
                 nearest = difflib.get_close_matches(option, accepted, n=1, cutoff=0.5)

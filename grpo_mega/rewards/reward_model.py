@@ -23,6 +23,7 @@ from grpo_mega.config import problems_of
 from grpo_mega.config.base import PositiveInt, Section
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
+from grpo_mega.paths import parse_json
 from grpo_mega.rewards.api import NoScore, Score, Step, splitter
 from grpo_mega.text import well_formed
 
@@ -110,9 +111,21 @@ class RewardServer(Section):
             values = [self._judgement(text, deadline) for text in texts]
         elif self.api == "classify":
             reply = self._ask("/classify", {"text": texts}, deadline)
-            values = [self._output_of(item.get("embedding")) for item in self._items(reply, len(texts))]
+            items = reply if isinstance(reply, list) else [reply]
+            if len(items) != len(texts) or not all(isinstance(item, dict) for item in items):
+                problem = f"gave {_shown(reply)}, not {len(texts)} embeddings"
+                raise self._failure("/classify", problem, "is it SGLang?")
+            values = [self._output_of(item.get("embedding")) for item in items]
         else:
-            values = self._label_scores(texts, deadline)
+            labels = [int(label) for label in str(self.labels).split(",") if label]
+            body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
+            if labels:
+                body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
+            reply = self._ask("/v1/score", body, deadline)
+            rows = reply.get("scores") if isinstance(reply, dict) else None
+            if not isinstance(rows, list) or len(rows) != len(texts):
+                raise self._failure("/v1/score", f"gave {_shown(reply)}, not {len(texts)} scores", "is it SGLang?")
+            values = [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
         scale = self.scale if self.scale is not None else 0.1 if self.api == "chat" and not self.template else 1.0
         return [self._finite(scale * value) for value in values]
 
@@ -131,15 +144,14 @@ class RewardServer(Section):
             try:
                 reply = self.open(path, body, max(deadline - time.monotonic(), 0.01))
                 if 200 <= reply.status < 300:
-                    return self._parsed(path, reply)
+                    if not reply.is_whole:
+                        remedy = "is url the address of a reward model?"
+                        raise self._failure(path, f"sent more than {MOST_BYTES >> 20} MiB", remedy)
+                    return parse_json(reply.body)
                 problem = _status(reply)
                 if reply.status != 429 and reply.status < 500:
-                    remedy = (
-                        "set url to that address"
-                        if _redirects(reply)
-                        else "correct the options, or the server's settings"
-                    )
-                    raise self._failure(path, problem, remedy)
+                    remedy = "correct the options, or the server's settings"
+                    raise self._failure(path, problem, "set url to that address" if _redirects(reply) else remedy)
             except NoReply as error:
                 problem = f"does not answer ({_one_line(str(error))})"
             except ValueError as error:
@@ -150,48 +162,19 @@ class RewardServer(Section):
             pause *= 2
         raise self._failure(path, problem, "see its log, or raise timeout_s and rewards.deadline_s") from None
 
-    def _parsed(self, path: str, reply: Reply) -> Any:
-        """Return the JSON of a reply. Raises ValueError if it is not JSON, and NoScore if it is too long."""
-        if not reply.is_whole:
-            raise self._failure(path, f"sent more than {MOST_BYTES >> 20} MiB", "is url the address of a reward model?")
-        try:
-            return json.loads(reply.body)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-
     def _failure(self, path: str, problem: str, remedy: str) -> NoScore:
         return NoScore(f"the server at {self.url}{path} {problem}; {remedy}")
-
-    def _items(self, reply: Any, count: int) -> list[dict[str, Any]]:
-        items = reply if isinstance(reply, list) else [reply]
-        if len(items) != count or not all(isinstance(item, dict) for item in items):
-            raise self._failure("/classify", f"gave {_shown(reply)}, not {count} embeddings", "is it SGLang?")
-        return items
-
-    def _label_scores(self, texts: list[str], deadline: float) -> list[float]:
-        labels = [int(label) for label in str(self.labels).split(",") if label]
-        body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
-        if labels:
-            body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
-        reply = self._ask("/v1/score", body, deadline)
-        rows = reply.get("scores") if isinstance(reply, dict) else None
-        if not isinstance(rows, list) or len(rows) != len(texts):
-            raise self._failure("/v1/score", f"gave {_shown(reply)}, not {len(texts)} scores", "is it SGLang?")
-        return [self._output_of(row[:1] if labels and isinstance(row, list) else row) for row in rows]
 
     def _output_of(self, values: Any) -> float:
         # The type check also rejects bool.
         if not isinstance(values, list) or not values or not all(type(value) in (int, float) for value in values):
             raise self._failure("", f"gave {_shown(values)} for a text", "serve a reward model, with --is-embedding")
-        if len(values) > 1 and self.output is None:
-            raise self._failure(
-                "", f"has a model of {len(values)} outputs", f"set output to one of 0 to {len(values) - 1}"
-            )
-        if (self.output or 0) >= len(values):
-            raise self._failure(
-                "", f"has a model of {len(values)} outputs", f"output={self.output} is not one; lower it"
-            )
-        return self._finite(values[self.output or 0])
+        output = self.output or 0
+        if output >= len(values) or (len(values) > 1 and self.output is None):
+            choice = f"set output to one of 0 to {len(values) - 1}"
+            remedy = choice if self.output is None else f"output={output} is not one; lower it"
+            raise self._failure("", f"has a model of {len(values)} outputs", remedy)
+        return self._finite(values[output])
 
     def _finite(self, value: float) -> float:
         """Return the value as a float. Raises NoScore for NaN, infinity and numbers that overflow to it."""

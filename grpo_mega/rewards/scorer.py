@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from grpo_mega.errors import RewardError
-from grpo_mega.rewards.api import RewardResult, Step
+from grpo_mega.rewards.api import RewardResult
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.registry import FINISH_REASON
+from grpo_mega.text import num_common
 from grpo_mega.types import Group, Sample
 
 # A reward function counts as broken after it has raised on this many samples and prompts.
@@ -63,10 +64,8 @@ class Scorer:
         for sample in ordered:
             if id(sample) not in self._key_of:
                 self.submit(sample)
-        keys, token_ids = (
-            [self._key_of[id(sample)] for sample in ordered],
-            [list(sample.response_ids) for sample in ordered],
-        )
+        keys = [self._key_of[id(sample)] for sample in ordered]
+        token_ids = [list(sample.response_ids) for sample in ordered]
         self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids)
 
     def keep(self, groups: Iterable[Group]) -> None:
@@ -80,12 +79,15 @@ class Scorer:
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Wait until everything submitted is scored. Call `on_progress()` whenever checks finish."""
         results = self._pool.collect(on_progress)
-        for key, sample in self._samples.items():
-            result = results[key]
-            sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
-            sample.step_ends, sample.step_rewards = self._at_tokens(sample, result.steps)
         self._scored = [(sample, results[key]) for key, sample in self._samples.items()]
         self._samples, self._key_of = {}, {}
+        for sample, result in self._scored:
+            sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
+            rewards: dict[int, float] = {}  # by token, because steps that end at the same token become one step
+            tokens = tokens_at(sample.response_ids, self._decode, [step.end for step in result.steps])
+            for token, step in zip(tokens, result.steps, strict=True):
+                rewards[token] = rewards.get(token, 0.0) + step.value
+            sample.step_ends, sample.step_rewards = list(rewards), list(rewards.values())
 
     def check(self) -> None:
         """Raise RewardError if this rollout and earlier ones show that a reward function is broken."""
@@ -95,19 +97,6 @@ class Scorer:
     def first_error(self) -> str | None:
         """The first exception on the samples of this rollout, with the function's name; None if there is none."""
         return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
-
-    def _at_tokens(self, sample: Sample, steps: Sequence[Step]) -> tuple[list[int], list[float]]:
-        """Return the tokens at which steps end, and their rewards. Steps that end at the same token are merged into
-        one.
-        """
-        if not steps:
-            return [], []
-        sums: dict[int, float] = {}
-        for token, step in zip(
-            tokens_at(sample.response_ids, self._decode, [s.end for s in steps]), steps, strict=True
-        ):
-            sums[token] = sums.get(token, 0.0) + step.value
-        return list(sums), list(sums.values())
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -120,13 +109,13 @@ def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
 
 def failures_of(sample: Sample) -> set[str]:
     """Return the effect of failed checks on the sample: "zero" for a score of 0, "missing" for a missing score."""
-    failed = [
-        (sample.scores.get(name), verdict)
-        for name, verdict in sample.verdicts.items()
-        if verdict in ("error", "timeout")
-    ]
-    missing = {"missing" for score, _ in failed if score is None}
-    return missing | {"zero" for score, verdict in failed if score is not None and verdict == "error"}
+    effects = set[str]()
+    for name, verdict in sample.verdicts.items():
+        if verdict in ("error", "timeout") and sample.scores.get(name) is None:
+            effects.add("missing")
+        elif verdict == "error":
+            effects.add("zero")
+    return effects
 
 
 class Failures:
@@ -139,9 +128,8 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self._failed: dict[
-            str, set[tuple[int, tuple[int, ...]]]
-        ] = {}  # failed samples by function, as (prompt id, response)
+        # Failed samples by function, as (prompt id, response).
+        self._failed: dict[str, set[tuple[int, tuple[int, ...]]]] = {}
 
     def add(self, scored: Sequence[tuple[Sample, RewardResult]]) -> None:
         """Add the results of one rollout. Raises RewardError if a function is broken."""
@@ -164,6 +152,8 @@ def tokens_at(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
 
     This is the smallest t such that the decoded token_ids[: t + 1] start with that many characters of the whole text.
     """
+    if not ends:
+        return []  # without decoding
     ids = list(token_ids)
     # Some tokenizers drop the space before the first word of a text, so decode later pieces after a token.
     for context in ([], ids[:1]):
@@ -199,12 +189,7 @@ def _ends_by_pieces(ids: list[int], decode: Decode, context: list[int]) -> list[
             return None
         reached = 0  # must not shrink: a character can vanish while bytes of the next one are decoded with it
         for size in range(1, len(piece) + 1):
-            reached = max(reached, _num_common(decode([*before, *piece[:size]])[skipped:], text))
+            reached = max(reached, num_common(decode([*before, *piece[:size]])[skipped:], text))
             ends.append(start + reached)
         start += len(text)
     return ends if start == len(whole) else None
-
-
-def _num_common(a: str, b: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

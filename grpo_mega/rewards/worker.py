@@ -37,10 +37,7 @@ from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
 from grpo_mega.text import well_formed
 
 # The fork server preloads them.
-GUARDIAN, MATH_VERIFY = (
-    "grpo_mega.rewards.guardian",
-    "grpo_mega.rewards.math.mathverify",
-)
+GUARDIAN, MATH_VERIFY = "grpo_mega.rewards.guardian", "grpo_mega.rewards.math.mathverify"
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a worker
 START_LIMIT_S = 300.0  # limit for a worker's imports; generous because network file systems are slow
 _END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes
@@ -206,20 +203,17 @@ class CheckJob:
                 resource.setrlimit(limit, (num_bytes, num_bytes))
         # These errors mean that the pool is gone.
         with contextlib.suppress(EOFError, BrokenPipeError), connection.Connection(inherited[0]) as pool:
-            self._serve(pool)
+            try:
+                functions = self._import()
+            except BaseException as error:
+                pool.send(describe_error(error))
+                return 0
+            pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
+            forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
+            while True:
+                name, samples, group = pool.recv()
+                pool.send(_run(functions[name], samples, group, forms.get(name, "text")))
         return 0
-
-    def _serve(self, pool: connection.Connection) -> None:
-        try:
-            functions = self._import()
-        except BaseException as error:
-            pool.send(describe_error(error))
-            return
-        pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
-        forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}
-        while True:
-            name, samples, group = pool.recv()
-            pool.send(_run(functions[name], samples, group, forms.get(name, "text")))
 
     def _import(self) -> dict[str, RewardFunction]:
         if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import
@@ -248,18 +242,17 @@ def _run(function: RewardFunction, pickled: list[bytes], group: bytes | None, fo
         else:
             given, token_ids = pickle.loads(group)
             returned = registry.call_group(function, samples, given, token_ids, form)
-        return [_outcome(value, response) for value, (_, response, _, _) in zip(returned, samples, strict=True)]
+        outcomes: list[Outcome] = []
+        for value, (_, response, _, _) in zip(returned, samples, strict=True):
+            try:
+                outcomes.append((as_score(value, response), None))
+            except Exception as error:
+                outcomes.append(_failed(error))
+        return outcomes
     except MemoryError:
         os._exit(_OUT_OF_MEMORY_STATUS)  # the heap is full, so only a fresh process can continue
     except BaseException as error:  # SystemExit and similar end the check, not the worker
         return [_failed(error)] * len(pickled)
-
-
-def _outcome(returned: object, response: str) -> Outcome:
-    try:
-        return as_score(returned, response), None
-    except Exception as error:
-        return _failed(error)
 
 
 def _failed(error: BaseException) -> Outcome:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 1 << 20  # words per run of multipliers; part of the definition
@@ -36,19 +37,13 @@ def checksum(tensor: Tensor) -> Tensor:
         total.mul_(_A)
         block = data[begin : begin + 8 * BLOCK]
         for start in range(0, block.numel(), 8 * step):
-            words = _mix(_words(block[start : start + 8 * step]).mul(_A))
+            part = block[start : start + 8 * step]
+            if part.numel() % 8 or part.data_ptr() % 8 or part.storage_offset() % 8:  # no view as int64
+                part = F.pad(part, (0, -part.numel() % 8))
+            words = _mix(part.view(torch.int64).mul(_A))
             first = start // 8
             total.add_(words.mul_(multipliers[first : first + words.numel()]).sum())
     return total
-
-
-def _words(data: Tensor) -> Tensor:
-    """View bytes as int64. Copy them if they are not aligned or do not fill the last word."""
-    if data.numel() % 8 or data.data_ptr() % 8 or data.storage_offset() % 8:
-        padded = data.new_zeros(-(-data.numel() // 8) * 8)
-        padded[: data.numel()] = data
-        data = padded
-    return data.view(torch.int64)
 
 
 def _mix(words: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ _ALL = """
     use_cache:bool=true
 """
 _OF = {
-    "deepseek_v2": (
-        """
+    "deepseek_v2": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=null max_position_embeddings:int=2048
         rms_norm_eps:float=1e-06 bos_token_id:int?=1 eos_token_id:ids?=2 pretraining_tp:int?=1 attention_bias:bool=false
@@ -34,10 +33,8 @@ _OF = {
         qk_nope_head_dim:int=128 qk_rope_head_dim:int=64 routed_scaling_factor:float=1.0 topk_group:int?=null
         topk_method:str?="greedy" norm_topk_prob:bool?=false v_head_dim:int=128 num_experts_per_tok:int?=null
         moe_intermediate_size:int=1407
-    """
-    ),
-    "deepseek_v3": (
-        """
+    """,
+    "deepseek_v3": """
         vocab_size:int=129280 hidden_size:int=7168 intermediate_size:int=18432 moe_intermediate_size:int=2048
         num_hidden_layers:int=61 num_attention_heads:int=128 num_key_value_heads:int?=128 n_shared_experts:int=1
         n_routed_experts:int=256 routed_scaling_factor:float=2.5 kv_lora_rank:int=512 q_lora_rank:int?=1536
@@ -45,70 +42,55 @@ _OF = {
         num_experts_per_tok:int?=8 first_k_dense_replace:int?=3 norm_topk_prob:bool?=true
         max_position_embeddings:int=4096 rms_norm_eps:float=1e-06 bos_token_id:int?=0 eos_token_id:ids?=1
         pretraining_tp:int?=1 rope_interleave:bool?=true attention_bias:bool=false attention_dropout:number?=0.0
-    """
-    ),
-    "glm4_moe": (
-        """
+    """,
+    "glm4_moe": """
         vocab_size:int=151552 hidden_size:int=4096 intermediate_size:int=10944 num_hidden_layers:int=46
         num_attention_heads:int=96 num_key_value_heads:int=8 max_position_embeddings:int=131072 rms_norm_eps:float=1e-05
         attention_bias:bool=false attention_dropout:number=0.0 moe_intermediate_size:int=1408 num_experts_per_tok:int=8
         n_shared_experts:int=1 n_routed_experts:int=128 routed_scaling_factor:float=1.0 n_group:int=1 topk_group:int=1
         first_k_dense_replace:int=1 norm_topk_prob:bool=true use_qk_norm:bool=false bos_token_id:int?=null
         eos_token_id:ids?=null
-    """
-    ),
-    "llama": (
-        """
+    """,
+    "llama": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=null max_position_embeddings:int=2048
         rms_norm_eps:float=1e-06 bos_token_id:int?=1 eos_token_id:ids?=2 pretraining_tp:int?=1 attention_bias:bool=false
         attention_dropout:number?=0.0 mlp_bias:bool=false head_dim:int?=null
-    """
-    ),
-    "mistral": (
-        """
+    """,
+    "mistral": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=14336 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int=8 head_dim:int?=null max_position_embeddings:int=131072
         rms_norm_eps:float=1e-06 bos_token_id:int?=1 eos_token_id:ids?=2 sliding_window:int?=4096
         attention_dropout:number=0.0
-    """
-    ),
-    "mixtral": (
-        """
+    """,
+    "mixtral": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=14336 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int=8 head_dim:int?=null max_position_embeddings:int=131072
         rms_norm_eps:float=1e-05 bos_token_id:int?=1 eos_token_id:ids?=2 sliding_window:int?=null
         attention_dropout:number=0.0 num_experts_per_tok:int=2 num_local_experts:int=8 output_router_logits:bool=false
         router_aux_loss_coef:float=0.001 router_jitter_noise:float=0.0
-    """
-    ),
-    "qwen2": (
-        """
+    """,
+    "qwen2": """
         vocab_size:int=151936 hidden_size:int=4096 intermediate_size:int=22016 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=32 max_position_embeddings:int=32768
         rms_norm_eps:float=1e-06 use_sliding_window:bool=false sliding_window:int?=4096 max_window_layers:int=28
         layer_types:texts?=null attention_dropout:number=0.0 bos_token_id:int?=null eos_token_id:ids?=null
-    """
-    ),
-    "qwen3": (
-        """
+    """,
+    "qwen3": """
         vocab_size:int=151936 hidden_size:int=4096 intermediate_size:int=22016 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=32 head_dim:int=128 max_position_embeddings:int=32768
         rms_norm_eps:float=1e-06 attention_bias:bool=false use_sliding_window:bool=false sliding_window:int?=4096
         max_window_layers:int=28 layer_types:texts?=null attention_dropout:number=0.0 bos_token_id:int?=null
         eos_token_id:ids?=null
-    """
-    ),
-    "qwen3_moe": (
-        """
+    """,
+    "qwen3_moe": """
         vocab_size:int=151936 hidden_size:int=2048 intermediate_size:int=6144 num_hidden_layers:int=24
         num_attention_heads:int=32 num_key_value_heads:int=4 max_position_embeddings:int=32768 rms_norm_eps:float=1e-06
         attention_bias:bool=false use_sliding_window:bool=false sliding_window:int?=4096 attention_dropout:number=0.0
         decoder_sparse_step:int=1 moe_intermediate_size:int=768 num_experts_per_tok:int=8 num_experts:int=128
         norm_topk_prob:bool=false output_router_logits:bool=false router_aux_loss_coef:float=0.001
         mlp_only_layers:ints?=null bos_token_id:int?=null eos_token_id:ids?=null
-    """
-    ),
+    """,
 }
 # Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -223,7 +205,6 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     for name in ("id2label", "label2id"):
         if not isinstance(fields.get(name), dict | None):
             raise _wrong(name, fields[name], "an object or null")
-    _check_sizes(fields)
     _check_numbers(fields)
     for alias, name in aliases.items():
         fields[alias] = fields[name] = fields.get(alias, fields[name])
@@ -244,7 +225,14 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields["mlp_only_layers"] = []
     if model_type == "glm4_moe":
         fields.setdefault("partial_rotary_factor", 0.5)
-    _check_layer_types(fields)
+    types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
+    if types is not None and (not isinstance(types, list) or len(types) != num_layers):
+        raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
+    other = next((one for one in types or () if one != "full_attention"), None)
+    if other is not None:
+        raise WeightMappingError(
+            f"config.json has {other!r} among layer_types; only 'full_attention' is supported, so name another model"
+        )
     fields["rope_parameters"] = _rope(fields, ROPE_THETA.get(model_type, 1e4))
     return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
 
@@ -257,17 +245,14 @@ def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
     return None
 
 
-def _check_sizes(fields: Fields) -> None:
-    most = dict.fromkeys(_SIZES, _MAX_SIZE) | dict.fromkeys(_COUNTS, _MAX_COUNT) | {"num_hidden_layers": _MAX_LAYERS}
-    for name, limit in most.items():
+def _check_numbers(fields: Fields) -> None:
+    limits = dict.fromkeys(_SIZES, _MAX_SIZE) | dict.fromkeys(_COUNTS, _MAX_COUNT) | {"num_hidden_layers": _MAX_LAYERS}
+    for name, limit in limits.items():
         value = fields.get(name)
         if value is not None and not (_is_int(value) and 1 <= value <= limit):
             raise _wrong(name, value, f"a positive whole number up to {limit:,}")
     if (fields.get("first_k_dense_replace") or 0) < 0:
         raise _wrong("first_k_dense_replace", fields["first_k_dense_replace"], "0 or more")
-
-
-def _check_numbers(fields: Fields) -> None:
     for name, most in (("rms_norm_eps", 1.0), ("routed_scaling_factor", 1e6)):
         if name in fields and not 0 < fields[name] <= most:
             raise _wrong(name, fields[name], f"above 0 and at most {most:g}")
@@ -285,19 +270,6 @@ def _check_numbers(fields: Fields) -> None:
     for name in ("dtype", "torch_dtype"):
         if fields.get(name) is not None and fields[name] not in _DTYPES:
             raise _wrong(name, fields[name], f"one of {', '.join(_DTYPES)}")
-
-
-def _check_layer_types(fields: Fields) -> None:
-    types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
-    if types is None:
-        return
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
-    other = next((one for one in types if one != "full_attention"), None)
-    if other is not None:
-        raise WeightMappingError(
-            f"config.json has {other!r} among layer_types; only 'full_attention' is supported, so name another model"
-        )
 
 
 def _rope(fields: Fields, default_theta: float) -> Fields:

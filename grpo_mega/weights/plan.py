@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -24,7 +24,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Kind, RankShards
 from grpo_mega.weights.layout import ShardLayout
 from grpo_mega.weights.spec import BLOCK
-from grpo_mega.weights.transfers import Need, Place, Template, Transfer, choose_sources, match
+from grpo_mega.weights.transfers import Need, Template, Transfer, choose_sources, match
 
 _GRAIN = 4  # a tensor is split until no rank sends or receives more than 1 / _GRAIN of a round at a time
 _SHARES = 4  # a source gets at least this many transfers of the largest tensor on average, so loads come out even
@@ -101,10 +101,31 @@ class TransferPlan:
         return Traffic(same_rank, same_node, between_nodes, tuple(sent), tuple(received))
 
     def rounds(self, capacity: int, itemsize: int = 1) -> Rounds:
-        """Return the transfers in rounds of at most `capacity` bytes per rank. Rounds are computed once per size."""
+        """Return the transfers in rounds of at most `capacity` bytes per rank. Rounds are computed once per size.
+
+        A transfer of more than `capacity` bytes is split along dim 0; a larger single row goes alone. An element takes
+        `itemsize` bytes. A quantised tensor is split only between rows of blocks, so 128 rows go alone.
+        """
         key = capacity, itemsize
-        if key not in self._rounds:
-            self._rounds[key] = _make_rounds(self.templates, self.world_size, capacity, itemsize)
+        if key in self._rounds:
+            return self._rounds[key]
+        steps = []
+        for number, template in enumerate(self.templates):
+            for tensor, units in enumerate(_units(template, self.world_size, capacity, itemsize)):
+                for j, unit in enumerate(units):
+                    share = (j + 0.5) / len(units)
+                    for place in template.places:
+                        steps.append(((place + share) / template.num_places, tensor, number, place, unit))
+        steps.sort(key=lambda step: step[:4])
+        rounds: list[list[tuple[_Unit, int]]] = []
+        used = np.zeros(2 * self.world_size, dtype=np.int64)
+        for *_, place, unit in steps:
+            used += unit.load
+            if not rounds or used.max() > capacity:
+                rounds.append([])
+                used[:] = unit.load
+            rounds[-1].append((unit, place))
+        self._rounds[key] = Rounds(rounds)
         return self._rounds[key]
 
 
@@ -125,10 +146,15 @@ def plan_transfers(sources: ShardLayout, targets: ShardLayout, *, ranks_per_node
             layers, experts = _common(extent.layers, wanted.layers), _common(extent.experts, wanted.experts)
             if extent.kind != wanted.kind or not layers or not experts:
                 continue
-            num_places += len(layers) * len(experts)
+            num_common = len(layers) * len(experts)
+            num_places += num_common
             needs = match(source_shards, target_shards, ranks_per_node)
             firsts = (extent.first_layer, extent.experts.start), (wanted.first_layer, wanted.experts.start)
-            templates += _templates(needs, layers, experts, firsts, sent, targets.quantised)
+            step = min(num_common, _num_choices(needs))
+            for start in range(step):
+                places = range(start, num_common, step)
+                transfers = choose_sources(needs, sent, len(places), targets.quantised)
+                templates.append(Template(tuple(transfers), layers, experts, places, *firsts))
         if num_places != len(wanted.layers) * len(wanted.experts):
             raise WeightMappingError(
                 f"the targets need {wanted}, and the sources lack some; plan for one and the same model"
@@ -164,24 +190,11 @@ def _common(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _templates(
-    needs: list[Need],
-    layers: range,
-    experts: range,
-    firsts: tuple[Place, Place],
-    sent: list[int],
-    quantised: frozenset[str],
-) -> Iterator[Template]:
-    """Yield one template. If it would leave some sources without work, yield several with different sources."""
-    num_places = len(layers) * len(experts)
-    step = min(num_places, _num_choices(needs))
-    for start in range(step):
-        places = range(start, num_places, step)
-        yield Template(tuple(choose_sources(needs, sent, len(places), quantised)), layers, experts, places, *firsts)
-
-
 def _num_choices(needs: list[Need]) -> int:
-    """Return how often to choose sources for the same needs, based on the group of sources with the most elements."""
+    """Return how often to choose sources for the same needs, so that no source is left without work.
+
+    The number depends on the group of sources with the most elements.
+    """
     num_needs: dict[int, int] = defaultdict(int)
     num_elements: dict[int, int] = defaultdict(int)
     num_sources: dict[int, int] = {}
@@ -195,32 +208,6 @@ def _num_choices(needs: list[Need]) -> int:
         return 1
     group = max(num_elements, key=lambda g: num_elements[g])
     return math.ceil(_SHARES * num_sources[group] / num_needs[group])
-
-
-def _make_rounds(templates: Sequence[Template], world_size: int, capacity: int, itemsize: int) -> Rounds:
-    """Order all transfers. Transfers of more than `capacity` bytes are split along dim 0; a larger single row goes
-    alone.
-
-    An element takes `itemsize` bytes. A quantised tensor is split only between rows of blocks, so 128 rows go alone.
-    """
-    steps = []
-    for number, template in enumerate(templates):
-        for tensor, units in enumerate(_units(template, world_size, capacity, itemsize)):
-            for j, unit in enumerate(units):
-                share = (j + 0.5) / len(units)
-                steps += [
-                    ((place + share) / template.num_places, tensor, number, place, unit) for place in template.places
-                ]
-    steps.sort(key=lambda step: step[:4])
-    rounds: list[list[tuple[_Unit, int]]] = []
-    used = np.zeros(2 * world_size, dtype=np.int64)
-    for *_, place, unit in steps:
-        used += unit.load
-        if not rounds or used.max() > capacity:
-            rounds.append([])
-            used[:] = unit.load
-        rounds[-1].append((unit, place))
-    return Rounds(rounds)
 
 
 def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[_Unit]]:
@@ -266,7 +253,10 @@ def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list
     part: list[Transfer] = []
     used: dict[int, int] = defaultdict(int)
     for transfer in transfers:
-        ends, size = _ends(transfer), transfer.num_bytes(itemsize)
+        # The receiving rank, and the complement (~) of the sending rank if it is a different rank.
+        is_local = transfer.source_rank == transfer.target_rank
+        ends = (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
+        size = transfer.num_bytes(itemsize)
         if part and any(used[end] + size > most for end in ends):
             yield part
             part = []
@@ -275,12 +265,6 @@ def _parts(transfers: list[Transfer], most: int, itemsize: int) -> Iterator[list
         for end in ends:
             used[end] += size
     yield part
-
-
-def _ends(transfer: Transfer) -> tuple[int, ...]:
-    """Return the receiving rank, and the complement (~) of the sending rank if it is a different rank."""
-    is_local = transfer.source_rank == transfer.target_rank
-    return (transfer.target_rank,) if is_local else (transfer.target_rank, ~transfer.source_rank)
 
 
 def _unit(template: Template, transfers: list[Transfer], world_size: int, itemsize: int) -> _Unit:

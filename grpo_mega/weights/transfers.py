@@ -112,11 +112,22 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
     for rank, piece in _pieces(sources):
         if piece.box.tensor in wanted:
             holders[piece.box.tensor][piece.box][rank] = piece
-    return [
-        need
-        for tensor, pieces in wanted.items()
-        for need in _needs_of(pieces, [_Held(box, by_rank, ranks_per_node) for box, by_rank in holders[tensor].items()])
-    ]
+    needs = []
+    for tensor, pieces in wanted.items():
+        held = [_Held(box, by_rank, ranks_per_node) for box, by_rank in holders[tensor].items()]
+        overlapping: dict[Box, list[_Held]] = {}
+        # Ranks with the same box and holders share the computation.
+        parts: dict[tuple[Box, tuple[int, ...]], list[tuple[Box, _Held]]] = {}
+        for rank, target in pieces:
+            box = target.box
+            if box not in overlapping:
+                overlapping[box] = [h for h in held if h.box.intersect(box)]
+            near = sorted(overlapping[box], key=lambda h: h.distance(rank))
+            key = (box, tuple(map(id, near)))
+            if key not in parts:
+                parts[key] = _cover(rank, target, near)
+            needs += [Need(rank, target, part, holder.sources(rank)) for part, holder in parts[key]]
+    return needs
 
 
 def choose_sources(needs: Iterable[Need], sent: list[int], weight: int, quantised: frozenset[str]) -> list[Transfer]:
@@ -166,24 +177,6 @@ def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:
     return (
         (rank, piece) for rank, tensors in enumerate(shards) for tensor in tensors.values() for piece in tensor.pieces
     )
-
-
-def _needs_of(wanted: list[tuple[int, Piece]], held: list[_Held]) -> Iterable[Need]:
-    """Yield the needs of the pieces of one Hugging Face tensor. Ranks with the same box and holders share the
-    computation.
-    """
-    overlapping: dict[Box, list[_Held]] = {}
-    parts: dict[tuple[Box, tuple[int, ...]], list[tuple[Box, _Held]]] = {}
-    for rank, target in wanted:
-        box = target.box
-        if box not in overlapping:
-            overlapping[box] = [h for h in held if h.box.intersect(box)]
-        near = sorted(overlapping[box], key=lambda h: h.distance(rank))
-        key = (box, tuple(map(id, near)))
-        if key not in parts:
-            parts[key] = _cover(rank, target, near)
-        for part, held_box in parts[key]:
-            yield Need(rank, target, part, held_box.sources(rank))
 
 
 def _cover(rank: int, target: Piece, near: list[_Held]) -> list[tuple[Box, _Held]]:

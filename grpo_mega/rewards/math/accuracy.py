@@ -64,7 +64,20 @@ def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *,
     """
     turn = whole_turn(response, extras)
     gold, text = _without_choices(read_answer(answer), read_answer(turn, is_cut=extras.get("finish_reason") == CUT))
-    return _judge(gold, text, unevaluated) or _judge_by_math_verify(gold, text)
+    if score := _judge(gold, text, unevaluated):
+        return score
+    from grpo_mega.rewards.math import mathverify  # imported late, because it takes one to two seconds
+
+    if not _is_plain(gold) and not _parse_gold(gold):
+        return GOLD_UNPARSABLE
+    if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
+        text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
+    if score := _judge_by_comparison(gold, text):
+        return score
+    parsed = mathverify.parse_answer(_right_side(gold, text))
+    if not parsed:
+        return UNPARSABLE
+    return CORRECT if mathverify.is_equal_answer(_parse_gold(gold), parsed) else WRONG
 
 
 def quick(
@@ -98,11 +111,8 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
     the value.
     """
     if _WITH_UNIT in gold or _WITH_UNIT in text:
-        if (
-            text.endswith(_SECONDS)
-            and (number := parse_number(gold))
-            and number.value * 3600 == Fraction(text.removesuffix(_SECONDS))
-        ):
+        hours = parse_number(gold) if text.endswith(_SECONDS) else None
+        if hours and hours.value * 3600 == Fraction(text.removesuffix(_SECONDS)):
             return gold, gold  # 2.5 equals 2 h 30 min if the question asks for hours
         if text.endswith(_DEGREES) and "\\pi" in gold:
             return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
@@ -150,21 +160,6 @@ def _judge_by_comparison(gold: str, text: str) -> Score | None:
         return UNPARSABLE
     is_correct = _compare(gold, text)
     return None if is_correct is None else CORRECT if is_correct else WRONG
-
-
-def _judge_by_math_verify(gold: str, text: str) -> Score:
-    from grpo_mega.rewards.math import mathverify  # imported late, because it takes one to two seconds
-
-    if not _is_plain(gold) and not _parse_gold(gold):
-        return GOLD_UNPARSABLE
-    if _UNIT_J.search(text) and not _UNIT_J.search(gold) and _UNIT_I.search(gold):
-        text = _UNIT_J.sub("i", text)  # j is the imaginary unit of engineers
-    if score := _judge_by_comparison(gold, text):
-        return score
-    parsed = mathverify.parse_answer(_right_side(gold, text))
-    if not parsed:
-        return UNPARSABLE
-    return CORRECT if mathverify.is_equal_answer(_parse_gold(gold), parsed) else WRONG
 
 
 @lru_cache(maxsize=256)

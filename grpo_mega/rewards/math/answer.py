@@ -60,13 +60,14 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
     whole text is used.
     """
     conclusion = _conclusion(response)
-    tagged = _last_tagged(conclusion)
-    text = conclusion if tagged is None else tagged
-    marked = _boxed(text, is_cut and tagged is None)
+    _, is_tagged, tagged = conclusion.rpartition("</answer>")[0].rpartition("<answer>")
+    text = tagged.partition("</answer>")[0] if is_tagged else conclusion
+    is_cut = is_cut and not is_tagged
+    marked = _boxed(text, is_cut)
     if marked is None:
-        marked = _hashed(text, is_cut and tagged is None)
-    if marked is None:
-        marked = tagged
+        marked = _hashed(text, is_cut)
+    if marked is None and is_tagged:
+        marked = text
     return (None, conclusion) if marked is None else (marked, "")
 
 
@@ -88,14 +89,6 @@ def _conclusion(response: str) -> str:
         if end >= 0:
             response = response[end + len(closing) :]
     return response
-
-
-def _last_tagged(text: str) -> str | None:
-    close = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, close) if close >= 0 else -1
-    if start < 0:
-        return None
-    return text[start + len("<answer>") : text.index("</answer>", start)]
 
 
 def _hashed(text: str, is_cut: bool) -> str | None:
@@ -134,9 +127,13 @@ def _boxed(text: str, is_cut: bool) -> str | None:
         return ""
     contents, end = [text[slice(*last)].strip()], last[1]
     for _ in range(_MAX_JOINED):
-        last = _joined_box(text, last[0])
-        if last is None:
+        first = max(0, last[0] - _JOIN_CHARS)
+        join = _JOIN.search(text, first, last[0]) if "}" in text[first : last[0]] else None
+        before = _last_command(text, join.start()) if join else -1
+        joined = _closed_box(text, before) if before >= 0 else None
+        if not join or not joined or joined[1] != join.start():
             break
+        last = joined
         if (content := text[slice(*last)].strip()) not in contents:
             contents.insert(0, content)
     other = other_answer(contents[-1], text[end + 1 :])
@@ -152,15 +149,6 @@ def _last_command(text: str, end: int) -> int:
                 return start
         end = place
     return -1
-
-
-def _joined_box(text: str, start: int) -> tuple[int, int] | None:
-    """Return the span of the content of the box that is joined to the box whose content starts at `start`."""
-    first = max(0, start - _JOIN_CHARS)
-    join = _JOIN.search(text, first, start) if "}" in text[first:start] else None
-    before = _last_command(text, join.start()) if join else -1
-    span = _closed_box(text, before) if before >= 0 else None
-    return span if span and join and span[1] == join.start() else None
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:

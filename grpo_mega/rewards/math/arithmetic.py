@@ -184,7 +184,14 @@ class _Reader(_Tokens):
                 if term.is_after_operand:
                     term.add_operator()
             elif kind == "product":
-                self._add_product(term, text, depth)
+                is_scientific = text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power"
+                if term.is_after_operand and is_scientific:
+                    self._next += 2  # 3 \times 10^8
+                    self._read_atom(depth, is_argument=False)
+                elif term.is_after_operand and text in "/:":
+                    term.operands[-1] = self._fraction(term.operands[-1], self._read_atom(depth, is_argument=False))
+                else:
+                    term.add_operator()
             elif kind == "power":
                 self._read_atom(depth, is_argument=False)
                 term.change_last(None)
@@ -225,15 +232,6 @@ class _Reader(_Tokens):
             term.add((_Kind.CLOSED_FORM, None))
         else:
             term.add((_Kind.LETTER, None))
-
-    def _add_product(self, term: _Term, text: str, depth: int) -> None:
-        if text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power" and term.is_after_operand:
-            self._next += 2  # scientific notation, as in 3 \times 10^8
-            self._read_atom(depth, is_argument=False)
-        elif text in "/:" and term.operands and term.is_after_operand:
-            term.operands[-1] = self._fraction(term.operands[-1], self._read_atom(depth, is_argument=False))
-        else:
-            term.add_operator()
 
     def _read_atom(self, depth: int, is_argument: bool = True) -> _Operand | None:
         """Read a group or a single token. If a number is an argument, as in \\frac12, read only one digit."""

@@ -126,18 +126,8 @@ _PATTERNS = [
     (re.compile(rf"(?:{names})(?![A-Za-z/]| ?/)"), dimension, Fraction(factor))
     for dimension, factor, names in (line.split(maxsplit=2) for line in _UNITS.strip().splitlines())
 ]
-_SIGNS = {
-    "$": "usd",
-    "US$": "usd",
-    "USD": "usd",
-    "R$": "brl",
-    "€": "eur",
-    "EUR": "eur",
-    "£": "gbp",
-    "GBP": "gbp",
-    "₹": "inr",
-}
-_SIGNS |= {"Rs": "inr", "Rs.": "inr", "¥": "yen or yuan"}
+_CURRENCIES = {"usd": "$ US$ USD", "brl": "R$", "eur": "€ EUR", "gbp": "£ GBP", "inr": "₹ Rs Rs.", "yen or yuan": "¥"}
+_SIGNS = {sign: currency for currency, signs in _CURRENCIES.items() for sign in signs.split()}
 _SIGN = re.compile(r"(?:(?P<sign>USD|EUR|GBP|Rs\.?|[€£₹¥])|(?P<country>[A-Z]{0,2})(?P<escape>\\?)\$) ?[-*]{0,3}\Z")
 _CLOSING = re.compile(r"[^\n$\\]*(?:\\.[^\n$\\]*)*\$")  # matches the end of a formula
 # Units that can stand for several others; a pound may be sterling or mass.
@@ -159,14 +149,21 @@ def compare_kinds(gold: str, text: str) -> bool | None:
     if "pmod" in gold or "pmod" in text:
         return _same_residue(gold, text)
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
-        return _same_time(gold_time, time)
+        (minutes, half), (other_minutes, other_half) = gold_time, time
+        if half == other_half or (not half and minutes == other_minutes and minutes < 13 * 60):
+            return minutes == other_minutes
+        has_24_hours = bool(half) != bool(other_half) and max(minutes, other_minutes) >= 13 * 60  # 19:30 is 7:30 pm
+        return has_24_hours and _of_day(gold_time) == _of_day(time)
     if (values := _assigned(gold)) and (others := _assigned(text)) and values.keys() == others.keys():
         numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
         if all(one and other for one, other in numbers):
             return all(numbers_equal(one, other) for one, other in numbers if one and other)
-    for read in (_letters, _date, _NO_SOLUTION.__contains__):
-        if (value := read(gold)) and (other_value := read(text)):
-            return value == other_value
+    if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(text):  # several choices, such as A and C
+        return sorted(re.findall("[A-J]", gold)) == sorted(re.findall("[A-J]", text))
+    if (date := _date(gold)) and (other_date := _date(text)):
+        return date == other_date
+    if gold in _NO_SOLUTION and text in _NO_SOLUTION:
+        return True
     if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (other_names := _names(text)):
         return names == other_names
     if "," in text and (number := parse_number(gold)) and _DECIMAL_COMMA.fullmatch(text):
@@ -195,8 +192,12 @@ def unit_after(text: str, number: str) -> str:
     place, number = next(((place, one) for one in spellings if (place := text.rfind(one)) >= 0), (-1, ""))
     if not number:
         return ""
-    if place and (currency := _currency(text, place)):
-        return f"{currency}1:1"
+    # A dollar sign may open a formula.
+    sign = _SIGN.search(text[max(0, place - 8) : place])
+    if sign and (sign["sign"] or sign["escape"] or not _CLOSING.match(text, place)):
+        currency = _SIGNS.get(sign["sign"] or f"{sign['country']}$")
+        if currency:
+            return f"{currency}1:1"
     window = text[place + len(number) : place + len(number) + _LOOK]
     rest = _GAP.sub("", window, count=1)
     if not rest or rest[0] in ".,;:)":
@@ -248,11 +249,6 @@ def _assigned(text: str) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
 
 
-def _letters(text: str) -> list[str] | None:
-    """Return the letters of several choices, such as A and C, in order."""
-    return sorted(re.findall("[A-J]", text)) if _LETTERS.fullmatch(text) else None
-
-
 def _date(text: str) -> tuple[int, int, int] | None:
     """Return the year, month and day of a date."""
     for form in _DATES:
@@ -271,15 +267,8 @@ def _minutes(text: str) -> tuple[int, str] | None:
     return 60 * hour + int(match[2] or 0), half
 
 
-def _same_time(gold: tuple[int, str], time: tuple[int, str]) -> bool:
-    """Return whether two times agree, including am or pm if the gold answer has it. 19:30 is 7:30 pm."""
-    (minutes, half), (other, other_half) = gold, time
-    if half == other_half or (not half and minutes == other and minutes < 13 * 60):
-        return minutes == other
-    return bool(half) != bool(other_half) and max(minutes, other) >= 13 * 60 and _of_day(gold) == _of_day(time)
-
-
 def _of_day(time: tuple[int, str]) -> int:
+    """Return the minutes since midnight."""
     minutes, half = time
     return minutes % (12 * 60) + 12 * 60 * (half == "p") if half else minutes
 
@@ -290,13 +279,3 @@ def _names(text: str) -> frozenset[str] | None:
     if len(parts) < 2 or not all(_NAME.fullmatch(part) and len(part.split()) <= 3 for part in parts):
         return None
     return frozenset(parts)
-
-
-def _currency(text: str, place: int) -> str:
-    """Return the dimension of the currency sign before `place`; "" if there is none. A dollar sign may open a
-    formula.
-    """
-    sign = _SIGN.search(text[max(0, place - 8) : place])
-    if sign is None or (not sign["sign"] and not sign["escape"] and _CLOSING.match(text, place)):
-        return ""
-    return _SIGNS.get(sign["sign"] or f"{sign['country']}$", "")

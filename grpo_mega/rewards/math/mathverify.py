@@ -26,28 +26,28 @@ _NUM_DECISIONS = 4096  # number of token sequences whose decisions are remembere
 _DIGITS, _CLEARLY = 15, 1e-6  # digits to compute of a value, and the relative difference that counts as different
 
 # Pairs of answers in common forms.
-_FORMS = (
-    ("x + 1", "1 + x"),
-    (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{\sqrt{2}}"),
-    ("2x^2-3xy+4", "4-3xy+2x^{2}"),
-    ("(3,-5)", r"(3,\frac{1}{2})"),
-    (r"[0,\infty)", r"(-\infty,0]\cup[2,5)"),
-    (r"\{1,2\}", "2,1"),
-    (r"\frac{\pi}{4}", r"2\pi"),
-    ("x<5", r"1\leq x\leq 2"),
-    (r"3\pm 2\sqrt{5}", r"1+2i"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&0\\0&1\end{pmatrix}"),
-    ("2^{10}", r"5!\cdot 3"),
-    (r"\sqrt[3]{4}", r"\left|-2\right|"),
-    (r"(x+1)(x-2)", r"\frac{x+1}{x-2}"),
-    ("x^3-2x^2+x-1", "-x^2+3x"),
-    (r"\frac{1+\sqrt{5}}{2}", r"2\sqrt{3}-1"),
-    (r"-\frac{2\pi}{3}", r"24-4\pi"),
-    (r"\frac{3}{4}\pi", r"\sqrt{15}"),
-    (r"\left(-\frac{1}{2},\sqrt{3}\right)", r"(1,2,x)"),
-    (r"[-1,\sqrt{2}]", r"(-2,\pi]"),
-    (r"\{-1,\frac{1}{2},\sqrt{2}\}", r"\{x,3\}"),
-)
+_FORMS = r"""
+x + 1                              ~ 1 + x
+\frac{3\sqrt{2}}{2}                ~ \frac{3}{\sqrt{2}}
+2x^2-3xy+4                         ~ 4-3xy+2x^{2}
+(3,-5)                             ~ (3,\frac{1}{2})
+[0,\infty)                         ~ (-\infty,0]\cup[2,5)
+\{1,2\}                            ~ 2,1
+\frac{\pi}{4}                      ~ 2\pi
+x<5                                ~ 1\leq x\leq 2
+3\pm 2\sqrt{5}                     ~ 1+2i
+\begin{pmatrix}1\\2\end{pmatrix}   ~ \begin{pmatrix}1&0\\0&1\end{pmatrix}
+2^{10}                             ~ 5!\cdot 3
+\sqrt[3]{4}                        ~ \left|-2\right|
+(x+1)(x-2)                         ~ \frac{x+1}{x-2}
+x^3-2x^2+x-1                       ~ -x^2+3x
+\frac{1+\sqrt{5}}{2}               ~ 2\sqrt{3}-1
+-\frac{2\pi}{3}                    ~ 24-4\pi
+\frac{3}{4}\pi                     ~ \sqrt{15}
+\left(-\frac{1}{2},\sqrt{3}\right) ~ (1,2,x)
+[-1,\sqrt{2}]                      ~ (-2,\pi]
+\{-1,\frac{1}{2},\sqrt{2}\}        ~ \{x,3\}
+"""
 
 
 def parse_answer(text: str) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ for _speed_up in (_parse_each_form_once, _read_numbers_once, _refute_by_numbers)
     with contextlib.suppress(ImportError, AttributeError):
         _speed_up()
 try:
-    for _gold, _text in _FORMS:
-        is_equal_answer(parse_answer(_gold), parse_answer(_text))
+    for _line in _FORMS.strip().splitlines():
+        is_equal_answer(*(parse_answer(_side.strip()) for _side in _line.split("~")))
 except Exception as error:
     raise ImportError(f"math-verify cannot be used: {type(error).__name__}: {error}") from error

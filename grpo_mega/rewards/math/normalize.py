@@ -13,38 +13,19 @@ In brackets it separates thousands only if another comma has a space after it: (
 # ruff: noqa: RUF001 -- this module normalizes characters that look like others
 
 import re
+from decimal import Decimal
 
 from grpo_mega.rewards.math.notation import plain, rewrite, rewrite_phrase
 from grpo_mega.rewards.math.prose import TAIL, is_prose, read_marked
 
+# A character, then its replacement. A command without arguments gets a space after it.
+_SYMBOLS = r"""
+−- –- —- ﹣- －- ÷/ ∕/ ⁄/ ’' ²^2 ³^3 ½\frac{1}{2} ¼\frac{1}{4} ¾\frac{3}{4}
+×\times ·\cdot ⋅\cdot π\pi ∞\infty ≤\leq ≥\geq ≠\neq ≈\approx ∪\cup ∩\cap ∈\in ∅\emptyset ±\pm
+"""
 _CHARACTERS = str.maketrans(
-    {
-        **dict.fromkeys("−–—﹣－", "-"),
-        **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\t\r", " "),
-        "×": "\\times ",
-        "·": "\\cdot ",
-        "⋅": "\\cdot ",
-        "÷": "/",
-        "∕": "/",
-        "⁄": "/",
-        "π": "\\pi ",
-        "∞": "\\infty ",
-        "≤": "\\leq ",
-        "≥": "\\geq ",
-        "≠": "\\neq ",
-        "≈": "\\approx ",
-        "∪": "\\cup ",
-        "∩": "\\cap ",
-        "∈": "\\in ",
-        "∅": "\\emptyset ",
-        "±": "\\pm ",
-        "²": "^2",
-        "³": "^3",
-        "½": "\\frac{1}{2}",
-        "¼": "\\frac{1}{4}",
-        "¾": "\\frac{3}{4}",
-        "’": "'",
-    }
+    dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\t\r", " ")
+    | {item[0]: item[1:] + " " * item[1:].replace("\\", "", 1).isalpha() for item in _SYMBOLS.split()}
 )
 _UNITS = (
     "mm|cm|dm|km|m|ft|in|yd|mi|nm|mg|kg|g|lbs?|oz|ms|s|sec|min|h|hr|hrs|ml|mL|cl|dl|l|L|mph|kph|kmh|km/h|m/s|Hz|kHz|MHz|"
@@ -147,12 +128,15 @@ def _by_rules(text: str) -> str:
     if is_prose(text):
         text = read_marked(text) or ""
     text = _SEPARATORS.sub("", text)
-    text = _unwrap_text(text)
+    # Remove \text{...} next to an expression (a unit, a remark). Unwrap it if there is nothing else.
+    without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
+    has_more = re.search(r"[\dA-Za-z]", _SPACE.sub("", without))
+    text = without if has_more else re.sub(_TEXT, r"\1", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
-    text = _strip_ends(text)
-    text = _join_thousands(text)
-    text = _SCALED.sub(_scale, text)
+    text = _join_thousands(_strip_ends(text))
+    # 1.5 million becomes 1500000.
+    text = _SCALED.sub(lambda match: f"{Decimal(f'{match[1]}.{match[2] or 0}e{_ZEROS[match[3]]}'):f}", text)
     text = _UNIT_AFTER_NUMBER.sub(r"\g<number>", text)
     text = _strip_ends(re.sub(r" {2,}", " ", text))
     return text if is_ordinary else rewrite_phrase(text)
@@ -174,14 +158,6 @@ def _unwrap_if_prose(match: re.Match[str]) -> str:
     return f" {match[1]} " if is_part else match[0]
 
 
-def _unwrap_text(text: str) -> str:
-    r"""Remove `\text{...}` next to an expression (a unit, a remark); unwrap it if there is nothing else."""
-    without = re.sub(rf"{_TEXT}{_POWER}", _conjunction, text)
-    if re.search(r"[\dA-Za-z]", _SPACE.sub("", without)):
-        return without
-    return re.sub(_TEXT, r"\1", text)
-
-
 def _conjunction(match: re.Match[str]) -> str:
     word = match[1].strip().lower()
     if word in ("and", "or"):
@@ -197,12 +173,6 @@ def _strip_ends(text: str) -> str:
         text = text[1:-1].strip()
     choice = re.fullmatch(r"\(([A-Za-z])\)|([A-Z])[.:)]", text)
     return (choice[1] or choice[2]) if choice else text
-
-
-def _scale(match: re.Match[str]) -> str:
-    zeros = _ZEROS[match[3]]
-    decimals = match[2] or ""
-    return match[1] + decimals[:zeros].ljust(zeros, "0") + (f".{decimals[zeros:]}" if decimals[zeros:] else "")
 
 
 def _join_thousands(text: str) -> str:

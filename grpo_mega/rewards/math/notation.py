@@ -84,19 +84,8 @@ _UNIT_RUN = re.compile(
     rf"(?<=[\d}}])(?:{_GAP}*{_MACRO}\{{(?! *{_NO_UNIT}\b){_UNIT_CONTENT}\}}(?:\^ ?(?:\{{-?\d\}}|-?\d))?)+(?=[\s$.]*\Z)"
 )
 _DIGITS = r"\{?(\d{1,6})\}?"
-_ORDINAL_WORD = {
-    "first": 1,
-    "second": 2,
-    "third": 3,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-}
-_ORDINAL_WORD |= {"tenth": 10, "eleventh": 11, "twelfth": 12}
-_ORDINALS = re.compile(rf"(?:the )?({'|'.join(_ORDINAL_WORD)})(?: place)?\.?", re.IGNORECASE)
+_ORDINAL_WORDS = "first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth"
+_ORDINALS = re.compile(rf"(?:the )?({_ORDINAL_WORDS})(?: place)?\.?", re.IGNORECASE)
 _NONE = re.compile(
     r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has "
     r"|the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
@@ -146,20 +135,20 @@ _REWRITES = tuple(
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
         (
             r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$",
-            lambda match: _angle(match),
+            lambda match: "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")",
         ),
         (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
         (r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
-        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", lambda match: _of_degrees(match)),
+        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", r"\\\1(\\frac{\2\3\\pi}{180})"),
         (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
         (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),
         (
             rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}",
-            lambda match: _binomial(match),
+            r"\\binom{\1\3}{\2\4}",
         ),
         (
             rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])",
-            lambda match: _binomial(match),
+            r"\\binom{\1\3}{\2\4}",
         ),
         (
             rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}",
@@ -226,24 +215,18 @@ def rewrite_phrase(text: str) -> str:
         if pattern.fullmatch(text):
             return word
     if match := _ORDINALS.fullmatch(text):
-        return str(_ORDINAL_WORD[match[1].lower()])
+        return str(_ORDINAL_WORDS.split("|").index(match[1].lower()) + 1)
     return next((pattern.sub(phrase, text) for pattern, phrase in _PHRASES if pattern.fullmatch(text)), text)
 
 
 def is_single_word(text: str) -> bool:
     """Return whether a text is one word that can be an answer within a sentence: true, a weekday, seventh, zero."""
-    word = text.lower()
-    return (
-        word in _WORDS
-        or word in _ORDINAL_WORD
-        or word == "zero"
-        or any(one.fullmatch(text) for one, _ in _TRANSLATIONS)
-    )
+    is_known = text.lower() in (*_WORDS, *_ORDINAL_WORDS.split("|"), "zero")
+    return is_known or any(words.fullmatch(text) for words, _ in _TRANSLATIONS)
 
 
 def _of_myriads(match: re.Match[str]) -> str:
-    zeros = _MYRIADS[match[2]]
-    value = Fraction(match[1]) * 10**zeros + int(match[3] or 0)
+    value = Fraction(match[1]) * 10 ** _MYRIADS[match[2]] + int(match[3] or 0)
     return str(value) if value.denominator == 1 else match[0]
 
 
@@ -266,19 +249,6 @@ def _reversed_brackets(text: str) -> str:
         return f"{'(' if left == ']' else '['}{first},{second}{')' if right == '[' else ']'}"
 
     return _INTERVAL.sub(interval, text)
-
-
-def _angle(match: re.Match[str]) -> str:
-    return "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")"
-
-
-def _of_degrees(match: re.Match[str]) -> str:
-    return rf"\{match[1]}(\frac{{{match[2] or match[3]}\pi}}{{180}})"
-
-
-def _binomial(match: re.Match[str]) -> str:
-    n, k = (group for group in match.groups() if group is not None)
-    return rf"\binom{{{n}}}{{{k}}}"
 
 
 def _permutations(match: re.Match[str]) -> str:

@@ -172,7 +172,9 @@ _LIST_MARKER = re.compile(r"\d+[.)]")
 def read_passage(text: str) -> str | None:
     """Return the whole text if it is a bare expression or a short phrase, else the answer that its tail states."""
     text = text.strip()
-    written = _without_notes(_OFFER.sub("", text[-TAIL:]))
+    written = _OFFER.sub("", text[-TAIL:])
+    while (parts := written.rstrip().rpartition("\n\n"))[0].strip() and _NOTE.match(parts[2]):
+        written = parts[0]  # the last paragraph checks or explains the answer, or is in brackets
     tail = plain(written)
     is_whole = len(text) <= TAIL and ("\n" not in tail or "\\begin{" in tail)
     if is_whole and not is_prose(tail):
@@ -184,13 +186,6 @@ def read_passage(text: str) -> str | None:
     if found and hedge and hedge[1] not in found:
         return f"{found} or {hedge[1]}"
     return found or (_phrase(tail) if is_whole else None)
-
-
-def _without_notes(text: str) -> str:
-    """Remove final paragraphs that check or explain the answer, or are in brackets."""
-    while (parts := text.rstrip().rpartition("\n\n")) and parts[0].strip() and _NOTE.match(parts[2]):
-        text = parts[0]
-    return text
 
 
 def read_announced(text: str) -> str | None:
@@ -348,17 +343,14 @@ def _last_expression(text: str) -> str | None:
         if found is not None:
             return found or None
         end = begin
-    return _joined_formulas(text, formulas) or _last_stated(text, formulas) or None
-
-
-def _joined_formulas(text: str, formulas: list[re.Match[str]]) -> str | None:
-    """Return the last formulas if "or", "and" or a comma joins them: "$x = 4$ or $x = -4$"."""
-    last: list[re.Match[str]] = formulas[-1:]
+    joined = formulas[-1:]  # the last formulas, if "or", "and" or a comma joins them: "$x = 4$ or $x = -4$"
     for before in reversed(formulas[:-1]):
-        if not _JOINT.fullmatch(text, before.end(), last[0].start()):
+        if not _JOINT.fullmatch(text, before.end(), joined[0].start()):
             break
-        last.insert(0, before)
-    return ", ".join(match[match.lastgroup or 0].strip() for match in last) if len(last) > 1 else None
+        joined.insert(0, before)
+    if len(joined) > 1:
+        return ", ".join(match[match.lastgroup or 0].strip() for match in joined)
+    return _last_stated(text, formulas) or None
 
 
 def _last_stated(text: str, found: list[re.Match[str]], formula_end: int = -1) -> str | None:

@@ -42,10 +42,11 @@ _buffers: dict[
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    actions = {"check": _check, "fill": _fill, "verify": _verify}
     for text, values in named_tensors:
         request = json.loads(text)
         try:
-            problems, has_failed = _ACTIONS[request["action"]](model, request, values), False
+            problems, has_failed = actions[request["action"]](model, request, values), False
         except Exception as error:  # reported to the trainer, because it would end the server
             problems, has_failed = [f"{request['action']} failed: {error!r}"], True
         path = report_path(Path(tempfile.gettempdir()), int(request["number"]), int(request["tp_rank"]))
@@ -149,13 +150,6 @@ def _is_cache_scale(name: str) -> bool:
 
 def _entries(request: Request) -> list[Entry]:
     return [Entry(*fields) for fields in request["entries"]]
-
-
-_ACTIONS: dict[str, Callable[[torch.nn.Module, Request, Tensor], list[str]]] = {
-    "check": _check,
-    "fill": _fill,
-    "verify": _verify,
-}
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
