@@ -12,6 +12,7 @@ the folder of --out, and no name is written. With gloo on CPUs use a floor of 0,
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -37,32 +38,30 @@ def main() -> int:
     parser.add_argument("--network-floor", type=float, default=0.0, help="GB/s")
     parser.add_argument("--out", type=user_path, help="file for the names of slow nodes")
     options = parser.parse_args()
-    floor = None if options.out is None else options.out.with_name("floor")
+    floors = options.node_floor, options.network_floor
+    floor_file = options.out.with_name("floor") if options.out else None
     if "RANK" not in os.environ:
         code = start_ranks(options.ranks)
         has_names = options.out is not None and options.out.exists() and options.out.read_text() != ""
-        return code or int(has_names or (floor is not None and floor.exists()))
-    nodes = measure(options.ranks)
-    slow = slow_nodes(nodes[0], nodes[1], options.node_floor, options.network_floor)
+        return code or int(has_names or (floor_file is not None and floor_file.exists()))
+    within, between = measure(options.ranks)
+    slow = slow_nodes(within, between, *floors)
     names = names_of_nodes(options.ranks)
     if dist.get_rank() == 0 and is_floor_to_blame(len(slow), len(names)):
-        reason = blame(nodes[0], nodes[1], len(slow), options.node_floor, options.network_floor)
+        reason = blame(within, between, len(slow), *floors)
         print(reason, flush=True)
-        if floor:
-            floor.write_text(f"{reason}\n")
-    elif dist.get_rank() == 0:
+        if floor_file:
+            floor_file.write_text(f"{reason}\n")
+    elif dist.get_rank() == 0 and slow:
         for number, reason in slow.items():
             print(f"node {names[number]}: {reason}", flush=True)
-        if slow and options.out:
+        if options.out:
             with options.out.open("a") as file:
                 file.writelines(f"{names[number]}\n" for number in slow)
-        if not slow:
-            rates = [f"{name} {rate:.1f}" for name, rate in zip(names, nodes[0], strict=True)]
-            between = [f"{rate:.1f}" for rate in nodes[1]]
-            print(
-                f"all-reduce, GB/s: within {', '.join(rates)}; between neighbours {', '.join(between) or 'none'}",
-                flush=True,
-            )
+    elif dist.get_rank() == 0:
+        rates = ", ".join(f"{name} {rate:.1f}" for name, rate in zip(names, within, strict=True))
+        neighbours = ", ".join(f"{rate:.1f}" for rate in between) or "none"
+        print(f"all-reduce, GB/s: within {rates}; between neighbours {neighbours}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -84,44 +83,30 @@ def measure(ranks_per_node: int) -> tuple[list[float], list[float]]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     # Training uses both backends, and gloo across nodes before anything else.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=SECONDS)
-    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS))
     dist.all_reduce(torch.ones(1))
     num_nodes = dist.get_world_size() // ranks_per_node
     values = torch.ones(MIB[device.type] * 2**18, device=device)
     within = timed([[node] for node in range(num_nodes)], ranks_per_node, values)
-    num_pairs = num_nodes if num_nodes > 2 else num_nodes - 1
-    between = [0.0] * num_pairs
+    pairs = [[i, (i + 1) % num_nodes] for i in range(num_nodes if num_nodes > 2 else num_nodes - 1)]
     # A node is in one pair per turn. An odd ring needs a third turn for the last pair.
-    is_odd_ring = num_nodes % 2 == 1 and num_nodes > 2
-    turns = [
-        range(0, num_pairs - is_odd_ring, 2),
-        range(1, num_pairs, 2),
-        range(num_pairs - 1, num_pairs) if is_odd_ring else [],
-    ]
-    for turn in turns:
-        pairs = [[i, (i + 1) % num_nodes] for i in turn]
-        if pairs:
-            for i, rate in zip(turn, timed(pairs, ranks_per_node, values), strict=True):
-                between[i] = rate
+    last = len(pairs) - (len(pairs) % 2 if len(pairs) > 1 else 0)
+    between = [0.0] * len(pairs)
+    for turn in (slice(0, last, 2), slice(1, last, 2), slice(last, None)):
+        if pairs[turn]:
+            between[turn] = timed(pairs[turn], ranks_per_node, values)
     return within, between
 
 
 def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) -> list[float]:
-    """Return the rate in GB/s of an all-reduce in each group of nodes, all groups at once. Collective over all
-    ranks.
-    """
-    rank = dist.get_rank()
-    mine, rate = -1, 0.0
-    handles = [
-        dist.new_group([node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)]) for nodes in groups
-    ]
-    for number, nodes in enumerate(groups):
-        if rank // ranks_per_node in nodes:
-            mine = number
-    if mine >= 0:
-        repeats = REPEATS[values.device.type]
+    """Return the GB/s of an all-reduce in each group of nodes, all groups at once. Collective."""
+    members = [[node * ranks_per_node + i for node in nodes for i in range(ranks_per_node)] for nodes in groups]
+    handles = [dist.new_group(ranks) for ranks in members]
+    mine = next((number for number, ranks in enumerate(members) if dist.get_rank() in ranks), None)
+    rate = math.inf
+    if mine is not None:
+        repeats, size = REPEATS[values.device.type], len(members[mine])
         dist.all_reduce(values, group=handles[mine])  # the first call opens the connections
         synchronize(values)
         started_at = time.perf_counter()
@@ -129,11 +114,10 @@ def timed(groups: list[list[int]], ranks_per_node: int, values: torch.Tensor) ->
             dist.all_reduce(values, group=handles[mine], op=dist.ReduceOp.MAX)
         synchronize(values)
         seconds = (time.perf_counter() - started_at) / repeats
-        size = len(groups[mine]) * ranks_per_node
         rate = 2 * (size - 1) / size * values.numel() * values.element_size() / seconds / 1e9
-    found: list[tuple[int, float]] = [(-1, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(found, (mine, rate))
-    return [min(rate for number, rate in found if number == group) for group in range(len(groups))]
+    rates = [math.inf] * dist.get_world_size()
+    dist.all_gather_object(rates, rate)
+    return [min(rates[rank] for rank in ranks) for ranks in members]
 
 
 def synchronize(values: torch.Tensor) -> None:
@@ -158,19 +142,15 @@ def slow_nodes(within: list[float], between: list[float], node_floor: float, net
 
 
 def is_floor_to_blame(num_slow: int, num_nodes: int) -> bool:
-    """Return True if more than one node and more than a quarter are slow. Then other nodes would probably be slow
-    too.
-    """
+    """Return True if so many nodes are slow that the floor is probably wrong."""
     return num_slow > max(1, num_nodes / 4)
 
 
 def blame(within: list[float], between: list[float], num_slow: int, node_floor: float, network_floor: float) -> str:
+    measured = {"within nodes": (within, node_floor), "between neighbours": (between, network_floor)}
     rates = [
         f"{place} {min(values):.1f} to {max(values):.1f} GB/s (floor {floor:g})"
-        for place, values, floor in (
-            ("within nodes", within, node_floor),
-            ("between neighbours", between, network_floor),
-        )
+        for place, (values, floor) in measured.items()
         if values
     ]
     return (

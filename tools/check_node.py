@@ -44,12 +44,8 @@ SECONDS_FOR_NVIDIA_SMI = 60
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--expect-gpus", type=int, default=0, help="0: check no GPU")
-    parser.add_argument(
-        "--disks", default="", help='minimum free GB by path, "PATH:GB PATH:GB"; %%n in a path is the node\'s name'
-    )
-    parser.add_argument(
-        "--nvcc", action="store_true", help="require nvcc; SGLang compiles its rotary kernel at startup"
-    )
+    parser.add_argument("--disks", default="", help='least free GB, "PATH:GB PATH:GB"; %%n is the node\'s name')
+    parser.add_argument("--nvcc", action="store_true", help="require nvcc; SGLang compiles kernels at startup")
     parser.add_argument("--out", type=user_path, help="folder for NODE.json")
     parser.add_argument("--compare", nargs="+", metavar=("FOLDER", "NODE"), help="compare the files of these nodes")
     options = parser.parse_args()
@@ -83,12 +79,9 @@ def compare(folder: Path, nodes: list[str]) -> int:
             bad[node] = "the check did not end"
     usual = usual_fingerprint([report["fingerprint"] for report in reports.values()])
     for node, report in reports.items():
-        found = report["fingerprint"]
-        others = [
-            f"{name} {found.get(name)} (others: {usual[name]})" for name in usual if found.get(name) != usual[name]
-        ]
-        reasons = [*report["problems"], *others]
-        if reasons:
+        found = [(name, report["fingerprint"].get(name), most) for name, most in usual.items()]
+        others = [f"{name} {value} (others: {most})" for name, value, most in found if value != most]
+        if reasons := [*report["problems"], *others]:
             bad[node] = "; ".join(reasons)
     for node, reason in bad.items():
         print(f"node {node}: {reason}", file=sys.stderr, flush=True)
@@ -113,12 +106,8 @@ def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[
             links = parse_links(nvidia_smi("nvlink", "-s"))
         except (OSError, subprocess.SubprocessError) as error:
             return [*problems, f"nvidia-smi fails ({' '.join(str(error).split())})"], fingerprint
-        problems += (
-            gpu_problems(gpus, num_gpus)
-            + driver_problems(gpus, torch_cuda())
-            + row_problems(rows)
-            + link_problems(links, num_gpus)
-        )
+        problems += [*gpu_problems(gpus, num_gpus), *driver_problems(gpus, torch_cuda())]
+        problems += [*row_problems(rows), *link_problems(links, num_gpus)]
         fingerprint |= {"driver": gpus[0]["driver_version"], "gpu": gpus[0]["name"]} if gpus else {}
     return problems, fingerprint
 
@@ -149,9 +138,7 @@ def gpu_problems(gpus: list[dict[str, str]], num_expected: int) -> list[str]:
 
 
 def driver_problems(gpus: list[dict[str, str]], cuda: str | None) -> list[str]:
-    """Check that the driver supports torch's CUDA version. A driver that is too old fails only when the first kernel
-    starts.
-    """
+    """Check that the driver supports torch's CUDA. Otherwise only the first kernel would fail."""
     needed = DRIVERS.get(number(cuda.partition(".")[0])) if cuda else None
     driver = gpus[0]["driver_version"] if gpus else ""
     if needed is None or number(driver.partition(".")[0]) >= needed:
@@ -178,8 +165,7 @@ def compiler_problems(cuda: str | None) -> list[str]:
     nvcc = shutil.which("nvcc", path=places)
     if nvcc is None:
         return [
-            "nvcc is not there, with which SGLang compiles kernels when it starts; install the CUDA toolkit or set"
-            " CUDA_HOME"
+            "nvcc is missing; SGLang compiles kernels with it when it starts; install the CUDA toolkit or set CUDA_HOME"
         ]
     try:
         printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -194,26 +180,20 @@ def compiler_problems(cuda: str | None) -> list[str]:
 
 def row_problems(rows: list[dict[str, str]]) -> list[str]:
     """Report GPUs with memory rows to be remapped (they need a reset) or with failed remaps (they must be replaced)."""
-    problems = []
-    for row in rows:
-        if row["remapped_rows.pending"] in ("1", "Yes"):
-            problems.append(f"{row['gpu_uuid']} has memory rows that wait for a reset to be remapped")
-        if row["remapped_rows.failure"] in ("1", "Yes"):
-            problems.append(f"{row['gpu_uuid']} has memory rows that could not be remapped")
-    return problems
+    states = {"pending": "wait for a reset to be remapped", "failure": "could not be remapped"}
+    return [
+        f"{row['gpu_uuid']} has memory rows that {text}"
+        for row in rows
+        for state, text in states.items()
+        if row[f"remapped_rows.{state}"] in ("1", "Yes")
+    ]
 
 
 def parse_links(text: str) -> dict[int, list[str]]:
     """Return the rate of each link by GPU, as `nvidia-smi nvlink -s` prints it."""
-    links: dict[int, list[str]] = {}
-    gpu = -1
-    for line in text.splitlines():
-        if found := re.match(r"GPU (\d+):", line):
-            gpu = int(found[1])
-            links[gpu] = []
-        elif found := re.match(r"\s+Link \d+: (.*\S)", line):
-            links[gpu].append(found[1])
-    return links
+    gpus = re.split(r"^GPU (\d+):", text, flags=re.MULTILINE)[1:]  # alternately a number and its lines
+    pairs = zip(gpus[::2], gpus[1::2], strict=True)
+    return {int(gpu): re.findall(r"^\s+Link \d+: (.*\S)", lines, re.MULTILINE) for gpu, lines in pairs}
 
 
 def link_problems(links: dict[int, list[str]], num_gpus: int) -> list[str]:
@@ -233,10 +213,7 @@ def link_problems(links: dict[int, list[str]], num_gpus: int) -> list[str]:
 
 def disk_problems(disks: str) -> list[str]:
     problems = []
-    for item in re.split(r"[\s,]+", disks.strip()) if disks.strip() else []:
-        path, _, wanted = item.rpartition(":")
-        if not path:
-            continue
+    for path, wanted in re.findall(r"([^\s,]+):([^\s,:]+)", disks):
         try:
             free = shutil.disk_usage(path).free / 1e9
         except OSError as error:

@@ -36,9 +36,8 @@ def main() -> int:
     text = render(rows, bench, folder)
     (folder / "report.md").write_text(text, encoding="utf-8")
     about = {name: bench.get(name) for name in ("date", "card", "versions")}
-    (folder / "report.json").write_text(
-        json.dumps(about | {"rows": rows, "failed": failed}, indent=1), encoding="utf-8"
-    )
+    found = json.dumps(about | {"rows": rows, "failed": failed}, indent=1)
+    (folder / "report.json").write_text(found, encoding="utf-8")
     print(text)
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
@@ -46,40 +45,23 @@ def main() -> int:
 
 
 def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bool) -> list[Row]:
-    """Return the rows of the run: part "run" has rules that must hold on any machine, part "speed" has the step
-    time.
-    """
+    """Return rows of the run: part "run" has rules for any machine, part "speed" has the step time."""
     steps = [row for row in metrics if "seconds/step" in row]
     if not steps:
         return [row_of("run", "steps", "none", "at least 1", False)]
     k3 = max(row["mismatch/k3"] for row in steps)
-    norms = [row["grad_norm"] for row in steps]
+    num_gradients = sum(row["grad_norm"] > 0 for row in steps)
+    rewards = f"{steps[0]['reward/mean']:.3f} to {steps[-1]['reward/mean']:.3f}"
     seconds = statistics.median(row["seconds/step"] for row in steps[1:] or steps)
     expected = plan.get("step_seconds") if has_gpu else None
+    most = f"at most {MOST_OF_PLAN} x the plan's {expected:.1f}" if expected else None
+    is_fast = seconds <= MOST_OF_PLAN * expected if expected else None
     return [
         row_of("run", "steps", len(steps), None, None),
         row_of("run", "largest mismatch/k3, nats per token", k3, f"at most {MOST_K3}", k3 <= MOST_K3),
-        row_of(
-            "run",
-            "steps with a gradient",
-            sum(norm > 0 for norm in norms),
-            "at least 1",
-            any(norm > 0 for norm in norms),
-        ),
-        row_of(
-            "run",
-            "reward, first to last",
-            f"{steps[0]['reward/mean']:.3f} to {steps[-1]['reward/mean']:.3f}",
-            None,
-            None,
-        ),
-        row_of(
-            "speed",
-            "median step, s",
-            seconds,
-            f"at most {MOST_OF_PLAN} x the plan's {expected:.1f}" if expected else None,
-            seconds <= MOST_OF_PLAN * expected if expected else None,
-        ),
+        row_of("run", "steps with a gradient", num_gradients, "at least 1", num_gradients > 0),
+        row_of("run", "reward, first to last", rewards, None, None),
+        row_of("speed", "median step, s", seconds, most, is_fast),
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tools.benchmarks.gpu import __main__ as bench_gpu
 from tools.benchmarks.gpu.models import layers_that_fit, peak_tflops, shape_of
-from tools.benchmarks.gpu.rank import Figure, extra_gib
+from tools.benchmarks.gpu.rank import Figure, extra_gib, run_sections
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -115,11 +115,9 @@ def test_a_failing_section_does_not_affect_other_sections(
     monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.mfu", SimpleNamespace(run=fails))
     works = SimpleNamespace(run=lambda options: [Figure("step", "c", "n", 1.0, "s")])
     monkeypatch.setitem(sys.modules, "tools.benchmarks.gpu.step", works)
-    assert bench_gpu.main(["--tiny", "--child", "--only", "mfu,step"]) == 0
-    captured = capsys.readouterr()
-    [line] = captured.out.splitlines()
-    assert json.loads(line.removeprefix(bench_gpu.FIGURES))["section"] == "step"
-    assert "no such luck" in captured.err
+    rows, failed = run_sections(["mfu", "step"], quick=False, tiny=True)
+    assert [row["section"] for row in rows] == ["step"] and failed == ["mfu"]
+    assert "no such luck" in capsys.readouterr().err
 
 
 @needs_no_gpu

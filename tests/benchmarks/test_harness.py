@@ -102,12 +102,15 @@ def test_a_failed_training_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
         harness.train(Path("c.yaml"), tmp_path / "plain", {"steps": 2}, program=[program])
 
 
-def test_a_training_run_returns_its_metrics(tmp_path: Path) -> None:
+def test_a_training_run_returns_its_metrics_and_continues_if_it_exists(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        f"import pathlib\npathlib.Path({str(tmp_path)!r}, 'metrics.jsonl').write_text('{{\"step\": 1}}\\n')\n"
+        "import json, pathlib, sys\nrow = json.dumps({'resumes': sys.argv[-1] == '--resume'})\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'metrics.jsonl').write_text(row)\n"
     )
-    assert harness.train(Path("c.yaml"), tmp_path, {}, program=[program]) == [{"step": 1}]
+    assert harness.train(Path("c.yaml"), tmp_path, {}, program=[program]) == [{"resumes": False}]
+    (tmp_path / "run.json").touch()
+    assert harness.train(Path("c.yaml"), tmp_path, {}, program=[program]) == [{"resumes": True}]
 
 
 def test_a_script_filters_its_output_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

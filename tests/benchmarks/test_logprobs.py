@@ -16,14 +16,14 @@ TINY = "--tokens 64 --vocab 500 --hidden 16"
 
 @pytest.mark.parametrize("name", bench_logprobs.PATHS)
 def test_each_path_has_the_values_and_gradients_of_our_code(name):
-    expected, found = bench_logprobs.inputs(12, 50, 6, 0.5), bench_logprobs.inputs(12, 50, 6, 0.5)
-    needed = expected[3]
+    expected, found = (bench_logprobs.Inputs(12, 50, 6, is_ours=path == "ours", trained=0.5) for path in ("ours", name))
+    needed = expected.needed_T
     assert needed.sum() == 6
-    values = bench_logprobs.step("ours", *expected), bench_logprobs.step(name, *found)
+    values = bench_logprobs.step("ours", expected), bench_logprobs.step(name, found)
     for ours, theirs in zip(*values, strict=True):
         torch.testing.assert_close(ours[needed], theirs[needed], rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(expected[:2], found[:2], strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.hidden_TH.grad, found.hidden_TH.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.sink_VH, found.sink_VH, rtol=1e-5, atol=1e-5)
 
 
 def test_the_tile_columns_of_trl_are_taken_from_trl():
@@ -34,11 +34,11 @@ def test_the_tile_columns_of_trl_are_taken_from_trl():
 
 
 def test_an_error_in_a_value_is_detected():
-    given = bench_logprobs.inputs(12, 50, 6, 1.0)
-    logprobs, entropy = bench_logprobs.step("ours", *given)
-    assert bench_logprobs.max_error(*given, logprobs, entropy) < 1e-5
+    given = bench_logprobs.Inputs(12, 50, 6, is_ours=True)
+    logprobs, entropy = bench_logprobs.step("ours", given)
+    assert bench_logprobs.max_error(given, logprobs, entropy) < 1e-5
     entropy[0] += 0.1
-    assert bench_logprobs.max_error(*given, logprobs, entropy) > 1e-2
+    assert bench_logprobs.max_error(given, logprobs, entropy) > 1e-2
 
 
 def test_the_last_line_is_json_with_ratios_and_the_error(capsys):

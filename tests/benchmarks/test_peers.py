@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks import peers
+from tools.benchmarks import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = (
@@ -23,7 +23,7 @@ SCRIPTS = (
 def test_a_missing_peer_is_one_line_with_the_command_that_installs_it(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", [script])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as end:
@@ -33,4 +33,4 @@ def test_a_missing_peer_is_one_line_with_the_command_that_installs_it(
 
 
 def test_an_installed_peer_is_accepted() -> None:
-    peers.require("torch", "json")
+    harness.require("torch", "json")

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_mega.config import load
 from grpo_mega.rewards import BUILT_IN, resolve_reward
+from tools.benchmarks.harness import RunFailed
 from tools.benchmarks.reward_gap import __main__ as reward_gap
 from tools.benchmarks.reward_gap import task
 
@@ -32,9 +33,9 @@ def test_the_worst_step_decides() -> None:
 
 
 def test_a_step_without_a_value_and_a_run_without_rewards_are_errors() -> None:
-    with pytest.raises(SystemExit, match="step 2 has no reward/paid_but_wrong"):
+    with pytest.raises(RunFailed, match="step 2 has no reward/paid_but_wrong"):
         reward_gap.gap_of(CURVES | {"reward/paid_but_wrong": {1: 0.0, 3: 0.0}}, "len")
-    with pytest.raises(SystemExit, match="accuracy called no response correct"):
+    with pytest.raises(RunFailed, match="accuracy called no response correct"):
         reward_gap.gap_of(CURVES, "accuracy")
 
 
@@ -47,8 +48,9 @@ def test_the_exit_code_and_the_last_line_report_a_gap(
         row = {"step": 1, "seconds/step": 1.0, "reward/paid_but_wrong": worst, "verdict/accuracy/correct": 0.5}
         (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
-    monkeypatch.setattr(reward_gap, "_train", train)
-    monkeypatch.setattr(reward_gap, "_call", lambda command, log: None)
+    monkeypatch.setattr(reward_gap, "train", train)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "heldout.jsonl").touch()
     assert reward_gap.main([str(tmp_path), "--tasks", "bare", "--rewards", "accuracy", "--steps", "1"]) == code
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["is_within"] == (code == 0) and last["runs"]["bare-accuracy"]["worst"] == worst

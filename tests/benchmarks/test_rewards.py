@@ -17,9 +17,8 @@ def test_the_corpus_has_groups_of_both_kinds_with_right_and_wrong_answers() -> N
     assert 0.2 < sum(rf"\boxed{{{case.gold}}}" in case.response for case in corpus) / 400 < 0.6
 
 
-def test_the_last_line_is_the_headline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench_rewards.py", "--cases", "80", "--hangs", "2"])
-    code = bench_rewards.main()
+def test_the_last_line_is_the_headline(capsys: pytest.CaptureFixture[str]) -> None:
+    code = bench_rewards.main(["--cases", "80", "--hangs", "2"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["verdict_changes"] == 0 and found["cases"] == 80 and 20 < found["right"] < 60
     assert all(found[name] > 0 for name in ("speedup", "speedup_numbers", "speedup_expressions", "hang_ratio"))

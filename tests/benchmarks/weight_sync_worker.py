@@ -68,7 +68,7 @@ def tells_a_difference(rank: int, folder: Path) -> None:
     bench = Bench(Spec(LLAMA, MegatronLayout(tp=2, pp=2), EngineLayout(2, 2), 2, 4096))
     bench.sync()
     if rank == 3:
-        bench.policy.tensors()["chunk0.decoder.layers.0.mlp.linear_fc2.weight"].view(torch.int16)[5, 5] ^= 1
+        bench.weights["chunk0.decoder.layers.0.mlp.linear_fc2.weight"].view(torch.int16)[5, 5] ^= 1
     bench.full_gather()
     name = "model.layers.4.mlp.down_proj.weight"
     assert meet("", bench.unlike_each_other()) == [[], [name], [], [name]]
@@ -84,7 +84,7 @@ def tells_a_difference(rank: int, folder: Path) -> None:
 def makes_contents_in_which_no_two_places_are_alike(rank: int, folder: Path) -> None:
     """Check that contents differ between tensors and places. Otherwise a wrong slice would be undetected."""
     bench = Bench(Spec(LLAMA, MegatronLayout(dp=4), EngineLayout(), 8, 1 << 20))
-    tensors = bench.policy.tensors()
+    tensors = bench.weights
     values = torch.cat([t.view(torch.int16).flatten() for t in tensors.values()])
     assert len(values.unique()) > 0.5 * min(len(values), 1 << 15)
     assert all(t.isfinite().all() and t.abs().max() < 2 for t in tensors.values())

@@ -36,9 +36,9 @@ def parts(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def test_a_sync_verifies_that_the_server_has_the_weights(parts: Parts) -> None:
     trainer, engine, sync = parts
     for version in (1, 2):
-        for tensor in trainer.tensors().values():
+        for tensor in trainer.weights.values():
             tensor.mul_(1.01)
-        sync.sync_weights(trainer.tensors(), engine, version=version)
+        sync.sync_weights(trainer.weights, engine, version=version)
         assert engine.failure is None and engine.version == version
 
 
@@ -54,9 +54,9 @@ def test_a_bucket_that_is_damaged_on_the_way_is_named(parts: Parts, monkeypatch:
 
     monkeypatch.setattr(engine, "load", damaging)
     with pytest.raises(SyncError, match="the engine does not have policy version 3, at rank 0"):
-        sync.sync_weights(trainer.tensors(), engine, version=3)
+        sync.sync_weights(trainer.weights, engine, version=3)
     monkeypatch.undo()
-    sync.sync_weights(trainer.tensors(), engine, version=4)
+    sync.sync_weights(trainer.weights, engine, version=4)
     assert engine.version == 4
 
 
@@ -70,9 +70,9 @@ def test_an_engine_in_fp8_takes_blocks_as_they_are_sent(device: Device, tmp_path
     config = config_for(model, kind, tmp_path, quantization="fp8", memory_fraction=0.2)
     with opened(model, config, device) as (trainer, engine, sync):
         for version in (1, 2):
-            for tensor in trainer.tensors().values():
+            for tensor in trainer.weights.values():
                 tensor.mul_(1.01)
-            sync.sync_weights(trainer.tensors(), engine, version=version)
+            sync.sync_weights(trainer.weights, engine, version=version)
             assert engine.failure is None and engine.version == version
 
 
@@ -86,7 +86,7 @@ def test_sleep_gives_memory_to_the_device_and_wake_takes_it_again(parts: Parts, 
     weights = torch.cuda.mem_get_info()[0]
     assert asleep - weights >= 0.9 * weight_bytes("qwen2.5-0.5b")
     assert weights - awake > 0, "the cache is still asleep"
-    sync.sync_weights(trainer.tensors(), engine, version=5)
+    sync.sync_weights(trainer.weights, engine, version=5)
     engine.wake_cache()
     assert torch.cuda.mem_get_info()[0] == pytest.approx(awake, abs=256 << 20)
     assert engine.failure is None and engine.version == 5

@@ -239,7 +239,7 @@ def test_master_weights_that_do_not_match_the_weights_are_refused(inputs: Path, 
     )
     step = str(manifest["step"])
     command = [sys.executable, "-m", "grpo_mega.cli", "export", str(run_dir), str(tmp_path / "out"), "--step", step]
-    exported = subprocess.run(command, capture_output=True, text=True, cwd=kills.ROOT)
+    exported = subprocess.run(command, capture_output=True, text=True, cwd=kills.harness.ROOT)
     assert exported.returncode == 0, exported.stderr
     check_same_weights(tmp_path / "out", run_dir / "hf")
 

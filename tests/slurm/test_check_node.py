@@ -89,7 +89,7 @@ def test_the_cuda_version_of_torch_is_read_without_importing_torch(
 def test_a_missing_compiler_is_a_problem_if_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     [problem] = check_node.compiler_problems("13.0")
-    assert problem.startswith("nvcc is not there, with which SGLang compiles kernels")
+    assert problem.startswith("nvcc is missing; SGLang compiles kernels")
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")

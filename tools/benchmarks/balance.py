@@ -27,7 +27,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
@@ -55,6 +57,9 @@ class Case:
     @property
     def length_multiple(self) -> int:
         return 16 * self.tp  # equals the length_multiple of Policy.packing in bf16
+
+    def padded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.length_multiple) * self.length_multiple
 
 
 LONG = "samples up to 32768, budget 32768"
@@ -94,20 +99,12 @@ def measure(case: Case, draws: Sequence[Sequence[int]], dp_size: int, repeat: in
     """Return the worst figures of the draws, and the median times."""
     plans: list[Plan] = []
 
-    def plan_draw(lengths: Sequence[int]) -> Plan:
-        return balance(
-            lengths,
-            dp_size=dp_size,
-            token_budget=case.budget,
-            length_multiple=case.length_multiple,
-            tokens_per_pair=flops.tokens_per_pair(QWEN3_8B),
-        )
+    def plan(lengths: Sequence[int]) -> None:
+        options: dict[str, Any] = {"dp_size": dp_size, "token_budget": case.budget}
+        options |= {"length_multiple": case.length_multiple, "tokens_per_pair": flops.tokens_per_pair(QWEN3_8B)}
+        plans.append(balance(lengths, **options))
 
-    times = [
-        harness.timed(lambda lengths=lengths: plans.append(plan_draw(lengths)))()  # type: ignore[misc]
-        for lengths in draws
-        for _ in range(repeat)
-    ]
+    times = [harness.timed(partial(plan, lengths))() for lengths in draws for _ in range(repeat)]
     found = [figures_of(plan, lengths, case) for plan, lengths in zip(plans[::repeat], draws, strict=True)]
     worst = {key: max(figures[key] for figures in found) for key in found[0]}
     ms = {"ms": "seconds", "cpu_ms": "cpu_seconds"}
@@ -121,17 +118,15 @@ def draw_lengths(case: Case, num_samples: int, seed: int) -> list[int]:
     for index in range(num_samples):
         if index % GROUP_SIZE == 0:
             prompt = min(case.max_prompt, 1 + int(generator.lognormvariate(math.log(200), 0.6)))
-        lengths.append(
-            prompt + min(case.max_response, 1 + int(generator.lognormvariate(math.log(case.median_response), 0.8)))
-        )
+        response = 1 + int(generator.lognormvariate(math.log(case.median_response), 0.8))
+        lengths.append(prompt + min(case.max_response, response))
     return lengths
 
 
 def figures_of(plan: Plan, lengths: Sequence[int], case: Case) -> harness.Figures:
     loads = [[sum(lengths[i] for i in members) for members in micro_batches] for micro_batches in plan]
     assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(lengths)))
-    longest = max(max(rank) for rank in loads)
-    num_tokens = -(-longest // case.length_multiple) * case.length_multiple
+    num_tokens = case.padded(max(max(rank) for rank in loads))
     total = sum(lengths)
     work = [flops.count(QWEN3_8B, [lengths[i] for members in rank for i in members]).forward for rank in plan]
     return {
@@ -147,7 +142,7 @@ def least_waste(lengths: Sequence[int], case: Case, dp_size: int) -> float:
     """Return the least padding of any plan with as few micro-batches as tokens and budget allow."""
     num_bins = dp_size * -(-sum(lengths) // (case.budget * dp_size))
     shortest = max(max(lengths), -(-sum(lengths) // num_bins))
-    return 1 - sum(lengths) / (num_bins * -(-shortest // case.length_multiple) * case.length_multiple)
+    return 1 - sum(lengths) / (num_bins * case.padded(shortest))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,6 +81,12 @@ def start(main: Callable[..., int]) -> NoReturn:
     sys.exit(main())
 
 
+def require(*packages: str) -> None:
+    """Raise UserError if one of the packages of other projects, with which benchmarks compare, is not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise UserError(f"{', '.join(missing)} must be installed; run .venv/bin/pip install -e '.[peers]'")
+
+
 def take_turns(
     variants: Mapping[str, Callable[[], Figures]],
     repeat: int,
@@ -137,9 +144,10 @@ def run_child(
 def train(
     config: Path, run_dir: Path, settings: Mapping[str, object], *, program: Sequence[object] = ("-m", "grpo_mega.cli")
 ) -> list[dict[str, Any]]:
-    """Train in a process. Return the lines of metrics.jsonl. The output goes to RUN_DIR.log. Raises RunFailed."""
+    """Train or continue a run in a process. Return the lines of metrics.jsonl. Log to RUN_DIR.log. Raises RunFailed."""
     command = [sys.executable, *map(str, program), "train", str(config)]
     command += [f"--set={key}={value}" for key, value in {"run_dir": run_dir, **settings}.items()]
+    command += ["--resume"] if (run_dir / "run.json").exists() else []
     log = run_dir.with_name(f"{run_dir.name}.log")
     with log.open("w") as output:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}  # to import rewards from tools

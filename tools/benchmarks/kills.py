@@ -27,12 +27,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
 from tools.benchmarks import harness
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "steps": 16,
     "seed": 3,
@@ -94,24 +94,25 @@ def main(arguments: list[str] | None) -> int:
             killed = (pool.submit(killed_run, config, *trial, expected if is_same else None) for trial in trials)
             outcomes = [trial.result() for trial in list(killed)]
     wanted = "identical" if is_same else "sound"
+    num_right = sum(is_right for is_right, _ in outcomes)
     result = {
         "kills": options.kills,
-        wanted: sum(is_right for is_right, _ in outcomes),
+        wanted: num_right,
         "before_checkpoint": sum(step == 0 for _, step in outcomes),
         "seconds": round(time.monotonic() - started_at, 1),
     }
     rows = [(name, str(value)) for name, value in result.items()]
-    num_wrong = options.kills - result[wanted]
-    return harness.report(rows, result, problems=[f"{num_wrong} runs are not {wanted}"] if num_wrong else [])
+    wrong = [f"{options.kills - num_right} runs are not {wanted}"] if num_right < options.kills else []
+    return harness.report(rows, result, problems=wrong)
 
 
 def write_inputs(
     folder: Path, layout: str, rollout: Mapping[str, object] = MappingProxyType({}), **model: object
 ) -> Path:
-    """Write model, data and config into `folder`. `rollout` has keys of that section, `model` has fields of
-    config.json.
-    """
-    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True)
+    """Write model, data and config. `rollout` has keys of that section, `model` fields of config.json."""
+    subprocess.run(
+        [sys.executable, str(harness.ROOT / "examples" / "tiny_random_model.py"), str(folder / "model")], check=True
+    )
     fields = folder / "model" / "config.json"
     fields.write_text(json.dumps(json.loads(fields.read_text()) | model))
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -131,7 +132,7 @@ def write_inputs(
 def start(config: Path, run_dir: Path, arguments: list[str], output: int | None = None) -> subprocess.Popen[str]:
     """Start a run. Its output goes to `output`, or to log_of(run_dir)."""
     command = [sys.executable, "-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={run_dir}", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
     with log_of(run_dir).open("a") as log:
         to = log if output is None else output
         return subprocess.Popen(command, stdout=to, stderr=subprocess.STDOUT, env=environment, text=True)
@@ -181,16 +182,16 @@ def killed_run(config: Path, run_dir: Path, moment: float, expected: End | None)
 
 def is_sound(run_dir: Path) -> bool:
     """Return True if every step trained its groups, no token was older than allowed, and the ledger balances."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
-    steps = [row for row in rows if "loss/total" in row]
+    steps = [row for row in read_metrics(run_dir) if "loss/total" in row]
     config = json.loads((run_dir.parent / "config.json").read_text())
     wanted, allowed = config["batch"]["prompts_per_step"], config["rollout"].get("max_staleness", 0)
-    for number, row in enumerate(steps, 1):
-        if not closes(row) or row["step"] != number or row.get("staleness/max", 0) > allowed:
-            return False
-        if row.get("ledger/trained_groups", wanted * number) != wanted * number:
-            return False
-    return len(steps) == config["steps"]
+    return len(steps) == config["steps"] and all(
+        closes(row)
+        and row["step"] == number
+        and row.get("staleness/max", 0) <= allowed
+        and row.get("ledger/trained_groups", wanted * number) == wanted * number
+        for number, row in enumerate(steps, 1)
+    )
 
 
 def closes(row: Mapping[str, float]) -> bool:
@@ -207,12 +208,14 @@ def finish(process: subprocess.Popen[str], run_dir: Path) -> None:
         sys.exit(f"{run_dir} ended with code {process.returncode}:\n{log_of(run_dir).read_text()}")
 
 
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
+
+
 def read_end(run_dir: Path) -> End:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
-    kept = tuple(
-        json.dumps({k: v for k, v in row.items() if not k.startswith(("seconds/", "memory/"))}) for row in rows
-    )
-    return End(kept, hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
+    is_time = re.compile("seconds/|memory/").match
+    kept = [json.dumps({k: v for k, v in row.items() if not is_time(k)}) for row in read_metrics(run_dir)]
+    return End(tuple(kept), hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
 
 
 if __name__ == "__main__":

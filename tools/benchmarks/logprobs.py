@@ -26,15 +26,54 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
-from tools.benchmarks import harness, peers
+from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
+from grpo_mega.distributed.device import Device, PeakMemory
+from tools.benchmarks import harness
 
 PATHS = ("trl", "ours", "log_softmax")
 TEMPERATURE = 0.9
 TRL_CHUNK = 32768  # columns per tile; equals trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+CHUNK = 1024  # tokens per chunk of log_softmax in chunks
 NUM_CHECKED = 8  # tokens compared with float64
 SIZES = ("tokens", "vocab", "hidden", "threads")
+CPU = torch.device("cpu")
+
+
+class Inputs:
+    """The inputs of a path. `sink_VH` is the buffer for the weight's gradient: fp32 for ours."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        vocab: int,
+        hidden: int,
+        device: torch.device = CPU,
+        *,
+        is_ours: bool,
+        dtype: torch.dtype = torch.float32,
+        trained: float = 1.0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+
+        self.hidden_TH = normal(num_tokens, hidden).requires_grad_()
+        self.weight_VH = normal(vocab, hidden).mul_(2 / hidden**0.5).requires_grad_()
+        self.targets_T = torch.randint(0, vocab, (num_tokens,), generator=generator, device=device)
+        # a prompt, then its response
+        self.needed_T = torch.arange(num_tokens, device=device) >= round(num_tokens * (1 - trained))
+        self.upstream_T = normal(num_tokens).float() * self.needed_T
+        sink_dtype = torch.float32 if is_ours else dtype
+        self.sink_VH = torch.empty_like(self.weight_VH, dtype=sink_dtype).fill_(0)  # writing makes the memory resident
+        self.weight_VH.grad = None if is_ours else self.sink_VH
 
 
 @harness.benchmark
@@ -53,18 +92,16 @@ def main(arguments: list[str] | None) -> int:
     if options.child:
         print(json.dumps(run(options.child, options)))
         return 0
-    peers.require("trl")
+    harness.require("trl")
     given = [f"--{key}={getattr(options, key)}" for key in (*SIZES, "trained")]
     children = {name: partial(harness.run_child, name, [__file__, "--child", name, *given]) for name in PATHS}
     found = harness.medians(harness.take_turns(children, options.repeat))
     print(
         f"{options.tokens} tokens x {options.vocab} vocabulary x {options.hidden} hidden, forward and backward, float32"
     )
-    rows = [("", "extra MiB", "CPU s", "s", "max error")]
-    for name, f in found.items():
-        rows.append(
-            (name, f"{f['extra_mib']:.1f}", f"{f['cpu_seconds']:.2f}", f"{f['seconds']:.2f}", f"{f['max_error']:.1e}")
-        )
+    formats = {"extra_mib": ".1f", "cpu_seconds": ".2f", "seconds": ".2f", "max_error": ".1e"}
+    rows: list[tuple[str, ...]] = [("", "extra MiB", "CPU s", "s", "max error")]
+    rows += [(name, *(format(f[key], form) for key, form in formats.items())) for name, f in found.items()]
     result: dict[str, Any] = {}
     for peer, suffix in (("trl", ""), ("log_softmax", "_log_softmax")):
         result[f"memory_ratio{suffix}"] = round(found["ours"]["extra_mib"] / found[peer]["extra_mib"], 4)
@@ -74,106 +111,78 @@ def main(arguments: list[str] | None) -> int:
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Run one path in this process. A small warm-up run comes first, so one-time allocations of libraries do not
-    count.
-    """
-    import torch
-
+    """Run one path, after a small run, so one-time allocations of libraries do not count."""
     torch.set_num_threads(options.threads)
-    step(name, *inputs(4, 64, 8, 1.0))
-    given = inputs(options.tokens, options.vocab, options.hidden, options.trained)
-    before, results = resident_kib("VmRSS"), list[Any]()
-    figures = harness.timed(lambda: results.extend(step(name, *given)))()
-    return figures | {"extra_mib": (resident_kib("VmHWM") - before) / 1024, "max_error": max_error(*given, *results)}
+    step(name, Inputs(4, 64, 8, is_ours=name == "ours"))
+    sizes = options.tokens, options.vocab, options.hidden
+    given = Inputs(*sizes, is_ours=name == "ours", trained=options.trained)
+    given.hidden_TH.grad = torch.empty_like(given.hidden_TH).fill_(0)
+    peak, results = PeakMemory(Device("cpu", CPU)), list[Any]()
+    before = peak.take()  # the memory now, because the peak has just been reset
+    figures = harness.timed(lambda: results.extend(step(name, given)))()
+    return figures | {"extra_mib": (peak.take() - before) / 2**20, "max_error": max_error(given, *results)}
 
 
-def inputs(num_tokens: int, vocab: int, hidden: int, trained: float) -> tuple[Any, ...]:
-    """Return hidden_TH and weight_VH with zeros as gradients, targets_T, needed_T, and the gradient of the
-    log-probs.
-    """
-    import torch
-
-    torch.manual_seed(0)
-    hidden_TH = torch.randn(num_tokens, hidden).requires_grad_()
-    weight_VH = torch.empty(vocab, hidden).normal_(std=2 / hidden**0.5).requires_grad_()
-    for leaf in (hidden_TH, weight_VH):
-        leaf.grad = torch.empty_like(leaf).fill_(0)  # writing makes the memory resident
-    targets_T = torch.randint(0, vocab, (num_tokens,))
-    needed_T = torch.arange(num_tokens) >= round(num_tokens * (1 - trained))  # a prompt, then its response
-    return hidden_TH, weight_VH, targets_T, needed_T, torch.randn(num_tokens) * needed_T
-
-
-def step(name: str, hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any) -> tuple[Any, Any]:
-    """Return log-probs and entropies. Add the gradients to the inputs' buffers."""
-    import torch
-    from torch.nn.functional import linear
-
+def step(name: str, given: Inputs, *, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies. Add the gradients to the inputs' buffers. Raise ImportError without TRL."""
+    entropy_T: Tensor | None
     if name == "ours":
-        from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
-
         logprobs_T, entropy_T = vocab_parallel_logprobs(
-            hidden_TH,
-            weight_VH,
-            targets_T,
-            vocab_size=len(weight_VH),
+            given.hidden_TH,
+            given.weight_VH,
+            given.targets_T,
+            vocab_size=len(given.weight_VH),
             temperature=TEMPERATURE,
-            with_entropy=True,
-            needed_T=needed_T,
-            weight_grad_VH=weight_VH.grad,
+            with_entropy=with_entropy,
+            needed_T=given.needed_T,
+            weight_grad_VH=given.sink_VH,
         )
     elif name == "trl":
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-        found = ChunkedLogProbFunction.apply(
-            hidden_TH, weight_VH, None, targets_T, TEMPERATURE, TRL_CHUNK, None, 1.0, ("log_probs", "entropy")
-        )
-        logprobs_T, entropy_T = (v.masked_fill(~needed_T, 0) for v in found[:2])
-    else:
-        logp_TV = torch.log_softmax(linear(hidden_TH, weight_VH) / TEMPERATURE, dim=-1)
-        logprobs_T = logp_TV.gather(1, targets_T[:, None]).squeeze(1)
+        more = (TEMPERATURE, TRL_CHUNK, None, 1.0, ("log_probs", "entropy"))
+        found = ChunkedLogProbFunction.apply(given.hidden_TH, given.weight_VH, None, given.targets_T, *more)
+        logprobs_T, entropy_T = found[:2]
+    elif with_entropy:
+        logp_TV = torch.log_softmax(linear(given.hidden_TH, given.weight_VH) / TEMPERATURE, dim=-1)
+        logprobs_T = logp_TV.gather(1, given.targets_T[:, None]).squeeze(1)
         with torch.no_grad():
             entropy_T = -(logp_TV.exp() * logp_TV).sum(dim=-1)
         del logp_TV
-    assert entropy_T is not None
-    (logprobs_T * upstream_T).sum().backward()
-    return logprobs_T.detach(), entropy_T.detach()
-
-
-def max_error(
-    hidden_TH: Any, weight_VH: Any, targets_T: Any, needed_T: Any, upstream_T: Any, logprobs_T: Any, entropy_T: Any
-) -> float:
-    """Return the largest error of log-probs, entropies and hidden gradients against float64, relative to each largest
-    value.
-    """
-    import torch
-
-    sample_N = needed_T.nonzero().squeeze(1)
-    sample_N = sample_N[:: max(1, len(sample_N) // NUM_CHECKED)]
-    with torch.no_grad():
-        hidden_NH = hidden_TH[sample_N].double() / TEMPERATURE
-        logits_NV = torch.cat([hidden_NH @ rows.double().t() for rows in weight_VH.split(8192)], dim=1)
-        logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        probabilities = logp_NV.exp()
-        weighted_NH = sum(
-            p @ rows.double() for p, rows in zip(probabilities.split(8192, dim=1), weight_VH.split(8192), strict=True)
+    else:
+        chunks = zip(given.hidden_TH.split(CHUNK), given.targets_T.split(CHUNK), strict=True)
+        logprobs_T = torch.cat(
+            [checkpoint(_chunk, hidden_nH, given.weight_VH, t, use_reentrant=False) for hidden_nH, t in chunks]
         )
-        expected = [
-            (logprobs_T[sample_N], logp_NV.gather(1, targets_T[sample_N, None]).squeeze(1)),
-            (entropy_T[sample_N], -(probabilities * logp_NV).sum(dim=1)),
-            (
-                hidden_TH.grad[sample_N],
-                (weight_VH[targets_T[sample_N]].double() - weighted_NH) * (upstream_T[sample_N, None] / TEMPERATURE),
-            ),
-        ]
-        return max(float((ours - exact).abs().max() / exact.abs().max()) for ours, exact in expected)
+        entropy_T = None
+    logprobs_T.backward(given.upstream_T.to(logprobs_T.dtype))
+    return logprobs_T.detach(), None if entropy_T is None else entropy_T.detach()
 
 
-def resident_kib(field: str) -> int:
-    """Return VmRSS (resident now) or VmHWM (peak) in KiB. Reading VmRSS resets VmHWM."""
-    if field == "VmRSS":
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+def _chunk(hidden_nH: Tensor, weight_VH: Tensor, targets_n: Tensor) -> Tensor:
+    logits_nV = linear(hidden_nH, weight_VH).float() / TEMPERATURE
+    return torch.log_softmax(logits_nV, dim=-1).gather(1, targets_n[:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def max_error(given: Inputs, logprobs_T: Tensor, entropy_T: Tensor | None) -> float:
+    """Return the largest error of log-probs, entropies, and fp32 hidden gradients, relative to each largest value."""
+    assert given.hidden_TH.grad is not None
+    sample_N = given.needed_T.nonzero().squeeze(1)
+    sample_N = sample_N[:: max(1, len(sample_N) // NUM_CHECKED)]
+    targets_N, weight_VH = given.targets_T[sample_N], given.weight_VH
+    hidden_NH = given.hidden_TH[sample_N].double() / TEMPERATURE
+    logits_NV = torch.cat([hidden_NH @ rows.double().t() for rows in weight_VH.split(8192)], dim=1)
+    logp_NV = torch.log_softmax(logits_NV, dim=-1)
+    probabilities = logp_NV.exp()
+    expected = [(logprobs_T, logp_NV.gather(1, targets_N[:, None]).squeeze(1))]
+    if entropy_T is not None:
+        expected.append((entropy_T, -(probabilities * logp_NV).sum(dim=1)))
+    if given.hidden_TH.dtype == torch.float32:
+        pieces = zip(probabilities.split(8192, dim=1), weight_VH.split(8192), strict=True)
+        offsets_NH = weight_VH[targets_N].double() - sum(p @ rows.double() for p, rows in pieces)
+        expected.append((given.hidden_TH.grad, offsets_NH * (given.upstream_T[sample_N, None] / TEMPERATURE)))
+    return max(float((ours[sample_N] - exact).abs().max() / exact.abs().max()) for ours, exact in expected)
 
 
 if __name__ == "__main__":

@@ -18,35 +18,38 @@ exit code is 1 if any verdict changes, the speedup is below 20, or hang_ratio is
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import logging
-import pickle
+import multiprocessing
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import console
 from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
 from grpo_mega.rewards.pool import RewardPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
-from tools.benchmarks import peers
+from tools.benchmarks import harness
+from tools.conformance.reward_agreement import CHECKERS, Row
 
 GROUP_SIZE = 8
+KINDS = ("number", "expression")
 SLICES = 5
+MIN_SPEEDUP = 20
 DEADLINE_S = 1.0
 HANGING = (r"\int_0^1 e^{x^2}\sin(x^3)dx", r"\int_0^1 e^{x^3}\cos(x^2)dx")
 WARM_UP_SEED = 1_000_003
+PEERS = ("math-verify", "TRL")
 
 Judge = Callable[[Sequence["Case"]], tuple[list[bool], float]]  # returns verdicts and seconds
 
@@ -63,8 +66,8 @@ def build_corpus(num_cases: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < num_cases:
-        kind = "expression" if rng.random() < 0.25 else "number"
-        gold, right, wrong = (_expression if kind == "expression" else _number)(rng)
+        kind, make = ("expression", _expression) if rng.random() < 0.25 else ("number", _number)
+        gold, right, wrong = make(rng)
         cases += [Case(kind, gold, _response(rng, right, wrong)) for _ in range(GROUP_SIZE)]
     return cases[:num_cases]
 
@@ -86,44 +89,23 @@ def _number(rng: random.Random) -> tuple[str, list[str], list[str]]:
         text = f"{cents / 100:.2f}"
         return text, [text, rf"\frac{{{cents}}}{{100}}"], [f"{(cents + d) / 100:.2f}" for d in (10, -1, 100)]
     percent = rng.randint(1, 99)
-    return (
-        rf"{percent}\%",
-        [rf"{percent}\%", str(percent)],
-        [rf"{percent + 1}\%", str(percent + 10), rf"{100 - percent + 1}\%"],
-    )
+    wrong = [rf"{percent + 1}\%", str(percent + 10), rf"{100 - percent + 1}\%"]
+    return rf"{percent}\%", [rf"{percent}\%", str(percent)], wrong
 
 
 def _expression(rng: random.Random) -> tuple[str, list[str], list[str]]:
+    """Return the gold answer, another form of it, and wrong answers. The gold answer is the first right one."""
     a, b, c = rng.randint(2, 9), rng.randint(1, 9), rng.choice((2, 3, 5, 7))
-    forms = {
-        "root": (
-            rf"{a}\sqrt{{{c}}}",
-            [rf"{a}\sqrt{{{c}}}", rf"\sqrt{{{a * a * c}}}"],
-            [rf"{a + 1}\sqrt{{{c}}}", rf"{a}\sqrt{{{c + 4}}}"],
-        ),
-        "polynomial": (
-            f"{a}x^2+{b}x+{c}",
-            [f"{a}x^2+{b}x+{c}", f"{c}+{b}x+{a}x^2"],
-            [f"{a}x^2-{b}x+{c}", f"{a + 1}x^2+{b}x+{c}"],
-        ),
-        "pair": (f"({a},{-b})", [f"({a},{-b})", f"({a}, {-b})"], [f"({-b},{a})", f"({a},{b})"]),
-        "interval": (
-            rf"[{-a},{b})",
-            [rf"[{-a},{b})", rf"[{-a}, {b})"],
-            [rf"({-a},{b})", rf"[{-a},{b + 1})"],
-        ),
-        "set": (
-            rf"\{{{a},{a + b}\}}",
-            [rf"\{{{a},{a + b}\}}", rf"\{{{a + b},{a}\}}"],
-            [rf"\{{{a},{a + b + 1}\}}", rf"\{{{a + b}\}}"],
-        ),
-        "pi": (
-            rf"\frac{{{a}\pi}}{{{c}}}",
-            [rf"\frac{{{a}\pi}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\pi"],
-            [rf"{a}\pi", rf"\frac{{\pi}}{{{c}}}"],
-        ),
-    }
-    return forms[rng.choice(list(forms))]
+    forms = (
+        ([rf"{a}\sqrt{{{c}}}", rf"\sqrt{{{a * a * c}}}"], [rf"{a + 1}\sqrt{{{c}}}", rf"{a}\sqrt{{{c + 4}}}"]),
+        ([f"{a}x^2+{b}x+{c}", f"{c}+{b}x+{a}x^2"], [f"{a}x^2-{b}x+{c}", f"{a + 1}x^2+{b}x+{c}"]),
+        ([f"({a},{-b})", f"({a}, {-b})"], [f"({-b},{a})", f"({a},{b})"]),
+        ([rf"[{-a},{b})", rf"[{-a}, {b})"], [rf"({-a},{b})", rf"[{-a},{b + 1})"]),
+        ([rf"\{{{a},{a + b}\}}", rf"\{{{a + b},{a}\}}"], [rf"\{{{a},{a + b + 1}\}}", rf"\{{{a + b}\}}"]),
+        ([rf"\frac{{{a}\pi}}{{{c}}}", rf"\frac{{{a}}}{{{c}}}\pi"], [rf"{a}\pi", rf"\frac{{\pi}}{{{c}}}"]),
+    )
+    right, wrong = rng.choice(forms)
+    return right[0], right, wrong
 
 
 def _response(rng: random.Random, right: Sequence[str], wrong: Sequence[str]) -> str:
@@ -136,19 +118,6 @@ def _response(rng: random.Random, right: Sequence[str], wrong: Sequence[str]) ->
     return rf"{thought} So the answer is $\boxed{{{answer}}}$."
 
 
-def by_math_verify(cases: Sequence[Case]) -> list[bool]:
-    from math_verify import parse, verify
-
-    return [bool(verify(parse(rf"$\boxed{{{case.gold}}}$"), parse(case.response))) for case in cases]
-
-
-def by_trl(cases: Sequence[Case]) -> list[bool]:
-    from trl.rewards import accuracy_reward
-
-    completions = [[{"role": "assistant", "content": case.response}] for case in cases]
-    return [bool(value) for value in accuracy_reward(completions, [rf"$\boxed{{{case.gold}}}$" for case in cases])]
-
-
 def by_pool(pool: RewardPool, cases: Sequence[Case]) -> list[bool]:
     for key, case in enumerate(cases):
         pool.submit(key, "", case.response, rf"\boxed{{{case.gold}}}", {})
@@ -156,69 +125,51 @@ def by_pool(pool: RewardPool, cases: Sequence[Case]) -> list[bool]:
     return [results[key].total == 1.0 for key in range(len(cases))]
 
 
-PEERS = {"math-verify": by_math_verify, "TRL": by_trl}
+def by_peer(name: str, cases: Sequence[Case]) -> list[bool]:
+    rows = [Row("", case.kind, case.gold, case.response, right=False, batch=0) for case in cases]
+    return [value == 1.0 for value in CHECKERS[name](rows)]
 
 
-class Peer:
-    """One of PEERS in a separate process, so that no peer profits from another's cache. A context manager."""
-
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--judge", name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def __enter__(self) -> Judge:
-        return self._judge
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _judge(self, cases: Sequence[Case]) -> tuple[list[bool], float]:
-        assert self._process.stdin and self._process.stdout
-        pickle.dump([(case.kind, case.gold, case.response) for case in cases], self._process.stdin)
-        self._process.stdin.flush()
-        verdicts, seconds = pickle.load(self._process.stdout)
-        return verdicts, seconds
+def silence_peers() -> None:
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def serve_peer(name: str) -> None:
-    """Serve as a peer's process: read lists of cases from stdin until its end, write verdicts and seconds to stdout."""
-    for logger in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)
-    with contextlib.suppress(EOFError):
-        while True:
-            cases = [Case(*fields) for fields in pickle.load(sys.stdin.buffer)]
-            found = timed(PEERS[name], cases)
-            pickle.dump(found, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+@contextlib.contextmanager
+def peer_process(name: str) -> Iterator[Judge]:
+    """Yield one of PEERS in a separate process, so that no peer profits from another's cache."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), silence_peers) as process:
+        yield lambda cases: process.submit(timed, partial(by_peer, name), cases).result()
 
 
 def timed(judge: Callable[[Sequence[Case]], list[bool]], cases: Sequence[Case]) -> tuple[list[bool], float]:
     """Return the judge's verdicts on the cases, and the seconds."""
-    started_at = time.perf_counter()
-    verdicts = judge(cases)
-    return verdicts, time.perf_counter() - started_at
+    verdicts: list[bool] = []
+    seconds = harness.timed(lambda: verdicts.extend(judge(cases)))()["seconds"]
+    return verdicts, seconds
 
 
-def main() -> int:
-    options = _options()
-    if options.judge:
-        serve_peer(options.judge)
-        return 0
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--hangs", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse(arguments, cases=1, workers=1, hangs=1)
+    harness.require("trl")
     corpus = build_corpus(options.cases, options.seed)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(_pool(options.workers, 30.0))
-        judges: dict[str, Judge] = {name: stack.enter_context(Peer(name)) for name in PEERS}
+        judges: dict[str, Judge] = {name: stack.enter_context(peer_process(name)) for name in PEERS}
         pool.wait_until_ready()
-        judges["ours"] = lambda cases: timed(lambda some: by_pool(pool, some), cases)
+        judges["ours"] = partial(timed, partial(by_pool, pool))
         for judge in judges.values():  # warm-up: imports and tables
             judge(build_corpus(GROUP_SIZE, WARM_UP_SEED))
         rates, verdicts = _measure(judges, corpus)
     changes = [case for case, a, b in zip(corpus, verdicts["math-verify"], verdicts["ours"], strict=True) if a != b]
     for case in changes[:20]:
         print(f"math-verify and we differ: gold {case.gold!r}, response ...{case.response[-60:]!r}")
-    for kind, found in rates.items():
-        print(f"{kind:11} " + "  ".join(f"{name} {rate:9.0f}/s" for name, rate in found.items()))
     speedups = {kind: found["ours"] / max(found[name] for name in PEERS) for kind, found in rates.items()}
     result: dict[str, Any] = {
         "speedup": round(speedups["all"], 1),
@@ -230,35 +181,32 @@ def main() -> int:
         "right": sum(verdicts["math-verify"]),
         "workers": options.workers,
     }
-    print(json.dumps(result))
-    return 0 if result["speedup"] >= 20 and not changes and result["hang_ratio"] <= 1.2 else 1
+    rows = [("verdicts/s", *judges), *((kind, *(f"{rate:.0f}" for rate in by.values())) for kind, by in rates.items())]
+    problems = [f"speedup is below {MIN_SPEEDUP}"] if result["speedup"] < MIN_SPEEDUP else []
+    return harness.report(rows, result, limits={"verdict_changes": 0, "hang_ratio": 1.2}, problems=problems)
 
 
 def _measure(
     judges: dict[str, Judge], corpus: Sequence[Case]
 ) -> tuple[dict[str, dict[str, float]], dict[str, list[bool]]]:
     """Return verdicts per second by kind (or "all") and judge, and all verdicts in the corpus's order."""
-    seconds: dict[str, dict[str, list[float]]] = {
-        kind: {name: [] for name in judges} for kind in ("number", "expression", "all")
-    }
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)  # seconds of a case, keyed by kind and judge
     verdicts: dict[str, dict[int, bool]] = {name: {} for name in judges}
-    groups = [range(first, min(first + GROUP_SIZE, len(corpus))) for first in range(0, len(corpus), GROUP_SIZE)]
     for part in range(SLICES):
-        places = [place for group in groups[part::SLICES] for place in group]
-        of_kind = {kind: [i for i in places if corpus[i].kind == kind] for kind in ("number", "expression")}
+        indices = [i for i in range(len(corpus)) if i // GROUP_SIZE % SLICES == part]
         for name, judge in judges.items():
             total = 0.0
-            for kind, members in of_kind.items():
+            for kind in KINDS:
+                members = [i for i in indices if corpus[i].kind == kind]
                 found, took = judge([corpus[i] for i in members])
                 verdicts[name] |= dict(zip(members, found, strict=True))
                 total += took
                 if members:
-                    seconds[kind][name].append(took / len(members))
-            if places:
-                seconds["all"][name].append(total / len(places))
+                    seconds[kind, name].append(took / len(members))
+            if indices:
+                seconds["all", name].append(total / len(indices))
     rates = {
-        kind: {name: 1 / statistics.median(values or [1.0]) for name, values in found.items()}
-        for kind, found in seconds.items()
+        kind: {name: 1 / statistics.median(seconds[kind, name] or [1.0]) for name in judges} for kind in (*KINDS, "all")
     }
     return rates, {name: [found[i] for i in range(len(corpus))] for name, found in verdicts.items()}
 
@@ -281,18 +229,5 @@ def _hang_ratio(num_hangs: int, workers: int) -> float:
     return took / (DEADLINE_S * -(-num_hangs // workers))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", type=int, default=2000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--hangs", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--judge", choices=tuple(PEERS), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    peers.require("trl")
-    return options
-
-
 if __name__ == "__main__":
-    console.filter_output()
-    sys.exit(main())
+    harness.start(main)

@@ -29,10 +29,8 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
-from grpo_mega.weights.families import family_of
-from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import harness
-from tools.benchmarks.gpu.mfu import reader
+from tools.benchmarks.gpu.mfu import random_policy
 from tools.benchmarks.gpu.rank import config_of
 
 LIMITS = {"gradient": 2e-6, "loss": 2e-6, "ratio": 0.45}  # the differences allow for fp32 rounding
@@ -60,11 +58,8 @@ def main(arguments: list[str] | None) -> int:
         )
         runtime = runtimes.arrange(config, runtimes.join(config))
         try:
-            hf_config = Qwen3Config(**MODEL)
-            shape = ModelShape.from_hf_config(hf_config.to_dict())
-            policy = Policy(config, shape, family_of("qwen3"), hf_config, runtime)
-            policy.load(reader(torch.device("cpu")))
-            result = compared(policy, shape.vocab, options)
+            policy = random_policy(Qwen3Config(**MODEL), config, runtime)
+            result = compared(policy, MODEL["vocab_size"], options)
         finally:
             runtimes.stop()
     rows = [(f"{options.prompt} + {options.response} tokens", "s", "with / without")]
@@ -77,13 +72,13 @@ def compared(policy: Policy, vocab: int, options: argparse.Namespace) -> dict[st
     """Compare updates with and without sharing. Their losses and gradients are from the warm-up round."""
     samples = make_samples(vocab, options.prompt, options.response, options.samples)
     weights = [[1 / len(samples) / options.response] * len(samples)]
+    spec = replace(policy.packing, token_budget=options.samples * (options.prompt + options.response))  # one group
     packed: dict[bool, list[list[PackedBatch]]] = {}
     gradients: dict[bool, torch.Tensor] = {}
     losses: dict[bool, float] = {}
     for shared in (False, True):
-        tokens = options.samples * (options.prompt + options.response)  # one group per micro-batch
-        rows = pack_mini_batches([samples], weights, replace(policy.packing, token_budget=tokens, share_prompts=shared))
-        packed[shared] = policy.attach_logprobs(rows)
+        batches = pack_mini_batches([samples], weights, replace(spec, share_prompts=shared))
+        packed[shared] = policy.attach_logprobs(batches)
 
     def update(shared: bool) -> harness.Figures:
         metrics: list[StepMetrics] = []

@@ -1,27 +1,11 @@
 """Compute a conformance case with the oracles (`expected`) or with this trainer (`ours`), and compare two results.
 
-A case of vectors.json is {name, kind, inputs, settings, expected}. An implementation is a function (kind, inputs,
-settings) -> result with the keys of `expected`. All numbers are Python floats, in lists:
-
-kind        inputs                                                    result
-kl          logprobs, old_logprobs, ref_logprobs: lists               values, gradients: lists, d value_t / d logprobs_t
-correction  responses: old_logprobs, rollout_logprobs, mask           importance, kept: a list per response, 0 if masked
-loss        responses: logprobs, old_logprobs, ref_logprobs,          loss; gradients: a list per response,
-            rollout_logprobs, entropy, advantages, mask, and                d loss / d logprobs_t
-            for positive_nll a reward, for distill_beta
-            teacher_logprobs
-advantages  groups: lists of samples with length, reward (None if     advantages: for each group, for each sample, a
-            list of not scored), step_rewards, step_ends, logprobs,                 `length` numbers ref_logprobs, and
-            for gdpo scores by reward function
-beta        kl, num_samples: a list of steps                          betas: kl_beta after each step
-
-`settings` has keys of the config's section `algorithm`, `max_response_length`, and for gdpo `reward_weights` by
-function. Tokens with mask 0 may hold NaN and must not be read.
+A case of vectors.json is {name, kind, inputs, settings, expected}. check.py lists inputs and results of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +22,21 @@ from tools.conformance import oracle_advantages, oracle_losses
 Json = dict[str, Any]
 Implementation = Callable[[str, Json, Json], Json]
 
+PROMPT = Prompt(id=0, text="", token_ids=(), answer="")
+
 
 def expected(kind: str, inputs: Json, settings: Json) -> Json:
     """Compute the result with the oracles, in float64."""
-    return EXPECTED[kind](inputs, settings)
+    functions = {"kl": _expected_kl, "correction": _expected_correction, "loss": _expected_loss}
+    functions |= {"advantages": _expected_advantages, "beta": _expected_beta}
+    return functions[kind](inputs, settings)
 
 
 def ours(kind: str, inputs: Json, settings: Json) -> Json:
     """Compute the result with this trainer's functions, in float64."""
-    return OURS[kind](inputs, settings)
+    functions = {"kl": _our_kl, "correction": _our_correction, "loss": _our_loss}
+    functions |= {"advantages": _our_advantages, "beta": _our_beta}
+    return functions[kind](inputs, settings)
 
 
 def differences(wanted: Json, given: Json, tolerance: float) -> list[str]:
@@ -75,28 +65,25 @@ def _expected_kl(inputs: Json, settings: Json) -> Json:
 
 
 def _expected_correction(inputs: Json, settings: Json) -> Json:
+    own = oracle_settings(settings)
+    responses = [
+        oracle_losses.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
+        for item in inputs["responses"]
+    ]
     result: Json = {"importance": [], "kept": []}
-    responses = []
-    for item in inputs["responses"]:
-        tokens = range(len(item["mask"]))
-        response = oracle_losses.Response([], item["old_logprobs"], item["rollout_logprobs"], [], item["mask"])
-        importance, kept = oracle_losses.correct(response, oracle_settings(settings))
-        result["importance"].append([importance.get(t, 0.0) for t in tokens])
+    scale = oracle_losses.mean_importance(responses, own) if own.batch_normalize else 1.0
+    for response in responses:
+        importance, kept = oracle_losses.correct(response, own)
+        tokens = range(len(response.mask))
+        result["importance"].append([importance.get(t, 0.0) / scale for t in tokens])
         result["kept"].append([float(t in kept) for t in tokens])
-        responses.append(response)
-    if oracle_settings(settings).batch_normalize:
-        mean = oracle_losses.mean_importance(responses, oracle_settings(settings))
-        result["importance"] = [[value / mean for value in row] for row in result["importance"]]
     return result
 
 
 def _expected_loss(inputs: Json, settings: Json) -> Json:
-    responses = [
-        oracle_losses.Response(
-            **(item | {"logprobs": _scalars(item["logprobs"]), "entropy": _scalars(item["entropy"])})
-        )
-        for item in inputs["responses"]
-    ]
+    with_gradient = [{name: _scalars(item[name]) for name in ("logprobs", "entropy")} for item in inputs["responses"]]
+    pairs = zip(inputs["responses"], with_gradient, strict=True)
+    responses = [oracle_losses.Response(**item | leaves) for item, leaves in pairs]
     loss = oracle_losses.minibatch_loss(responses, oracle_settings(settings))
     return {"loss": float(loss.detach()), "gradients": _gradients(loss, [response.logprobs for response in responses])}
 
@@ -134,27 +121,14 @@ def _gradients(loss: Any, leaves: Sequence[Sequence[Tensor]]) -> list[list[float
     return [[next(values) for _ in row] for row in leaves]
 
 
-EXPECTED: Mapping[str, Callable[[Json, Json], Json]] = {
-    "kl": _expected_kl,
-    "correction": _expected_correction,
-    "loss": _expected_loss,
-    "advantages": _expected_advantages,
-    "beta": _expected_beta,
-}
-
-
 # This trainer
 
 
 def _our_kl(inputs: Json, settings: Json) -> Json:
     logprobs = _vector(inputs["logprobs"]).requires_grad_()
-    values = kl.kl_penalty(
-        logprobs,
-        _vector(inputs["ref_logprobs"]),
-        settings["kl_penalty_type"],
-        old_logprobs=_vector(inputs["old_logprobs"]),
-        kl_clamp=settings["kl_clamp"],
-    )
+    ref, old = _vector(inputs["ref_logprobs"]), _vector(inputs["old_logprobs"])
+    kind, most = settings["kl_penalty_type"], settings["kl_clamp"]
+    values = kl.kl_penalty(logprobs, ref, kind, old_logprobs=old, kl_clamp=most)
     return {"values": values.tolist(), "gradients": torch.autograd.grad(values.sum(), logprobs)[0].tolist()}
 
 
@@ -162,10 +136,10 @@ def _our_correction(inputs: Json, settings: Json) -> Json:
     names = ("logprobs", "ref_logprobs", "entropy", "advantages")
     packed = pack([item | dict.fromkeys(names, item["old_logprobs"]) for item in inputs["responses"]], settings)
     corrected = correction.correct(packed.without_masked(), algorithm_config(settings).correction)
-    is_unmasked_T = packed.loss_mask > 0
+    values = {"importance": corrected.importance, "kept": corrected.keep}
     return {
-        "importance": _unpack(torch.where(is_unmasked_T, corrected.importance, 0.0), inputs["responses"]),
-        "kept": _unpack(torch.where(is_unmasked_T, corrected.keep, 0.0), inputs["responses"]),
+        name: _unpack(torch.where(packed.loss_mask > 0, values_T, 0.0), inputs["responses"])
+        for name, values_T in values.items()
     }
 
 
@@ -177,21 +151,21 @@ def _our_loss(inputs: Json, settings: Json) -> Json:
 
 
 def _our_advantages(inputs: Json, settings: Json) -> Json:
-    prompt = Prompt(id=0, text="", token_ids=(), answer="")
-    groups = [Group(prompt, [_sample(prompt, i, item) for i, item in enumerate(group)]) for group in inputs["groups"]]
+    groups = [Group(PROMPT, [_sample(i, item) for i, item in enumerate(group)]) for group in inputs["groups"]]
     penalties = None
     if settings.get("kl_in") == "reward":
         kind, most = settings["kl_penalty_type"], settings["kl_clamp"]
-        items = [item for group in inputs["groups"] for item in group]
-        pairs = [(_vector(item["logprobs"]), _vector(item["ref_logprobs"])) for item in items]
+        pairs = [[_vector(s[name]) for name in ("logprobs", "ref_logprobs")] for g in inputs["groups"] for s in g]
         penalties = [kl.kl_penalty(own, ref, kind, old_logprobs=own, kl_clamp=most) for own, ref in pairs]
-    longest, weights = settings["max_response_length"], settings.get("reward_weights", {})
-    a = algorithm_config(settings)
-    samples = iter(
-        assign_advantages(groups, a, max_response_length=longest, kl_penalties=penalties, reward_weights=weights)
+    found = assign_advantages(
+        groups,
+        algorithm_config(settings),
+        max_response_length=settings["max_response_length"],
+        kl_penalties=penalties,
+        reward_weights=settings.get("reward_weights", {}),
     )
-    rows = [[next(samples).advantages for _ in group] for group in inputs["groups"]]
-    return {"advantages": [[[] if row is None else row.tolist() for row in group] for group in rows]}
+    rows = iter([[] if sample.advantages is None else sample.advantages.tolist() for sample in found])
+    return {"advantages": [[next(rows) for _ in group] for group in inputs["groups"]]}
 
 
 def _our_beta(inputs: Json, settings: Json) -> Json:
@@ -203,20 +177,17 @@ def _our_beta(inputs: Json, settings: Json) -> Json:
 
 
 def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
-    """Pack the responses as in training. After each response comes a position outside of the loss; here it holds
-    NaN.
-    """
+    """Pack the responses as in training. A position outside of the loss follows each; here it holds NaN."""
     names = ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "entropy", "logprobs"]
     names += ["teacher_logprobs"] if settings.get("distill_beta") else []
-    vectors: dict[str, Any] = {
-        name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names
-    }
+    vectors: Json = {name: _vector([x for item in responses for x in [*item[name], torch.nan]]) for name in names}
+    num_tokens = [sum(item["mask"]) for item in responses]
     weights = token_weights.token_weights(
-        [sum(item["mask"]) for item in responses],
+        num_tokens,
         settings.get("loss_agg_func", "token-mean"),
         max_response_length=settings.get("max_response_length", 1),
         num_samples=len(responses),
-        num_tokens=sum(sum(item["mask"]) for item in responses),
+        num_tokens=sum(num_tokens),
     )
     lengths = torch.tensor([len(item["mask"]) + 1 for item in responses])
     vectors["logprobs"].requires_grad_()
@@ -229,14 +200,12 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
     )
     a = algorithm_config(settings)
     if a.positive_nll > 0:
-        prompt = Prompt(id=0, text="", token_ids=(), answer="")
-        scored = [_sample(prompt, i, {"length": sum(item["mask"]), **item}) for i, item in enumerate(responses)]
-        rows = torch.tensor(token_weights.positive_weights(scored, a), dtype=torch.float64).repeat_interleave(lengths)
+        scored = [_sample(i, {"length": sum(item["mask"]), **item}) for i, item in enumerate(responses)]
+        rows = _vector(token_weights.positive_weights(scored, a)).repeat_interleave(lengths)
         packed = replace(packed, nll_weights=rows)
     if a.is_by_covariance:
-        packed = replace(
-            packed, covariance_mask=losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0))
-        )
+        mask = losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0))
+        packed = replace(packed, covariance_mask=mask)
     if a.correction.batch_normalize:
         packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
     return packed
@@ -253,9 +222,9 @@ def algorithm_config(settings: Json) -> AlgorithmConfig:
     return AlgorithmConfig(**own, calculate_entropy=True)
 
 
-def _sample(prompt: Prompt, index: int, item: Json) -> Sample:
+def _sample(index: int, item: Json) -> Sample:
     length = item["length"]
-    sample = Sample(prompt, index, [0] * length, [0.0] * length, "stop", reward=item.get("reward"))
+    sample = Sample(PROMPT, index, [0] * length, [0.0] * length, "stop", reward=item.get("reward"))
     sample.step_rewards, sample.step_ends = item.get("step_rewards", []), item.get("step_ends", [])
     sample.scores = item.get("scores", {})
     return sample
@@ -263,15 +232,6 @@ def _sample(prompt: Prompt, index: int, item: Json) -> Sample:
 
 def _vector(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-OURS: Mapping[str, Callable[[Json, Json], Json]] = {
-    "kl": _our_kl,
-    "correction": _our_correction,
-    "loss": _our_loss,
-    "advantages": _our_advantages,
-    "beta": _our_beta,
-}
 
 
 # Comparing

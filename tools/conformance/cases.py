@@ -60,6 +60,8 @@ OWN_SETTINGS: dict[str, Json] = {
     "clip_cov": {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 0.6},
     "kl_cov": {"cov_share": 0.3, "cov_kl": 0.7},
 }
+COVARIANCE_SETTINGS = {name: OWN_SETTINGS[name] for name in ("clip_cov", "kl_cov")}
+REWARD_WEIGHTS: Json = {"accuracy": 1.0, "format": 0.3}  # for gdpo
 ADVANTAGE_SETTINGS: Json = {
     "adv_type": "grpo",
     "normalize_by_std": True,
@@ -82,6 +84,18 @@ def all_cases() -> list[Json]:
     return [*losses, *advantage_cases(), *advantage_edges(), *beta_cases()]
 
 
+def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
+    return {"name": f"{kind}: {name}", "kind": kind, "inputs": inputs, "settings": settings}
+
+
+def loss(name: str, items: list[Json], **changes: Any) -> Json:
+    return case(name, "loss", {"responses": items}, LOSS_SETTINGS | changes)
+
+
+def advantages(name: str, groups: list[list[Json]], **changes: Any) -> Json:
+    return case(name, "advantages", {"groups": groups}, ADVANTAGE_SETTINGS | changes)
+
+
 def kl_cases() -> Iterator[Json]:
     gaps = [0.0, 1e-4, -0.001, 0.3, -0.7, 2.0, -2.5, 5.0, -12.0, 12.0, 30.0, -30.0]
     moves = [round(-0.2 * math.sin(i), 4) for i in range(len(gaps))]
@@ -96,178 +110,143 @@ def kl_cases() -> Iterator[Json]:
         "ref_logprobs": [round(value - gap, 4) for value, gap in zip(logprobs, gaps, strict=True)],
     }
     for kind in PENALTIES:
-        yield case(f"kl: {kind}", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": 10.0})
+        yield case(kind, "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": 10.0})
     for kind in PENALTIES[3:]:
-        yield case(
-            f"kl: {kind} without a clamp on its value", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": None}
-        )
+        yield case(f"{kind} without a clamp on its value", "kl", inputs, {"kl_penalty_type": kind, "kl_clamp": None})
 
 
 def correction_cases() -> Iterator[Json]:
     names = ("old_logprobs", "rollout_logprobs", "mask")
-    inputs = {
-        "responses": [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]
-    }
+    items = [{name: item[name] for name in names} for item in responses(40, [4, 1, 0, 6, 3], has_gaps=True)]
     for name, correction in CORRECTIONS.items():
         if name != "off-policy mask":  # this mask needs log-probs from after an update
-            yield case(f"correction: {name}", "correction", inputs, {"correction": correction})
+            yield case(name, "correction", {"responses": items}, {"correction": correction})
 
 
 def loss_cases() -> Iterator[Json]:
     for number, loss_type in enumerate(LOSS_TYPES):
-        inputs = {"responses": responses(number, [3, 6, 1, 4])}
-        own = OWN_SETTINGS.get(loss_type, {})
+        own = OWN_SETTINGS.get(loss_type, {}) | {"loss_type": loss_type}
         for aggregation in AGGREGATIONS:
-            settings = LOSS_SETTINGS | own | {"loss_type": loss_type, "loss_agg_func": aggregation}
-            yield case(f"loss: {loss_type}, {aggregation}", "loss", inputs, settings)
+            items = responses(number, [3, 6, 1, 4])
+            yield loss(f"{loss_type}, {aggregation}", items, **own, loss_agg_func=aggregation)
         kind = PENALTIES[number % len(PENALTIES)]
-        settings = LOSS_SETTINGS | {
-            "loss_type": loss_type,
-            "kl_beta": 0.3,
-            "kl_penalty_type": kind,
-            "entropy_bonus": 0.1,
-        }
-        settings |= OWN_SETTINGS[loss_type] if loss_type in ("clip_cov", "kl_cov") else {}
-        with_gaps = {"responses": responses(10 + number, [5, 2, 4], has_gaps=True)}
-        yield case(f"loss: {loss_type}, {kind} and entropy, tokens masked", "loss", with_gaps, settings)
-        yield case(
-            f"loss: {loss_type}, {kind} and entropy, tokens dropped",
-            "loss",
-            {"responses": responses(20 + number, [5, 3, 6])},
-            settings | {"correction": CORRECTIONS["importance, mask and veto"]},
-        )
+        regularized = {"loss_type": loss_type, "kl_beta": 0.3, "kl_penalty_type": kind, "entropy_bonus": 0.1}
+        regularized |= COVARIANCE_SETTINGS.get(loss_type, {})
+        with_gaps = responses(10 + number, [5, 2, 4], has_gaps=True)
+        yield loss(f"{loss_type}, {kind} and entropy, tokens masked", with_gaps, **regularized)
+        items, correction = responses(20 + number, [5, 3, 6]), CORRECTIONS["importance, mask and veto"]
+        yield loss(f"{loss_type}, {kind} and entropy, tokens dropped", items, **regularized, correction=correction)
     for number, (name, correction) in enumerate(CORRECTIONS.items()):
+        changes: Json = {"loss_agg_func": "token-mean", "correction": correction}
         for loss_type in ("actor", "gspo") if number < 8 or name == "off-policy mask" else ("actor",):
-            settings = LOSS_SETTINGS | {"loss_type": loss_type, "loss_agg_func": "token-mean", "correction": correction}
-            yield case(f"loss: {loss_type}, {name}", "loss", {"responses": responses(30 + number, [4, 3, 5])}, settings)
-    right = [
-        item | {"reward": reward}
-        for item, reward in zip(responses(70, [3, 6, 1, 4]), (1.0, 0.4, 0.7, 0.5), strict=True)
-    ]
+            yield loss(f"{loss_type}, {name}", responses(30 + number, [4, 3, 5]), loss_type=loss_type, **changes)
+    yield from teacher_cases()
+    pairs = zip(responses(70, [3, 6, 1, 4]), (1.0, 0.4, 0.7, 0.5), strict=True)
+    right = [item | {"reward": reward} for item, reward in pairs]
+    for loss_type, more in (("actor", {}), ("gspo", {"correction": CORRECTIONS["token mask"]})):
+        changes = {"loss_type": loss_type, "positive_nll": 0.1, "positive_above": 0.5} | more
+        yield loss(f"{loss_type}, likelihood of right answers", right, **changes)
+
+
+def teacher_cases() -> Iterator[Json]:
     for number, loss_type in enumerate(("actor", "cispo", "reinforce")):
-        items = [
-            item
-            | {"teacher_logprobs": [round(value + 0.5 * (-1) ** t, 4) for t, value in enumerate(item["old_logprobs"])]}
-            for item in responses(80 + number, [3, 6, 1], has_gaps=True)
-        ]
+        items = responses(80 + number, [3, 6, 1], has_gaps=True)
+        for item in items:
+            item["teacher_logprobs"] = [
+                round(value + 0.5 * (-1) ** t, 4) for t, value in enumerate(item["old_logprobs"])
+            ]
         items[1]["teacher_logprobs"][2] = -40.0
-        settings = LOSS_SETTINGS | OWN_SETTINGS.get(loss_type, {}) | {"loss_type": loss_type, "distill_beta": 0.7}
         alone = [item | {"advantages": [0.0] * len(item["mask"])} for item in items]
-        yield case(f"loss: {loss_type}, a teacher beside rewards", "loss", {"responses": items}, settings)
-        yield case(f"loss: {loss_type}, a teacher alone", "loss", {"responses": alone}, settings)
-    for loss_type in ("actor", "gspo"):
-        settings = LOSS_SETTINGS | {"loss_type": loss_type, "positive_nll": 0.1, "positive_above": 0.5}
-        settings |= {"correction": CORRECTIONS["token mask"]} if loss_type == "gspo" else {}
-        yield case(f"loss: {loss_type}, likelihood of right answers", "loss", {"responses": right}, settings)
+        changes = OWN_SETTINGS.get(loss_type, {}) | {"loss_type": loss_type, "distill_beta": 0.7}
+        yield loss(f"{loss_type}, a teacher beside rewards", items, **changes)
+        yield loss(f"{loss_type}, a teacher alone", alone, **changes)
 
 
 def loss_edges() -> Iterator[Json]:
     """Yield worked examples, empty responses and masks, and ratios that overflow without a clamp."""
-    signs = [(ratio, advantage) for advantage in (1.0, -1.0) for ratio in (0.4, 1.1, 1.4, 1.8)]
-    worked = {"responses": [one_token(math.log(ratio), advantage) for ratio, advantage in signs]}
-    settings = LOSS_SETTINGS | {"ratio_clip_eps_high": 0.2, "loss_agg_func": "seq-mean-token-sum"}
-    yield case("loss: actor, ratios 0.4 to 1.8 with either sign", "loss", worked, settings)
-    beyond = {"responses": [one_token(gap, advantage) for gap in (1e4, -1e4) for advantage in (1.0, 0.0, -1.0)]}
+    worked = [one_token(math.log(ratio), advantage) for advantage in (1.0, -1.0) for ratio in (0.4, 1.1, 1.4, 1.8)]
+    changes: Json = {"ratio_clip_eps_high": 0.2, "loss_agg_func": "seq-mean-token-sum"}
+    yield loss("actor, ratios 0.4 to 1.8 with either sign", worked, **changes)
+    beyond = [one_token(gap, advantage) for gap in (1e4, -1e4) for advantage in (1.0, 0.0, -1.0)]
     some = responses(50, [3, 4])
-    masked = {"responses": [some[0] | {"mask": [0, 0, 0]}, some[1]]}
-    nothing = {"responses": [some[0] | {"mask": [0, 0, 0]}, some[1] | {"mask": [0] * 4}]}
+    all_masked = [item | {"mask": [0] * len(item["mask"])} for item in some]
     for loss_type in LOSS_TYPES:
-        mine = {"loss_type": loss_type} | (OWN_SETTINGS[loss_type] if loss_type in ("clip_cov", "kl_cov") else {})
-        own = mine | {"kl_beta": 0.1, "entropy_bonus": 0.1}
-        yield case(f"loss: {loss_type}, ratios e^+-10000", "loss", beyond, LOSS_SETTINGS | mine)
-        empty = {"responses": responses(60, [0, 2, 0])}
-        yield case(f"loss: {loss_type}, responses without tokens", "loss", empty, LOSS_SETTINGS | own)
-        yield case(f"loss: {loss_type}, a response all masked", "loss", masked, LOSS_SETTINGS | own)
-        yield case(f"loss: {loss_type}, all masked", "loss", nothing, LOSS_SETTINGS | own)
-    dropped = LOSS_SETTINGS | {"kl_beta": 0.1, "correction": {"mask": "token", "mask_low": 100.0, "mask_high": 101.0}}
-    yield case("loss: actor, every token dropped", "loss", {"responses": some}, dropped)
+        own: Json = {"loss_type": loss_type} | COVARIANCE_SETTINGS.get(loss_type, {})
+        yield loss(f"{loss_type}, ratios e^+-10000", beyond, **own)
+        own |= {"kl_beta": 0.1, "entropy_bonus": 0.1}
+        yield loss(f"{loss_type}, responses without tokens", responses(60, [0, 2, 0]), **own)
+        yield loss(f"{loss_type}, a response all masked", [all_masked[0], some[1]], **own)
+        yield loss(f"{loss_type}, all masked", all_masked, **own)
+    dropped = {"mask": "token", "mask_low": 100.0, "mask_high": 101.0}
+    yield loss("actor, every token dropped", some, kl_beta=0.1, correction=dropped)
 
 
 def advantage_cases() -> Iterator[Json]:
     for number, adv_type in enumerate(ADVANTAGES):
         seed = 100 + number if number < 5 else 125 + number  # seed 120 is used below
         groups = [samples(seed, [3, 5, 1, 4]), samples(seed + 10, [2, 8, 6])]
-        inputs = {"groups": with_scores(groups) if adv_type == "gdpo" else groups}
-        base = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
-        base |= {"reward_weights": REWARD_WEIGHTS} if adv_type == "gdpo" else {}
-        yield case(f"advantages: {adv_type}", "advantages", inputs, base)
-        yield case(f"advantages: {adv_type}, whitened", "advantages", inputs, base | {"normalize_advantages": True})
-        own = base | {"overlong_buffer": 0.5, "overlong_penalty": 0.4}
+        own: Json = {"adv_type": adv_type}
+        if adv_type == "gdpo":
+            groups, own = with_scores(groups), own | {"reward_weights": REWARD_WEIGHTS}
+        yield advantages(adv_type, groups, **own)
+        yield advantages(f"{adv_type}, whitened", groups, **own, normalize_advantages=True)
         if adv_type != "gdpo":
-            yield case(f"advantages: {adv_type}, overlong responses punished", "advantages", inputs, own)
+            overlong = {"overlong_buffer": 0.5, "overlong_penalty": 0.4}
+            yield advantages(f"{adv_type}, overlong responses punished", groups, **own, **overlong)
         if adv_type not in ("grpo_process", "grpo_turn", "gdpo"):
-            yield case(f"advantages: {adv_type}, KL in the reward", "advantages", inputs, base | KL_IN_REWARD)
-    inputs = {"groups": [samples(120, [3, 5, 1, 4])]}
-    yield case("advantages: none, for a teacher alone", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": "none"})
-    changes: dict[str, Json] = {
-        "over the group's size": {"std_ddof": 0},
-        "with an epsilon of 0.1": {"std_eps": 0.1},
-        "not divided by the deviation": {"normalize_by_std": False},
-    }
-    for name, change in changes.items():
-        yield case(f"advantages: grpo, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | change)
-    inputs = {"groups": [samples(121, [3, 5, 1, 4]), samples(122, [2, 8, 6])]}
-    more: list[tuple[str, str, Json]] = [
-        ("grpo", "divided by the batch's deviation", {"std_over": "batch"}),
-        ("grpo_leave_one_out", "not divided by the deviation", {"normalize_by_std": False}),
-        ("pass_at_k", "k = 2", {"pass_k": 2}),
-        ("pass_at_k", "k = 3, not divided by the deviation", {"pass_k": 3, "normalize_by_std": False}),
-    ]
-    for kind, name, change in more:
-        yield case(
-            f"advantages: {kind}, {name}", "advantages", inputs, ADVANTAGE_SETTINGS | {"adv_type": kind} | change
-        )
+            yield advantages(f"{adv_type}, KL in the reward", groups, **own, kl_in="reward", kl_beta=0.2)
+    one = [samples(120, [3, 5, 1, 4])]
+    yield advantages("none, for a teacher alone", one, adv_type="none")
+    yield advantages("grpo, over the group's size", one, std_ddof=0)
+    yield advantages("grpo, with an epsilon of 0.1", one, std_eps=0.1)
+    yield advantages("grpo, not divided by the deviation", one, normalize_by_std=False)
+    two = [samples(121, [3, 5, 1, 4]), samples(122, [2, 8, 6])]
+    yield advantages("grpo, divided by the batch's deviation", two, std_over="batch")
+    name = "grpo_leave_one_out, not divided by the deviation"
+    yield advantages(name, two, adv_type="grpo_leave_one_out", normalize_by_std=False)
+    yield advantages("pass_at_k, k = 2", two, adv_type="pass_at_k", pass_k=2)
+    name = "pass_at_k, k = 3, not divided by the deviation"
+    yield advantages(name, two, adv_type="pass_at_k", pass_k=3, normalize_by_std=False)
 
 
 def advantage_edges() -> Iterator[Json]:
     """Yield worked examples, and groups with equal, single or missing rewards."""
-    worked = {"groups": [outcomes([1, 0, 0, 1]), outcomes([0, 0, 1, 1]), outcomes([1, 0, 0, 1, 1, 0, 0, 1])]}
-    yield case("advantages: grpo, half of the answers right", "advantages", worked, ADVANTAGE_SETTINGS)
-    steps = {"groups": [[stepped(10, [0.2, 0.8, 1.0], [3, 7, 9]), stepped(6, [0.0, 0.4], [2, 5])]]}
-    own = ADVANTAGE_SETTINGS | {"adv_type": "grpo_process", "std_eps": 0.0, "max_response_length": 16}
-    yield case("advantages: grpo_process, five steps", "advantages", steps, own)
-    after = {"groups": [[stepped(6, [1.0, 0.0], [1, 3]), stepped(0, [], []), stepped(3, [0.5], [0])]]}
-    yield case("advantages: grpo_process, tokens after the last step", "advantages", after, own)
-    alone = own | {"overlong_buffer": 0.5, "overlong_penalty": 0.4, "max_response_length": 10}
-    yield case("advantages: grpo_process, overlong responses punished, no outcomes", "advantages", steps, alone)
-    lengths = {"groups": [outcomes([0.0] * 9, lengths=[0, 7, 8, 9, 10, 11, 13, 15, 16])]}
-    punished = ADVANTAGE_SETTINGS | {"normalize_by_std": False, "overlong_buffer": 0.5, "overlong_penalty": 0.5}
-    yield case(
-        "advantages: grpo, DAPO's punishment by length", "advantages", lengths, punished | {"max_response_length": 16}
-    )
-    others = {"groups": [outcomes([0.3, 0.3, 0.3, 0.9]), outcomes([0.9, 0.9, 0.3])]}
+    half_right = [outcomes([1, 0, 0, 1]), outcomes([0, 0, 1, 1]), outcomes([1, 0, 0, 1, 1, 0, 0, 1])]
+    yield advantages("grpo, half of the answers right", half_right)
+    steps = [[stepped(10, [0.2, 0.8, 1.0], [3, 7, 9]), stepped(6, [0.0, 0.4], [2, 5])]]
+    own: Json = {"adv_type": "grpo_process", "std_eps": 0.0, "max_response_length": 16}
+    yield advantages("grpo_process, five steps", steps, **own)
+    after = [[stepped(6, [1.0, 0.0], [1, 3]), stepped(0, [], []), stepped(3, [0.5], [0])]]
+    yield advantages("grpo_process, tokens after the last step", after, **own)
+    own |= {"overlong_buffer": 0.5, "overlong_penalty": 0.4, "max_response_length": 10}
+    yield advantages("grpo_process, overlong responses punished, no outcomes", steps, **own)
+    lengths = [outcomes([0.0] * 9, lengths=[0, 7, 8, 9, 10, 11, 13, 15, 16])]
+    own = {"normalize_by_std": False, "overlong_buffer": 0.5, "overlong_penalty": 0.5, "max_response_length": 16}
+    yield advantages("grpo, DAPO's punishment by length", lengths, **own)
+    others = [outcomes([0.3, 0.3, 0.3, 0.9]), outcomes([0.9, 0.9, 0.3])]
     for adv_type in ("grpo_leave_one_out", "pass_at_k"):
-        settings = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
-        yield case(f"advantages: {adv_type}, one sample unlike the others", "advantages", others, settings)
+        yield advantages(f"{adv_type}, one sample unlike the others", others, adv_type=adv_type)
+    edges = {
+        "equal rewards": [outcomes([0.1] * 3), outcomes([0.1] * 4)],
+        "a single sample with a reward": [outcomes([None, 0.7])],
+        "samples without a reward or a token": [
+            outcomes([None, None]),
+            outcomes([1.0, None, 0.0, 0.5], lengths=[2, 2, 0, 3]),
+        ],
+    }
     for adv_type in ADVANTAGES:
-        settings = ADVANTAGE_SETTINGS | {"adv_type": adv_type}
-        equal = {"groups": [outcomes([0.1] * 3), outcomes([0.1] * 4)]}
-        yield case(f"advantages: {adv_type}, equal rewards", "advantages", equal, settings)
-        single = {"groups": [outcomes([None, 0.7])]}
-        yield case(f"advantages: {adv_type}, a single sample with a reward", "advantages", single, settings)
-        none = {"groups": [outcomes([None, None]), outcomes([1.0, None, 0.0, 0.5], lengths=[2, 2, 0, 3])]}
-        yield case(f"advantages: {adv_type}, samples without a reward or a token", "advantages", none, settings)
+        for name, groups in edges.items():
+            yield advantages(f"{adv_type}, {name}", groups, adv_type=adv_type)
 
 
 def beta_cases() -> Iterator[Json]:
     inputs = {"kl": [0.02, 0.5, 0.09, 0.1, 0.11, 0.0], "num_samples": [512, 512, 511, 512, 7, 512]}
-    yield case(
-        "beta: towards 0.1 nats per token", "beta", inputs, {"kl_beta": 0.05, "kl_target": 0.1, "kl_horizon": 10000.0}
-    )
-
-
-KL_IN_REWARD: Json = {"kl_in": "reward", "kl_beta": 0.2}
-REWARD_WEIGHTS: Json = {"accuracy": 1.0, "format": 0.3}
-
-
-def case(name: str, kind: str, inputs: Json, settings: Json) -> Json:
-    return {"name": name, "kind": kind, "inputs": inputs, "settings": settings}
+    settings = {"kl_beta": 0.05, "kl_target": 0.1, "kl_horizon": 10000.0}
+    yield case("towards 0.1 nats per token", "beta", inputs, settings)
 
 
 def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[Json]:
-    """Make ratios of 0.4 to 2.5. Advantages are constant per response and alternate in sign. `has_gaps` puts NaN at
-    masks.
-    """
+    """Make ratios of 0.4 to 2.5, and advantages of alternating signs. `has_gaps` puts NaN at masks."""
     rng = random.Random(seed)
 
     def some(length: int, low: float, high: float) -> list[float]:
@@ -295,9 +274,8 @@ def responses(seed: int, lengths: list[int], *, has_gaps: bool = False) -> list[
 
 
 def one_token(log_ratio: float, advantage: float) -> Json:
-    names = ("ref_logprobs", "rollout_logprobs", "entropy")
     values = {"logprobs": [-1.0], "old_logprobs": [round(-1.0 - log_ratio, 12)], "advantages": [advantage], "mask": [1]}
-    return values | {name: [-1.0] for name in names}
+    return values | {name: [-1.0] for name in ("ref_logprobs", "rollout_logprobs", "entropy")}
 
 
 def samples(seed: int, lengths: list[int]) -> list[Json]:

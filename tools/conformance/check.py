@@ -10,12 +10,13 @@ settings) -> result. It is called once per case with plain Python values:
   kind "correction"  inputs {responses}: a list of {old_logprobs, rollout_logprobs, mask}
                      result {importance, kept}: a list per response; both 0 on masked tokens
   kind "loss"        inputs {responses}: a list of {logprobs, old_logprobs, ref_logprobs, rollout_logprobs, entropy,
-                     advantages, mask}, all responses of one mini-batch; for positive_nll also a reward
+                     advantages, mask}, all responses of one mini-batch; for positive_nll also a reward, for
+                     distill_beta also teacher_logprobs
                      result {loss, gradients}: a number; for each response the loss's derivatives by its log-probs
   kind "advantages"  inputs {groups}: a list of groups, each a list of {length, reward, step_rewards, step_ends,
                      logprobs, ref_logprobs}; reward is None for a sample without a reward; log-probs are from before
-                     the update; for gdpo also scores by reward function result {advantages}: for each group and sample
-                     a list of `length` numbers
+                     the update; for gdpo also scores by reward function
+                     result {advantages}: for each group and sample a list of `length` numbers
   kind "beta"        inputs {kl, num_samples}: one number for each of a series of steps
                      result {betas}: kl_beta after each step
 
@@ -55,15 +56,11 @@ DIGITS = 12  # precision of expected numbers in the file, so rounding difference
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--implementation", default=OURS, metavar="MODULE:FUNCTION", help="the function to check (%(default)s)"
-    )
+    parser.add_argument("--implementation", default=OURS, metavar="MODULE:FUNCTION", help="default: %(default)s")
     parser.add_argument("--tolerance", type=float, help="for all kinds; default: 1e-6 for advantages, otherwise 1e-9")
     parser.add_argument("--only", default="", metavar="TEXT", help="check only cases with TEXT in their name")
     parser.add_argument("--file", type=user_path, default=FILE, help="the cases (%(default)s)")
-    parser.add_argument(
-        "--write", action="store_true", help="compute the expected numbers with the oracles and write the file"
-    )
+    parser.add_argument("--write", action="store_true", help="write the file with the oracles' numbers")
     options = parser.parse_args(arguments)
     if options.write:
         options.file.write_text(dumps(computed_cases()))
@@ -91,9 +88,7 @@ def check(cases: list[dict[str, Any]], implementation: adapter.Implementation, t
         except NotImplementedError:
             unknown.append(case["name"])
             continue
-        except (
-            Exception
-        ) as error:  # another trainer's code may raise anything, and the other cases must still be checked
+        except Exception as error:  # another trainer's code may raise anything; the other cases must still be checked
             differing = [f"raised {type(error).__name__}: {error}"]
         num_agreed += not differing
         for line in differing[:3]:
@@ -116,10 +111,8 @@ def load_implementation(name: str) -> adapter.Implementation:
 
 
 def computed_cases() -> list[dict[str, Any]]:
-    return [
-        case | {"expected": rounded(adapter.expected(case["kind"], case["inputs"], case["settings"]))}
-        for case in all_cases()
-    ]
+    arguments = ("kind", "inputs", "settings")
+    return [c | {"expected": rounded(adapter.expected(*(c[name] for name in arguments)))} for c in all_cases()]
 
 
 def rounded(value: Any) -> Any:
@@ -131,10 +124,9 @@ def rounded(value: Any) -> Any:
 
 
 def dumps(cases: list[dict[str, Any]]) -> str:
-    """Return the cases as JSON with one line per response, group or set of settings, for readable diffs. NaN becomes
-    null.
-    """
-    return "[\n" + ",\n".join(_case_text(case) for case in cases) + "\n]\n"
+    """Return JSON with one line per response, group or settings, for readable diffs. NaN becomes null."""
+    bodies = [",\n".join(f"  {_line(name)}: {_block(value, '  ')}" for name, value in case.items()) for case in cases]
+    return "[\n" + ",\n".join(f" {{\n{body}\n }}" for body in bodies) + "\n]\n"
 
 
 def loads(text: str) -> list[dict[str, Any]]:
@@ -143,16 +135,8 @@ def loads(text: str) -> list[dict[str, Any]]:
     return [case | {"inputs": _null_to_nan(case["inputs"])} for case in cases]
 
 
-def _case_text(case: dict[str, Any]) -> str:
-    lines = [f'  "name": {_line(case["name"])}', f'  "kind": {_line(case["kind"])}']
-    lines += [f'  "{name}": {_block(case[name], "  ")}' for name in ("inputs", "settings", "expected")]
-    return " {\n" + ",\n".join(lines) + "\n }"
-
-
 def _block(value: Any, indent: str) -> str:
-    """Return the JSON of a value. Arrays of arrays or objects have one line per item, objects of arrays one line per
-    name.
-    """
+    """Return JSON with one line per item of nested arrays, and per name of objects of arrays."""
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
         return "[\n" + ",\n".join(f"{indent} {_line(item)}" for item in value) + f"\n{indent}]"
     if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
@@ -176,10 +160,8 @@ def _nan_to_null(value: Any) -> Any:
 def _null_to_nan(value: Any) -> Any:
     """Replace null by NaN, but only in arrays, because {"reward": null} means that there is no reward."""
     if isinstance(value, dict):
-        return {name: _null_to_nan(item) if isinstance(item, list | dict) else item for name, item in value.items()}
-    return [
-        _null_to_nan(item) if isinstance(item, list | dict) else math.nan if item is None else item for item in value
-    ]
+        return {name: _null_to_nan(item) for name, item in value.items()}
+    return [math.nan if item is None else _null_to_nan(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -55,61 +55,19 @@ class AdvantageSettings:
 
 Groups = Sequence[Sequence[Scored]]
 Advantages = list[list[list[float]]]  # [group][sample][token]
-# Rewards and lengths of a group -> values.
-Score = Callable[[Sequence[float], Sequence[int], "AdvantageSettings"], list[float]]
 
 
 def advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
     """Return the advantages of all tokens with the estimator settings.adv_type."""
-    values: Advantages
-    if settings.adv_type == "grpo" and settings.std_over == "batch":
-        values = _over_batch_deviation(groups, settings)
-    elif settings.adv_type == "grpo":
-        values = _of_group_scores(groups, settings, is_leave_one_out=False)
-    elif settings.adv_type == "rloo":
-        values = _of_group_scores(groups, settings, is_leave_one_out=True)
-    elif settings.adv_type == "grpo_process":
-        values = _grpo_process(groups, settings)
-    elif settings.adv_type == "reinforce_plus_plus":
-        values = _reinforce_plus_plus(groups, settings)
-    elif settings.adv_type == "reinforce_plus_plus_baseline":
-        values = _less_group_mean(groups, settings)
-    elif settings.adv_type == "grpo_turn":
-        values = _grpo_turn(groups, settings)
-    elif settings.adv_type in SCORES:
-        values = _of_group(groups, settings, SCORES[settings.adv_type])
-    elif settings.adv_type == "gdpo":
-        values = _gdpo(groups, settings)
-    elif settings.adv_type == "none":
-        values = [[[0.0] * sample.length for sample in group] for group in groups]
+    name = settings.adv_type
+    if name == "grpo" and settings.std_over == "batch":
+        values = over_batch_deviation(groups, settings)
+    elif name in SCORES:
+        values = of_groups(groups, settings, SCORES[name])
     else:
-        raise ValueError(settings.adv_type)
-    is_global = settings.adv_type in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        values = ESTIMATORS[name](groups, settings)
+    is_global = name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     return whitened(groups, values, settings) if settings.normalize_advantages or is_global else values
-
-
-def zscores(values: Sequence[float], *, by_std: bool, ddof: int, eps: float) -> list[float]:
-    """Return (r - mean) / (std + eps), DeepSeekMath (arXiv 2402.03300) 4.1.2; r - mean for Dr. GRPO (arXiv
-    2503.20783).
-    """
-    if len(values) <= ddof or max(values) == min(values):
-        return [0.0 for _ in values]
-    mean = math.fsum(values) / len(values)
-    if not by_std:
-        return [value - mean for value in values]
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - ddof))
-    return [(value - mean) / (std + eps) for value in values]
-
-
-def leave_one_out(values: Sequence[float]) -> list[float]:
-    """Return r_i minus the mean of the other rewards (RLOO, arXiv 2402.14740)."""
-    if len(values) < 2 or max(values) == min(values):
-        return [0.0 for _ in values]
-    result = []
-    for i, value in enumerate(values):
-        others = [other for j, other in enumerate(values) if j != i]
-        result.append(value - math.fsum(others) / len(others))
-    return result
 
 
 def overlong_penalty(length: int, settings: AdvantageSettings) -> float:
@@ -137,9 +95,7 @@ def penalties(sample: Scored, settings: AdvantageSettings) -> list[float]:
 
 
 def outcome(sample: Scored, settings: AdvantageSettings) -> float:
-    """Return the sample's reward plus the overlong penalty, minus the sum of its KL penalties if they are in the
-    reward.
-    """
+    """Return the reward plus the overlong penalty, minus the KL penalties if they are in the reward."""
     assert sample.reward is not None
     return sample.reward + overlong_penalty(sample.length, settings) - math.fsum(penalties(sample, settings))
 
@@ -151,105 +107,75 @@ def counts(sample: Scored, settings: AdvantageSettings) -> bool:
 
 
 def whitened(groups: Groups, values: Advantages, settings: AdvantageSettings) -> Advantages:
-    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var divides by their number minus
-    1.
-    """
-    tokens = []
-    for group, rows in zip(groups, values, strict=True):
-        for sample, row in zip(group, rows, strict=True):
-            if counts(sample, settings):
-                tokens.extend(row)
-    has_variance = len(tokens) > 1 and max(tokens) != min(tokens)
-    mean = math.fsum(tokens) / len(tokens) if tokens else 0.0
-    var = math.fsum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1) if has_variance else 0.0
-    result: Advantages = []
-    for group, rows in zip(groups, values, strict=True):
-        result.append([])
-        for sample, row in zip(group, rows, strict=True):
-            has_value = counts(sample, settings) and has_variance
-            result[-1].append([(value - mean) / math.sqrt(var + WHITEN_EPS) if has_value else 0.0 for value in row])
-    return result
+    """Return (a - mean) / sqrt(var + 1e-8) over all tokens of samples with a reward. var has ddof 1."""
+    pairs = [list(zip(group, rows, strict=True)) for group, rows in zip(groups, values, strict=True)]
+    tokens = [token for group in pairs for sample, row in group if counts(sample, settings) for token in row]
+    if len(tokens) < 2 or max(tokens) == min(tokens):
+        return [[[0.0 for _ in row] for row in rows] for rows in values]
+    mean, std = mean_of(tokens), math.sqrt(deviation(tokens, 1) ** 2 + WHITEN_EPS)
+    return [
+        [[(value - mean) / std if counts(sample, settings) else 0.0 for value in row] for sample, row in group]
+        for group in pairs
+    ]
 
 
-def _of_group_scores(groups: Groups, settings: AdvantageSettings, *, is_leave_one_out: bool) -> Advantages:
-    result: Advantages = []
-    for group in groups:
-        rewards = [outcome(sample, settings) for sample in group if sample.reward is not None]
-        if is_leave_one_out:
-            scores = iter(leave_one_out(rewards))
-        else:
-            ddof, eps = settings.std_ddof, settings.std_eps
-            scores = iter(zscores(rewards, by_std=settings.normalize_by_std, ddof=ddof, eps=eps))
-        result.append([[next(scores) if sample.reward is not None else 0.0] * sample.length for sample in group])
-    return result
-
-
-def _grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """For each token, add the normalized rewards of steps that end at or after it (DeepSeekMath, arXiv 2402.03300,
-    4.1.3).
-
-    Step rewards are normalized over all steps of the group. The outcome advantage is added too. In a group without
-    outcome rewards, the overlong penalty is the outcome.
-    """
-    result = _of_outcomes_if_any(groups, settings)
-    for group, rows in zip(groups, result, strict=True):
-        scores = iter(_zscores([reward for sample in group for reward in sample.step_rewards], settings))
-        _add_steps(group, rows, [[next(scores) for _ in sample.step_rewards] for sample in group])
-    return result
-
-
-def _grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """As _grpo_process, but normalize each reward over rewards of the same turn in the group (MT-GRPO, arXiv
-    2505.11821).
-    """
-    result = _of_outcomes_if_any(groups, settings)
-    for group, rows in zip(groups, result, strict=True):
-        own: list[list[float]] = [[] for _ in group]
-        for turn in itertools.count():
-            members = [i for i, sample in enumerate(group) if len(sample.step_rewards) > turn]
-            if not members:
-                break
-            scores = _zscores([group[i].step_rewards[turn] for i in members], settings)
-            for i, score in zip(members, scores, strict=True):
-                own[i].append(score)
-        _add_steps(group, rows, own)
-    return result
-
-
-def _add_steps(group: Sequence[Scored], rows: list[list[float]], own: Sequence[Sequence[float]]) -> None:
-    for sample, row, scores in zip(group, rows, own, strict=True):
-        for t in range(sample.length):
-            row[t] += math.fsum(score for score, end in zip(scores, sample.step_ends, strict=True) if end >= t)
-
-
-def _of_outcomes_if_any(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    with_outcomes = []
-    for group in groups:
-        if all(sample.reward is None for sample in group):
-            with_outcomes.append([replace(s, reward=0.0) if counts(s, settings) else s for s in group])
-        else:
-            with_outcomes.append(list(group))
-    return _of_group_scores(with_outcomes, settings, is_leave_one_out=False)
-
-
-def _zscores(values: Sequence[float], settings: AdvantageSettings) -> list[float]:
-    return zscores(values, by_std=settings.normalize_by_std, ddof=settings.std_ddof, eps=settings.std_eps)
+def mean_of(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def deviation(values: Sequence[float], ddof: int) -> float:
     if not values or max(values) == min(values):
         return 0.0
-    mean = math.fsum(values) / len(values)
+    mean = mean_of(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - ddof, 1))
 
 
+# Scores of a group: a value per reward. `lengths` has the tokens of each response.
+
+
+def of_groups(groups: Groups, settings: AdvantageSettings, score: Score) -> Advantages:
+    """Return the score of each sample for each of its tokens. Scores cover the samples of a group with a reward."""
+    result: Advantages = []
+    for group in groups:
+        members = [sample for sample in group if sample.reward is not None]
+        values = iter(score([outcome(s, settings) for s in members], [s.length for s in members], settings))
+        result.append([[next(values) if sample.reward is not None else 0.0] * sample.length for sample in group])
+    return result
+
+
+def zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return (r - mean) / (std + eps), arXiv 2402.03300, 4.1.2; r - mean for Dr. GRPO, arXiv 2503.20783."""
+    if len(rewards) <= settings.std_ddof:
+        return [0.0 for _ in rewards]
+    scale = deviation(rewards, settings.std_ddof) + settings.std_eps if settings.normalize_by_std else 1.0
+    return [value / scale if value else 0.0 for value in less_mean(rewards, lengths, settings)]
+
+
+def less_mean(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return r minus the mean of its group (arXiv 2501.03262, with baseline)."""
+    if len(rewards) < 2 or max(rewards) == min(rewards):
+        return [0.0 for _ in rewards]
+    mean = mean_of(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
+    """Return r_i minus the mean of the other rewards (RLOO, arXiv 2402.14740)."""
+    if len(rewards) < 2 or max(rewards) == min(rewards):
+        return [0.0 for _ in rewards]
+    return [reward - mean_of(others) for reward, others in with_others(rewards)]
+
+
+def with_others(rewards: Sequence[float]) -> list[tuple[float, list[float]]]:
+    """Return each reward with all other rewards."""
+    return [(reward, [other for j, other in enumerate(rewards) if j != i]) for i, reward in enumerate(rewards)]
+
+
 def leave_one_out_zscores(rewards: Sequence[float], lengths: Sequence[int], settings: AdvantageSettings) -> list[float]:
-    """Return (r_i - mean) / (std + eps) with mean and std of the other rewards. Return r_i - mean if the others are
-    equal.
-    """
+    """Return (r_i - mean) / (std + eps) over the other rewards, or r_i - mean if they are equal."""
     result = []
-    for i, centered in enumerate(leave_one_out(rewards)):
-        std = deviation([reward for j, reward in enumerate(rewards) if j != i], settings.std_ddof)
+    for centered, (_, others) in zip(leave_one_out(rewards, lengths, settings), with_others(rewards), strict=True):
+        std = deviation(others, settings.std_ddof)
         result.append(centered / (std + settings.std_eps) if settings.normalize_by_std and std > 0 else centered)
     return result
 
@@ -268,69 +194,104 @@ def best_of_k(rewards: Sequence[float], lengths: Sequence[int], settings: Advant
     k = min(settings.pass_k or len(rewards), len(rewards))
     if k < 2 or max(rewards) == min(rewards):
         return [0.0 for _ in rewards]
-    result = []
-    for i, reward in enumerate(rewards):
-        others = [other for j, other in enumerate(rewards) if j != i]
-        gains = [max(reward, *rest) - max(rest) for rest in itertools.combinations(others, k - 1)]
-        result.append(math.fsum(gains) / len(gains))
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps if settings.normalize_by_std else 1.0
-    return [value / scale for value in result]
-
-
-SCORES = {"grpo_leave_one_out": leave_one_out_zscores, "opo": less_weighted_mean, "pass_at_k": best_of_k}
-
-
-def _of_group(groups: Groups, settings: AdvantageSettings, score: Score) -> Advantages:
-    result: Advantages = []
-    for group in groups:
-        members = [sample for sample in group if sample.reward is not None]
-        values = iter(score([outcome(s, settings) for s in members], [s.length for s in members], settings))
-        result.append([[next(values) if sample.reward is not None else 0.0] * sample.length for sample in group])
+    result = []
+    for reward, others in with_others(rewards):
+        gains = [max(reward, *rest) - max(rest) for rest in itertools.combinations(others, k - 1)]
+        result.append(mean_of(gains) / scale)
     return result
 
 
-def _over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r minus its group's mean, divided by the deviation of all rewards of the step (Lite PPO, arXiv
-    2508.08221).
+Score = Callable[[Sequence[float], Sequence[int], AdvantageSettings], list[float]]
+SCORES: dict[str, Score] = {
+    "grpo": zscores,
+    "rloo": leave_one_out,
+    "reinforce_plus_plus_baseline": less_mean,
+    "grpo_leave_one_out": leave_one_out_zscores,
+    "opo": less_weighted_mean,
+    "pass_at_k": best_of_k,
+}
+
+
+# Estimators that need more than the rewards of one group
+
+
+def grpo_process(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """For each token, add the normalized rewards of steps that end at or after it (DeepSeekMath, arXiv 2402.03300,
+    4.1.3).
+
+    Step rewards are normalized over all steps of the group. The outcome advantage is added too. In a group without
+    outcome rewards, the overlong penalty is the outcome.
     """
+    result = of_outcomes_if_any(groups, settings)
+    for group, rows in zip(groups, result, strict=True):
+        scores = iter(zscores([reward for sample in group for reward in sample.step_rewards], (), settings))
+        add_steps(group, rows, [[next(scores) for _ in sample.step_rewards] for sample in group])
+    return result
+
+
+def grpo_turn(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """As grpo_process, but normalize over rewards of the same turn (MT-GRPO, arXiv 2505.11821)."""
+    result = of_outcomes_if_any(groups, settings)
+    for group, rows in zip(groups, result, strict=True):
+        own: list[list[float]] = [[] for _ in group]
+        for turn in range(max((len(sample.step_rewards) for sample in group), default=0)):
+            members = [i for i, sample in enumerate(group) if len(sample.step_rewards) > turn]
+            scores = zscores([group[i].step_rewards[turn] for i in members], (), settings)
+            for i, score in zip(members, scores, strict=True):
+                own[i].append(score)
+        add_steps(group, rows, own)
+    return result
+
+
+def of_outcomes_if_any(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    with_outcomes = [
+        [replace(s, reward=0.0) if counts(s, settings) else s for s in group]
+        if all(sample.reward is None for sample in group)
+        else group
+        for group in groups
+    ]
+    return of_groups(with_outcomes, settings, zscores)
+
+
+def add_steps(group: Sequence[Scored], rows: list[list[float]], own: Sequence[Sequence[float]]) -> None:
+    for sample, row, scores in zip(group, rows, own, strict=True):
+        for t in range(sample.length):
+            row[t] += math.fsum(score for score, end in zip(scores, sample.step_ends, strict=True) if end >= t)
+
+
+def over_batch_deviation(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """Divide r minus its group's mean by the deviation of all rewards (Lite PPO, arXiv 2508.08221)."""
     rewards = [outcome(sample, settings) for group in groups for sample in group if sample.reward is not None]
     scale = deviation(rewards, settings.std_ddof) + settings.std_eps
-    centered = _of_group_scores(groups, replace(settings, normalize_by_std=False), is_leave_one_out=False)
+    centered = of_groups(groups, settings, less_mean)
     return [[[value / scale if value else 0.0 for value in row] for row in rows] for rows in centered]
 
 
-def _gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return the weighted sum of z-scores, one per reward function, normalized over all responses (GDPO, arXiv
-    2601.05242).
-    """
-    sums: list[list[float]] = []
+def gdpo(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """Normalize the weighted sums of z-scores per reward function over all responses (arXiv 2601.05242)."""
+    sums: list[list[tuple[Scored, float]]] = []  # each sample with its weighted sum
     for group in groups:
         totals = [0.0 for _ in group]
         for name, weight in settings.reward_weights.items():
             found = [i for i, s in enumerate(group) if s.reward is not None and s.scores.get(name) is not None]
-            for i, score in zip(found, _zscores([group[i].scores[name] or 0.0 for i in found], settings), strict=True):
+            scores = zscores([group[i].scores[name] or 0.0 for i in found], (), settings)
+            for i, score in zip(found, scores, strict=True):
                 totals[i] += weight * score
-        sums.append(totals)
-    counted = [
-        total
-        for group, totals in zip(groups, sums, strict=True)
-        for sample, total in zip(group, totals, strict=True)
-        if sample.reward is not None and sample.length
+        sums.append(list(zip(group, totals, strict=True)))
+    counted = [total for group in sums for sample, total in group if sample.reward is not None and sample.length]
+    std = deviation(counted, settings.std_ddof)
+    if std == 0:
+        return no_advantages(groups, settings)
+    mean, scale = mean_of(counted), std + settings.std_eps
+    return [
+        [[(total - mean) / scale if sample.reward is not None else 0.0] * sample.length for sample, total in group]
+        for group in sums
     ]
-    mean, std = math.fsum(counted) / max(len(counted), 1), deviation(counted, settings.std_ddof)
-    result: Advantages = []
-    for group, totals in zip(groups, sums, strict=True):
-        result.append([])
-        for sample, total in zip(group, totals, strict=True):
-            value = (total - mean) / (std + settings.std_eps) if sample.reward is not None and std > 0 else 0.0
-            result[-1].append([value] * sample.length)
-    return result
 
 
-def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Sum token rewards from each token to the last: -beta KL_t, plus r at the last token (arXiv 2501.03262, gamma
-    1).
-    """
+def reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    """Sum -beta KL_t from each token to the last, and r at the last token (arXiv 2501.03262, gamma 1)."""
     result: Advantages = []
     for group in groups:
         result.append([])
@@ -345,11 +306,14 @@ def _reinforce_plus_plus(groups: Groups, settings: AdvantageSettings) -> Advanta
     return result
 
 
-def _less_group_mean(groups: Groups, settings: AdvantageSettings) -> Advantages:
-    """Return r minus the mean of its group (arXiv 2501.03262, with baseline)."""
-    result: Advantages = []
-    for group in groups:
-        rewards = [outcome(sample, settings) for sample in group if sample.reward is not None]
-        scores = iter(zscores(rewards, by_std=False, ddof=1, eps=0.0))
-        result.append([[next(scores) if sample.reward is not None else 0.0] * sample.length for sample in group])
-    return result
+def no_advantages(groups: Groups, settings: AdvantageSettings) -> Advantages:
+    return [[[0.0] * sample.length for sample in group] for group in groups]
+
+
+ESTIMATORS: dict[str, Callable[[Groups, AdvantageSettings], Advantages]] = {
+    "grpo_process": grpo_process,
+    "grpo_turn": grpo_turn,
+    "gdpo": gdpo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "none": no_advantages,
+}

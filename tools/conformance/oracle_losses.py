@@ -35,6 +35,10 @@ class Response:
     teacher_logprobs: list[float] | None = None  # log-probs under the model to distill from
     teacher_kl: list[Tensor] | None = None  # KL over the vocabulary
 
+    @property
+    def unmasked(self) -> list[int]:
+        return [t for t, is_counted in enumerate(self.mask) if is_counted]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -97,10 +101,8 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
             if settings.kl_beta > 0:
                 assert response.ref_logprobs is not None
                 ref, old = response.ref_logprobs[t], response.old_logprobs[t]
-                kl = kl_penalty(
-                    response.logprobs[t], ref, settings.kl_penalty_type, old=old, kl_clamp=settings.kl_clamp
-                )
-                token = token + settings.kl_beta * kl
+                kind, most = settings.kl_penalty_type, settings.kl_clamp
+                token = token + settings.kl_beta * kl_penalty(response.logprobs[t], ref, kind, old=old, kl_clamp=most)
             if response.teacher_kl and settings.distill_kl != "sampled":
                 token = token + settings.distill_beta * response.teacher_kl[t]
             if settings.entropy_bonus != 0:
@@ -113,28 +115,21 @@ def minibatch_loss(responses: Sequence[Response], settings: Settings) -> Tensor:
 def taught(response: Response, settings: Settings) -> Response:
     """Add -distill_beta (log p_old - log p_teacher) to each token's advantage."""
     leads = [old - its for old, its in zip(response.old_logprobs, response.teacher_logprobs or [], strict=True)]
-    parts = [settings.distill_beta * min(max(lead, -MAX_LOG_RATIO), MAX_LOG_RATIO) for lead in leads]
-    return replace(response, advantages=[a - part for a, part in zip(response.advantages, parts, strict=True)])
+    pairs = zip(response.advantages, leads, strict=True)
+    return replace(response, advantages=[a - settings.distill_beta * limited(lead) for a, lead in pairs])
 
 
 def token_weights(responses: Sequence[Response], settings: Settings) -> list[float]:
     """Return the token weight of each response. The length of a response is its number of tokens with mask 1."""
     lengths = [sum(response.mask) for response in responses]
-    weights = []
-    for length in lengths:
-        if length == 0:
-            weights.append(0.0)
-        elif settings.loss_agg_func == "token-mean":  # DAPO, arXiv 2503.14476, eq. 8
-            weights.append(1 / sum(lengths))
-        elif settings.loss_agg_func == "seq-mean-token-mean":  # DeepSeekMath, arXiv 2402.03300, eq. 3
-            weights.append(1 / len(lengths) / length)
-        elif settings.loss_agg_func == "seq-mean-token-sum":
-            weights.append(1 / len(lengths))
-        elif settings.loss_agg_func == "seq-mean-token-sum-norm":  # Dr. GRPO, arXiv 2503.20783, with a constant length
-            weights.append(1 / len(lengths) / settings.max_response_length)
-        else:
-            raise ValueError(settings.loss_agg_func)
-    return weights
+    scales = {
+        "token-mean": lambda length: 1 / sum(lengths),  # DAPO, arXiv 2503.14476, eq. 8
+        "seq-mean-token-mean": lambda length: 1 / len(lengths) / length,  # DeepSeekMath, arXiv 2402.03300, eq. 3
+        "seq-mean-token-sum": lambda length: 1 / len(lengths),
+        # Dr. GRPO, arXiv 2503.20783, with a constant length
+        "seq-mean-token-sum-norm": lambda length: 1 / len(lengths) / settings.max_response_length,
+    }
+    return [scales[settings.loss_agg_func](length) if length else 0.0 for length in lengths]
 
 
 # KL
@@ -157,11 +152,10 @@ def kl_penalty(
         height = float(value.detach()) if kl_clamp is None else min(float(value.detach()), kl_clamp)
         slope = float(logprob.detach()) - ref
         return height + slope * (logprob - logprob.detach())
-    if (
-        kind == "low_var_kl_weighted"
-    ):  # DeepSeek-V3.2, arXiv 2512.02556: times pi / pi_old, which has no gradient where k3 is clamped
+    if kind == "low_var_kl_weighted":
+        # DeepSeek-V3.2, arXiv 2512.02556: times pi / pi_old, which has no gradient where k3 is clamped
         assert old is not None
-        ratio = token_ratio(logprob, old)
+        ratio = clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         value = (ratio if abs(ref - float(logprob.detach())) <= MAX_LOG_RATIO else ratio.detach()) * value
     elif kind != "low_var_kl":
         raise ValueError(kind)
@@ -173,65 +167,45 @@ def kl_penalty(
 
 def actor(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
     """Return the terms of DeepSeekMath, arXiv 2402.03300, eq. 3."""
-    terms = {}
-    for t in kept:
-        ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
-        terms[t] = -clipped_objective(ratio, response.advantages[t], settings)
-    return terms
+    return {t: -clipped_objective(token_ratio(response, t), response.advantages[t], settings) for t in kept}
 
 
 def dual_clip(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
     """arXiv 1912.09729, eq. 5: max(min(r A, clip(r) A), c A) if A < 0."""
-    terms = {}
+    terms = actor(response, kept, settings)
     for t in kept:
-        advantage = response.advantages[t]
-        objective = clipped_objective(token_ratio(response.logprobs[t], response.old_logprobs[t]), advantage, settings)
-        floor = settings.ratio_clip_c * advantage
-        if advantage < 0 and float(objective.detach()) < floor:
-            objective = torch.tensor(floor, dtype=torch.float64)
-        terms[t] = -objective
+        floor = settings.ratio_clip_c * response.advantages[t]
+        if response.advantages[t] < 0 and -float(terms[t].detach()) < floor:
+            terms[t] = torch.tensor(-floor, dtype=torch.float64)
     return terms
 
 
 def gspo(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
     """arXiv 2507.18071, eq. 5 and 7: s_i = exp(mean_t log r_t), clipped as a whole."""
-    if not kept:
-        return {}
     ratio = sequence_ratio(response, kept)
     return {t: -clipped_objective(ratio, response.advantages[t], settings) for t in kept}
 
 
 def gspo_token(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
-    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient and
-    advantage.
-    """
-    if not kept:
-        return {}
+    """arXiv 2507.18071, eq. 13 and 14: s_i,t = sg[s_i] pi_t / sg[pi_t], so each token has its own gradient."""
     ratio = sequence_ratio(response, kept).detach()
-    terms = {}
-    for t in kept:
-        one = (response.logprobs[t] - response.logprobs[t].detach()).exp()
-        terms[t] = -clipped_objective(ratio * one, response.advantages[t], settings)
-    return terms
+    ones = {t: (response.logprobs[t] - response.logprobs[t].detach()).exp() for t in kept}
+    return {t: -clipped_objective(ratio * ones[t], response.advantages[t], settings) for t in kept}
 
 
 def cispo(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
     """arXiv 2506.13585, eq. 4 and 5: -sg[clip(r)] A log pi."""
-    terms = {}
-    for t in kept:
-        ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
-        weight = clamp(ratio, 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high).detach()
-        terms[t] = -weight * response.advantages[t] * response.logprobs[t]
-    return terms
+    low, high = 1 - settings.ratio_clip_eps_low, 1 + settings.ratio_clip_eps_high
+    weights = {t: clamp(token_ratio(response, t), low, high).detach() for t in kept}
+    return {t: -weights[t] * response.advantages[t] * response.logprobs[t] for t in kept}
 
 
 def sapo(response: Response, kept: Sequence[int], settings: Settings) -> dict[int, Tensor]:
     """arXiv 2511.20347: -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)). tau depends on the sign of A."""
     terms = {}
     for t in kept:
-        ratio = token_ratio(response.logprobs[t], response.old_logprobs[t])
         tau = settings.sapo_tau_positive if response.advantages[t] > 0 else settings.sapo_tau_negative
-        terms[t] = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * response.advantages[t]
+        terms[t] = -torch.sigmoid(tau * (token_ratio(response, t) - 1)) * 4 / tau * response.advantages[t]
     return terms
 
 
@@ -239,14 +213,9 @@ def gmpo(response: Response, kept: Sequence[int], settings: Settings) -> dict[in
     """arXiv 2507.20673, eq. 4: -A (prod_t r_t)^(1/n). log r_t is at most high if A > 0, otherwise at least -low."""
     if not kept:
         return {}
-    logs = []
-    for t in kept:
-        log_ratio = clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        if response.advantages[t] > 0:
-            logs.append(clamp(log_ratio, -math.inf, settings.ratio_clip_eps_high))
-        else:
-            logs.append(clamp(log_ratio, -settings.ratio_clip_eps_low, math.inf))
-    mean = torch.stack(logs).mean().exp()
+    low, high = -settings.ratio_clip_eps_low, settings.ratio_clip_eps_high
+    limits = {t: (-math.inf, high) if response.advantages[t] > 0 else (low, math.inf) for t in kept}
+    mean = torch.stack([clamp(log_ratio(response, t), *limits[t]) for t in kept]).mean().exp()
     return {t: -response.advantages[t] * mean for t in kept}
 
 
@@ -256,23 +225,17 @@ def reinforce(response: Response, kept: Sequence[int], settings: Settings) -> di
 
 
 def by_covariance(response: Response, kept: Sequence[int], settings: Settings, chosen: set[int]) -> dict[int, Tensor]:
-    """arXiv 2505.22617, 4.2: clip_cov removes the chosen tokens unless they are clipped; kl_cov adds |log r| to
-    them.
-    """
-    terms = {}
-    for t in kept:
-        ratio, advantage = token_ratio(response.logprobs[t], response.old_logprobs[t]), response.advantages[t]
-        if settings.loss_type == "kl_cov":
-            terms[t] = -ratio * advantage
-            if t in chosen:
-                gap = clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
-                terms[t] = terms[t] + settings.cov_kl * gap.abs()
-            continue
-        number = float(ratio.detach())
-        is_high = advantage > 0 and number > 1 + settings.ratio_clip_eps_high
-        is_low = advantage < 0 and number < 1 - settings.ratio_clip_eps_low
-        terms[t] = -clipped_objective(ratio, advantage, settings)
-        if t in chosen and not is_high and not is_low:
+    """arXiv 2505.22617, 4.2: clip_cov removes chosen tokens that are not clipped; kl_cov adds |log r|."""
+    if settings.loss_type == "kl_cov":
+        terms = {t: -token_ratio(response, t) * response.advantages[t] for t in kept}
+        gaps = {t: settings.cov_kl * log_ratio(response, t).abs() for t in chosen}
+        return {t: term + gaps[t] if t in chosen else term for t, term in terms.items()}
+    terms = actor(response, kept, settings)
+    for t in chosen & terms.keys():
+        ratio, advantage = float(token_ratio(response, t).detach()), response.advantages[t]
+        is_high = advantage > 0 and ratio > 1 + settings.ratio_clip_eps_high
+        is_low = advantage < 0 and ratio < 1 - settings.ratio_clip_eps_low
+        if not is_high and not is_low:
             terms[t] = torch.zeros((), dtype=torch.float64)
     return terms
 
@@ -284,7 +247,7 @@ def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tupl
     Means and share are over the mini-batch; log-probs are from before its update. If there are more candidates than the
     share, clip_cov selects at random. No case here has so many candidates.
     """
-    tokens = [(i, t) for i, response in enumerate(responses) for t in range(len(response.mask)) if response.mask[t]]
+    tokens = [(i, t) for i, response in enumerate(responses) for t in response.unmasked]
     if not tokens:
         return set()
     mean_logprob = math.fsum(responses[i].old_logprobs[t] for i, t in tokens) / len(tokens)
@@ -302,14 +265,7 @@ def chosen_tokens(responses: Sequence[Response], settings: Settings) -> set[tupl
 
 
 POLICY_TERMS: Mapping[str, Callable[[Response, Sequence[int], Settings], dict[int, Tensor]]] = {
-    "actor": actor,
-    "dual_clip": dual_clip,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "reinforce": reinforce,
+    function.__name__: function for function in (actor, dual_clip, gspo, gspo_token, cispo, sapo, gmpo, reinforce)
 }
 
 
@@ -326,31 +282,21 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
     reject_above, or responses by the sum, mean or maximum over their tokens. veto_below drops responses with any
     smaller m_t.
     """
-    unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
-    if not unmasked:
+    if not response.unmasked:
         return {}, []
-    logs = {}
-    for t in unmasked:
-        log_ratio = response.old_logprobs[t] - response.rollout_logprobs[t]
-        logs[t] = min(max(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO)
-    product = math.exp(min(max(sum(logs.values()), -MAX_LOG_RATIO), MAX_LOG_RATIO))
+    logs = {t: limited(response.old_logprobs[t] - response.rollout_logprobs[t]) for t in response.unmasked}
+    ratios = {t: math.exp(log) for t, log in logs.items()}
+    product = math.exp(limited(sum(logs.values())))
     geometric = math.exp(sum(logs.values()) / len(logs))
 
-    importance = dict.fromkeys(unmasked, 1.0)
-    for t in unmasked:
-        if settings.importance == "token":
-            importance[t] = min(max(math.exp(logs[t]), settings.min_importance), settings.max_importance)
-        elif settings.importance == "sequence":
-            importance[t] = min(max(product, settings.min_importance), settings.max_importance)
+    importance, kept = dict.fromkeys(ratios, 1.0), list[int]()
+    for t, ratio in ratios.items():
+        if settings.importance in ("token", "sequence"):
+            value = ratio if settings.importance == "token" else product
+            importance[t] = min(max(value, settings.min_importance), settings.max_importance)
         elif settings.importance == "icepop":
-            ratio = math.exp(logs[t])
             importance[t] = ratio if settings.mask_low <= ratio <= settings.mask_high else 0.0
-
-    kept = []
-    for t in unmasked:
-        measured = {"none": None, "token": math.exp(logs[t]), "sequence": product, "geometric": geometric}[
-            settings.mask
-        ]
+        measured = {"none": None, "token": ratio, "sequence": product, "geometric": geometric}[settings.mask]
         if measured is None or settings.mask_low <= measured <= settings.mask_high:
             kept.append(t)
     if settings.reject != "none":
@@ -360,15 +306,13 @@ def correct(response: Response, settings: Settings) -> tuple[dict[int, float], l
         whole = {"seq_sum": math.fsum(parts.values()), "seq_mean": math.fsum(parts.values()) / len(parts)}
         whole["seq_max"] = max(parts.values())
         kept = [t for t in kept if whole.get(level, parts[t]) <= settings.reject_above]
-    if settings.veto_below is not None and any(math.exp(log) < settings.veto_below for log in logs.values()):
+    if settings.veto_below is not None and min(ratios.values()) < settings.veto_below:
         kept = []
     return importance, kept
 
 
 def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
-    """Return the mean weight over unmasked tokens, or over non-empty responses if each has one weight; 1 if the mean is
-    0.
-    """
+    """Return the mean weight over unmasked tokens, or over responses if each has one; 1 instead of 0."""
     weights = [list(correct(response, settings)[0].values()) for response in responses]
     if settings.importance == "sequence":
         weights = [row[:1] for row in weights]
@@ -379,24 +323,27 @@ def mean_importance(responses: Sequence[Response], settings: Settings) -> float:
 def off_policy_tokens(response: Response, settings: Settings) -> set[int]:
     """Return the tokens without a policy term (DeepSeek-V3.2, arXiv 2512.02556, 3.1): A < 0, and the response's mean of
     log(pi_sampler / pi) is above off_policy_threshold."""
-    unmasked = [t for t in range(len(response.mask)) if response.mask[t]]
-    if settings.off_policy_threshold is None or not unmasked:
+    if settings.off_policy_threshold is None or not response.unmasked:
         return set()
-    drifts = [response.rollout_logprobs[t] - float(response.logprobs[t].detach()) for t in unmasked]
-    mean = math.fsum(min(max(drift, -MAX_LOG_RATIO), MAX_LOG_RATIO) for drift in drifts) / len(drifts)
-    return {t for t in unmasked if response.advantages[t] < 0} if mean > settings.off_policy_threshold else set()
+    drifts = [limited(response.rollout_logprobs[t] - float(response.logprobs[t].detach())) for t in response.unmasked]
+    is_off_policy = math.fsum(drifts) / len(drifts) > settings.off_policy_threshold
+    return {t for t in response.unmasked if response.advantages[t] < 0 and is_off_policy}
 
 
 # Arithmetic
 
 
-def token_ratio(logprob: Tensor, old: float) -> Tensor:
-    return clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def log_ratio(response: Response, t: int) -> Tensor:
+    return clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def token_ratio(response: Response, t: int) -> Tensor:
+    return log_ratio(response, t).exp()
 
 
 def sequence_ratio(response: Response, kept: Sequence[int]) -> Tensor:
-    logs = [clamp(response.logprobs[t] - response.old_logprobs[t], -MAX_LOG_RATIO, MAX_LOG_RATIO) for t in kept]
-    return torch.stack(logs).mean().exp()
+    """Return exp(mean_t log r_t); NaN without tokens."""
+    return torch.stack([log_ratio(response, t) for t in kept]).mean().exp() if kept else torch.tensor(math.nan)
 
 
 def clipped_objective(ratio: Tensor, advantage: float, settings: Settings) -> Tensor:
@@ -406,10 +353,13 @@ def clipped_objective(ratio: Tensor, advantage: float, settings: Settings) -> Te
     return unclipped if float(unclipped.detach()) <= float(clipped.detach()) else clipped
 
 
+def limited(log: float) -> float:
+    return min(max(log, -MAX_LOG_RATIO), MAX_LOG_RATIO)
+
+
 def clamp(value: Tensor, low: float, high: float) -> Tensor:
     """Clamp the value to low .. high. A clamped value is a constant without gradient."""
-    if float(value.detach()) < low:
-        return torch.tensor(low, dtype=torch.float64)
-    if float(value.detach()) > high:
-        return torch.tensor(high, dtype=torch.float64)
+    number = float(value.detach())
+    if number < low or number > high:
+        return torch.tensor(low if number < low else high, dtype=torch.float64)
     return value

@@ -11,7 +11,6 @@ misses of NAME. The last line is JSON, with the number of wrong answers that eac
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
 from grpo_mega.rewards.math.accuracy import accuracy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
-from tools.benchmarks import peers
+from tools.benchmarks import harness
 
 CORPUS = Path(__file__).resolve().parents[2] / "tests" / "rewards" / "corpus.jsonl"
 
@@ -74,12 +72,9 @@ def by_open_r1(rows: Sequence[Row]) -> list[float | None]:
     config = LatexExtractionConfig(
         normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
     )
-    found: list[float | None] = []
-    for row in rows:
-        gold = parse(_boxed(row.gold), extraction_mode="first_match")
-        answer = parse(row.response, extraction_config=[config], extraction_mode="first_match")
-        found.append(float(verify(gold, answer)) if gold else None)
-    return found
+    golds = [parse(_boxed(row.gold), extraction_mode="first_match") for row in rows]
+    answers = [parse(row.response, extraction_config=[config], extraction_mode="first_match") for row in rows]
+    return [float(verify(gold, answer)) if gold else None for gold, answer in zip(golds, answers, strict=True)]
 
 
 def by_trl(rows: Sequence[Row]) -> list[float | None]:
@@ -106,12 +101,13 @@ def _boxed(gold: str) -> str:
     return rf"$\boxed{{{gold}}}$"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
     parser.add_argument("--misses", choices=tuple(CHECKERS))
     parser.add_argument("--rows", type=user_path)
-    options = parser.parse_args()
-    peers.require("trl")
+    options = parser.parse(arguments)
+    harness.require("trl")
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     rows = load_fresh_rows(options.rows) if options.rows else load_rows()
@@ -122,21 +118,20 @@ def main() -> None:
         "batches 2, 3": [row for row in rows if row.batch > 1],
     }
     parts = {part: some for part, some in parts.items() if some}
-    print(f"{'':12}" + "".join(f"{f'{part} ({len(some)})':>20}" for part, some in parts.items()))
-    result: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     wrong_paid: dict[str, int] = {}
     for name, check in CHECKERS.items():
         values = dict(zip(rows, check(rows), strict=True))  # equal rows have equal values
-        result[name] = {part: agreement(some, [values[row] for row in some]) for part, some in parts.items()}
+        shares[name] = {part: agreement(some, [values[row] for row in some]) for part, some in parts.items()}
         wrong_paid[name] = sum(values[row] == 1.0 for row in rows if not row.right)
-        print(f"{name:12}" + "".join(f"{share:19.1f}%" for share in result[name].values()))
         for row in rows if name == options.misses else ():
             if values[row] != row.right:
-                print(f"  gold {row.gold!r}, right {row.right}, {name} {values[row]}: ...{row.response[-100:]!r}")
+                print(f"gold {row.gold!r}, right {row.right}, {name} {values[row]}: ...{row.response[-100:]!r}")
+    table = [("", *(f"{part} ({len(some)})" for part, some in parts.items()))]
+    table += [(name, *(f"{share:.1f}%" for share in found.values())) for name, found in shares.items()]
     versions = {package: version(package) for package in ("math-verify", "trl")}
-    print(json.dumps({"agreement": result, "wrong_paid": wrong_paid, "versions": versions}))
+    return harness.report(table, {"agreement": shares, "wrong_paid": wrong_paid, "versions": versions})
 
 
 if __name__ == "__main__":
-    console.filter_output()
-    main()
+    harness.start(main)

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 from grpo_mega.distributed.launch import free_port
 from grpo_mega.paths import user_path
 from tools.benchmarks import harness
+from tools.benchmarks.gpu.models import config_fields
 
 SPARE_MIB = 64
 DEFAULT_PARAMS, FULL_PARAMS = 1.5e8, 1e9
@@ -56,13 +57,10 @@ def main(arguments: list[str] | None) -> int:
         folder = Path(name)
         config = moe(options.tensors) if options.tensors else dense(FULL_PARAMS if options.full else options.params)
         tensors, num_bytes, largest = make_model(folder / "hf", config)
-        print(
-            f"{config['model_type']}, {num_bytes / 2e9:.3f} billion parameters in {tensors} tensors, bfloat16",
-            flush=True,
-        )
-        source = folder / "hf"
+        size = f"{num_bytes / 2e9:.3f} billion parameters in {tensors} tensors"
+        print(f"{config['model_type']}, {size}, bfloat16", flush=True)
+        source = folder / ("megatron" if options.back else "hf")
         if options.back:
-            source = folder / "megatron"
             convert("ours", folder / "hf", source, options)
         kinds = ["ours", *([] if missing else ["mbridge"]), "copy"]
         variants = {kind: partial(measure, kind, source, folder, options) for kind in kinds}
@@ -73,15 +71,15 @@ def main(arguments: list[str] | None) -> int:
 def report(rounds: dict[str, list[harness.Figures]], num_bytes: int, allowed_peak_mib: int) -> int:
     found = harness.medians(rounds)
     ours, theirs = found["ours"], found.get("mbridge")
+    peaks = {name: round(max(one["extra_peak_mib"] for one in all_)) for name, all_ in rounds.items()}
     rows = [("median of rounds", "wall, s", "CPU, s", "extra peak, MiB")]
     rows += [(name, f"{f['wall']:.2f}", f"{f['cpu']:.2f}", f"{f['extra_peak_mib']:.0f}") for name, f in found.items()]
     rows += [(f"  ours, {part}", f"{ours[f'{part}_seconds']:.2f}", "", "") for part in ("write", "proof")]
     result = {
-        "cpu_ratio": round(ours["cpu"] / theirs["cpu"], 4) if theirs else None,
-        "wall_ratio": round(ours["wall"] / theirs["wall"], 4) if theirs else None,
-        "extra_peak_mib": round(max(one["extra_peak_mib"] for one in rounds["ours"])),
+        **{f"{key}_ratio": round(ours[key] / theirs[key], 4) if theirs else None for key in ("cpu", "wall")},
+        "extra_peak_mib": peaks["ours"],
         "allowed_peak_mib": allowed_peak_mib,
-        "mbridge_peak_mib": round(max(one["extra_peak_mib"] for one in rounds["mbridge"])) or None if theirs else None,
+        "mbridge_peak_mib": peaks.get("mbridge") or None,  # unknown if it was stopped
         "mbridge_cut_short": any(one["cut_short"] for one in rounds.get("mbridge", [])),
         "copy_speed_share": round(found["copy"]["wall"] / (ours["wall"] - ours["proof_seconds"]), 3),
         "read_back_seconds": round(ours["proof_seconds"], 2),
@@ -92,56 +90,28 @@ def report(rounds: dict[str, list[harness.Figures]], num_bytes: int, allowed_pea
 
 
 def dense(num_params: float) -> dict[str, Any]:
-    """Return the config of a Llama with about `num_params` parameters and a realistic share of them in the
-    vocabulary.
-    """
+    """Return the config of a Llama with about `num_params` parameters and a realistic vocabulary."""
     layers = 16
     width = next(w for w in range(128, 8192, 128) if layers * 11.25 * w * w + 2 * 32000 * w >= num_params or w == 8064)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": width * 3 - width * 3 % 128,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 128,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+    ffn, heads = width * 3 - width * 3 % 128, width // 64
+    more = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    return config_fields("llama", layers, width, ffn, heads, heads // 2, 32000, tie_word_embeddings=False, **more)
 
 
 def moe(num_tensors: int) -> dict[str, Any]:
     layers = 4
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": layers,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
+    experts: dict[str, Any] = {
         "num_experts": max(2, (num_tensors // layers - 9) // 3),
         "num_experts_per_tok": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 1024,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "dtype": "bfloat16",
     }
+    experts |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    more = {"architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16", "head_dim": 16, "tie_word_embeddings": False}
+    return config_fields("qwen3_moe", layers, 64, 128, 4, 2, 1024, **experts, **more)
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> tuple[int, int, int]:
-    """Write config and one safetensors file of normal numbers. Return number of tensors, total bytes, bytes of the
-    largest.
-    """
+    """Write config and one safetensors file. Return number of tensors, total bytes, bytes of the largest."""
     import torch
 
     from grpo_mega.weights.families import family_of
@@ -184,18 +154,14 @@ def convert(kind: str, source: Path, out: Path, options: argparse.Namespace) -> 
         "BENCH_HF": str(out.with_name("hf")),
         "BENCH_PORT": str(free_port()),
     }
-    cpu, started_at = cpu_of_children(), time.monotonic()
+    limit = options.limit if kind.startswith("mbridge") else None
+    before, started_at = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     try:
-        limit = options.limit if kind.startswith("mbridge") else None
         return {"cut_short": 0, **harness.run_child(kind, command, timeout=limit, **environment)}
     except subprocess.TimeoutExpired:
-        wall = time.monotonic() - started_at
-        return {"wall": wall, "cpu": cpu_of_children() - cpu, "extra_peak_mib": 0, "cut_short": 1}
-
-
-def cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+        wall, after = time.monotonic() - started_at, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {"wall": wall, "cpu": cpu, "extra_peak_mib": 0, "cut_short": 1}
 
 
 if __name__ == "__main__":

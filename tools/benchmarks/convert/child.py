@@ -21,9 +21,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from grpo_mega import console
+from grpo_mega.distributed.device import Device, PeakMemory
 
 
 def main() -> None:
@@ -31,12 +35,11 @@ def main() -> None:
     makers = {"ours": ours, "mbridge": mbridge, "copy": copy}
     act = makers[kind.removesuffix("-back")](source, out, workers, is_back=kind.endswith("-back"))
     make_ready(source)
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
-    before, cpu, started_at = resident("VmRSS"), sum(os.times()[:2]), time.monotonic()
+    peak = PeakMemory(Device("cpu", torch.device("cpu")))
+    before, cpu, started_at = peak.take(), sum(os.times()[:2]), time.monotonic()  # the peak has just been reset
     extra = act()
     wall, cpu = time.monotonic() - started_at, sum(os.times()[:2]) - cpu
-    peak = (resident("VmHWM") - before) / 2**20
-    print(json.dumps({"wall": wall, "cpu": cpu, "extra_peak_mib": peak} | extra))
+    print(json.dumps({"wall": wall, "cpu": cpu, "extra_peak_mib": (peak.take() - before) / 2**20} | extra))
     sys.stdout.flush()
     os._exit(0)  # skip the shutdown of Megatron's groups, because it is slow
 
@@ -48,13 +51,6 @@ def make_ready(source: Path) -> None:
     with mmap.mmap(-1, size) as memory:
         for offset in range(0, size, mmap.PAGESIZE):
             memory[offset] = 1
-
-
-def resident(field: str) -> int:
-    """Return the bytes of VmRSS (now) or VmHWM (peak) in /proc/self/status."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) << 10
 
 
 def copy(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable[[], dict[str, Any]]:
@@ -108,8 +104,6 @@ def mbridge(source: Path, out: Path, workers: int, *, is_back: bool) -> Callable
             "singleton_local_shards": False,
         }
         if not is_back:
-            import torch
-
             with torch.no_grad():
                 bridge.load_weights(chunks, str(source))
             out.mkdir()
@@ -131,9 +125,8 @@ def _named_as_local(base: Any) -> Any:
 
     class Bridge(base):
         def _build_config(self) -> Any:
-            return type(
-                "Config", (), {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads}
-            )()
+            fields = {"num_moe_experts": None, "num_query_groups": self.hf_config.num_key_value_heads}
+            return SimpleNamespace(**fields)
 
         def _weight_name_mapping_mcore_local_to_global(self, model: Any, consider_ep: bool = True) -> dict[str, str]:
             names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep)
@@ -147,12 +140,8 @@ def _as_transformer_engine(name: str) -> str:
     found = re.search(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", name)
     if found:
         return name.replace(found[0], f"{found[2]}.weight{found[1]}")
-    if "_layernorm" in name and "pre_mlp" in name:
-        return (
-            name
-            if "moe" in os.environ.get("BENCH_KIND", "")
-            else name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        )
+    if "pre_mlp_layernorm" in name and os.environ["BENCH_KIND"] == "dense":
+        return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     return name
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
-import subprocess
+import multiprocessing
 import sys
-import traceback
-from importlib.metadata import distributions, version
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/gpu`
 
 from tools.benchmarks import harness
-from tools.benchmarks.gpu.rank import Options
+from tools.benchmarks.gpu.rank import run_sections
 
 SECTIONS = ("mfu", "logprobs", "engine", "step")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
-FIGURES = "figures: "  # prefix of the line with a child's figures
 TITLES = ("section", "case", "figure", "value", "target", "")
 
 
 @harness.benchmark
 def main(arguments: list[str] | None) -> int:
     options = parse(arguments)
-    if options.child:
-        return child(options)
-    rows: list[dict[str, Any]] = []
-    failed: list[str] = []
     sections = options.only.split(",")
-    for group in [sections] if options.tiny else [[section] for section in sections]:
-        found, wrong = in_child(group, options)
-        rows += found
-        failed += wrong
+    parts = [in_child(group, options) for group in ([sections] if options.tiny else [[name] for name in sections])]
+    rows, failed = [row for found, _ in parts for row in found], [name for _, wrong in parts for name in wrong]
     about = machine()
     print("\n".join(table(rows, about)))
     for section in failed:
@@ -63,7 +55,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections among {','.join(SECTIONS)}")
     parser.add_argument("--quick", action="store_true", help="smaller batches and one model")
     parser.add_argument("--tiny", action="store_true", help="try the code; its figures mean nothing")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse(arguments)
     if unknown := [name for name in options.only.split(",") if name not in SECTIONS]:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
@@ -73,41 +64,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run sections in a child process. Return rows, and the sections that failed. Forward the child's other output."""
-    flags = [flag for flag in ("--quick", "--tiny") if getattr(options, flag[2:])]
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", "--only", ",".join(sections), *flags]
-    rows: list[dict[str, Any]] = []
-    done: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(FIGURES):
-                section = json.loads(line.removeprefix(FIGURES))
-                rows += section["rows"]
-                done += [section["section"]]
-            else:
-                print(line, end="", flush=True)
-    return rows, [section for section in sections if section not in done]
-
-
-def child(options: argparse.Namespace) -> int:
-    """Run the sections in this process. If one fails, continue with the next."""
-    chosen = Options(options.quick, options.tiny, lambda line: print(line, flush=True))
-    for section in options.only.split(","):
+    """Run sections in a child process. Return rows, and the sections that failed."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         try:
-            found = importlib.import_module(f"tools.benchmarks.gpu.{section}").run(chosen)
-        except Exception:  # the other sections are independent
-            traceback.print_exc()
-            continue
-        print(FIGURES + json.dumps({"section": section, "rows": [figure.row() for figure in found]}), flush=True)
-    return 0
+            return child.submit(run_sections, sections, options.quick, options.tiny).result()
+        except BrokenExecutor:  # the process died
+            return [], sections
 
 
 def machine() -> dict[str, Any]:
     """Return date, card and versions."""
-    installed = {distribution.name for distribution in distributions()}
+    versions = {one.name: one.version for one in distributions() if one.name in PACKAGES}
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    versions = {name: version(name) for name in PACKAGES if name in installed}
     return {"date": datetime.date.today().isoformat(), "card": card, "versions": versions}
 
 

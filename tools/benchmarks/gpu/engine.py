@@ -13,14 +13,13 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
@@ -46,13 +45,10 @@ class Trainer:
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shards = megatron_shards(family_of(shape.model_type), shape, MegatronLayout())
         generator = torch.Generator(device).manual_seed(0)
-        self._tensors = {
+        self.weights = {
             name: torch.empty(local.shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
             for name, local in self.shards.rank_shards(0).items()
         }
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self._tensors
 
 
 def run(options: Options) -> list[Figure]:
@@ -69,16 +65,9 @@ def run(options: Options) -> list[Figure]:
         finally:
             runtimes.stop()
     case = f"{model}, {weight_bytes(model) / 2**30:.3g} GiB of bf16, {kind}"
-    target = SYNC_TARGET_MS if kind == "sglang" and not options.tiny else None
+    targets = {"sync with proof": SYNC_TARGET_MS} if kind == "sglang" and not options.tiny else {}
     found = [
-        Figure(
-            "engine",
-            case,
-            phase,
-            1e3 * statistics.median(seconds),
-            "ms",
-            target if phase == "sync with proof" else None,
-        )
+        Figure("engine", case, phase, 1e3 * statistics.median(seconds), "ms", targets.get(phase))
         for phase, seconds in phases.items()
     ]
     return [*found, Figure("engine", case, "given back while it sleeps", freed, "GiB")]
@@ -112,9 +101,7 @@ def weight_bytes(model: str) -> int:
 
 
 def engine_kind(options: Options) -> str | None:
-    """Return "sglang" if it can be measured. Without a GPU return "embedded", to try the code. Otherwise return
-    None.
-    """
+    """Return "sglang" if it can be measured, "embedded" without a GPU to try the code, otherwise None."""
     if not torch.cuda.is_available():
         options.say("engine: no GPU here: using the embedded engine, which neither sleeps nor wakes")
         return "embedded"
@@ -135,7 +122,7 @@ def rounds(
         if engine.failure is not None:
             raise RuntimeError(f"the engine failed, {phase}: {engine.failure}")
 
-    sync.sync_weights(trainer.tensors(), engine, version=0)
+    sync.sync_weights(trainer.weights, engine, version=0)
     freed: float | None = None
     for number in range(repeat):
         before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -143,7 +130,7 @@ def rounds(
         if device.type == "cuda":
             freed = (torch.cuda.mem_get_info(device)[0] - before) / 2**30
         timed("wake of weights", engine.wake_weights)
-        timed("sync with proof", partial(sync.sync_weights, trainer.tensors(), engine, version=number + 1))
+        timed("sync with proof", partial(sync.sync_weights, trainer.weights, engine, version=number + 1))
         timed("wake of cache", engine.wake_cache)
     return seconds, freed
 

@@ -10,7 +10,6 @@ not fit, it gets fewer layers, and the case says how many.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from grpo_mega.batching import flops
 from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import runtime as runtimes
@@ -74,9 +74,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
-    """Measure one model in each precision that the card has. All use the layers that fit in bf16, or fewer if
-    needed.
-    """
+    """Measure one model in each precision of the card, with the layers that fit in bf16 or fewer."""
     found: list[Figure] = []
     layers: int | None = None
     bf16: tuple[int, float] | None = None  # (layers, throughput) in bf16
@@ -109,12 +107,9 @@ def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure
 def _fitting(
     model: str, layers: int | None, work: Work, settings: dict[str, Any], device: Any, repeat: int
 ) -> tuple[int, float]:
-    """Return the number of layers and median seconds. Each time memory runs out, use fewer layers. Raise
-    ConfigError.
-    """
-    layers = layers or layers_that_fit(
-        shape_of(model), work.tokens, torch.cuda.mem_get_info()[0] if device.is_cuda else None
-    )
+    """Return the number of layers that fit, and the median seconds. Raise ConfigError if none fits."""
+    free = torch.cuda.mem_get_info()[0] if device.is_cuda else None
+    layers = layers or layers_that_fit(shape_of(model), work.tokens, free)
     while True:
         seconds = _measure(model, layers, work, settings, device, repeat)
         gc.collect()  # a policy has reference cycles
@@ -123,9 +118,7 @@ def _fitting(
         if seconds is not None:
             return layers, seconds
         if layers == 1:
-            raise ConfigError(
-                f"not one layer of {model} fits into the device's memory; free it, or leave the model out"
-            )
+            raise ConfigError(f"no layer of {model} fits into the device's memory; free it, or leave the model out")
         layers = max(1, layers * 4 // 5)
 
 
@@ -139,19 +132,18 @@ def _measure(model: str, layers: int, work: Work, settings: dict[str, Any], devi
         rollout={"max_response_length": work.segment_tokens - work.prompt_tokens},
         batch={"tokens_per_micro_batch": work.tokens},
     )
-    shape = shape_of(model, layers)
     runtime = runtimes.arrange(config, device)
     try:
-        policy = Policy(config, shape, family_of(shape.model_type), hf_config_of(model, layers), runtime)
-        policy.load(reader(device.torch_device))
-        batches = policy.attach_logprobs(make_batches(policy, shape.vocab, work))
+        policy = random_policy(hf_config_of(model, layers), config, runtime)
+        batches = policy.attach_logprobs(make_batches(policy, shape_of(model).vocab, work))
         return seconds_of(lambda: policy.update(batches), device.torch_device, repeat)
     except torch.OutOfMemoryError:
         return None
 
 
-def reader(device: torch.device) -> Callable[[Box], Tensor]:
-    """Return a reader that makes random weights directly on the device."""
+def random_policy(hf_config: Any, config: Config, runtime: runtimes.Runtime) -> Policy:
+    """Return a policy with random weights, made directly on the device."""
+    device = runtime.device.torch_device
     generator = torch.Generator(device).manual_seed(0)
 
     def read(box: Box) -> Tensor:
@@ -159,7 +151,10 @@ def reader(device: torch.device) -> Callable[[Box], Tensor]:
             return torch.full(box.shape, float(box.tensor.endswith("norm.weight")), device=device)
         return torch.empty(box.shape, device=device).normal_(0.0, 0.02, generator=generator)
 
-    return read
+    shape = ModelShape.from_hf_config(hf_config.to_dict())
+    policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)
+    policy.load(read)
+    return policy
 
 
 def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatch]]:
@@ -173,9 +168,5 @@ def make_batches(policy: Policy, vocab: int, work: Work) -> list[list[PackedBatc
         sample = Sample(prompt, 0, response, [-1.0] * len(response), "length", reward=1.0)
         sample.advantages = torch.full((len(response),), 1.0 if number % 2 else -1.0)
         samples.append(sample)
-    weight = 1 / sum(s.response_len for s in samples)
-    return pack_mini_batches(
-        [samples],
-        [[weight] * len(samples)],
-        replace(policy.packing, token_budget=work.tokens),
-    )
+    weights = [1 / sum(s.response_len for s in samples)] * len(samples)
+    return pack_mini_batches([samples], [weights], replace(policy.packing, token_budget=work.tokens))

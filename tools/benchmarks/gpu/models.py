@@ -9,9 +9,10 @@ from grpo_mega.preflight.cards import CARDS
 from grpo_mega.weights.spec import ModelShape
 
 
-def _config(
+def config_fields(
     model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any
 ) -> Any:
+    """Return the fields of a config.json."""
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,
@@ -28,16 +29,18 @@ def _config(
 
 # The sizes in each model's config.json.
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny": _config("qwen2", 2, 64, 128, 4, 2, 304, tie_word_embeddings=True),
-    "tiny-blocks": _config("qwen2", 2, 256, 256, 2, 2, 304, tie_word_embeddings=True),  # sizes divide into FP8 blocks
-    "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
-    "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
-    "qwen3-4b": _config("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
-    "qwen3-8b": _config("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
-    "llama-160m": _config("llama", 12, 768, 3072, 12, 12, 32000),
-    "llama-3.1-8b": _config("llama", 32, 4096, 14336, 32, 8, 128256, rms_norm_eps=1e-5),
-    "llama-70b": _config("llama", 80, 8192, 28672, 64, 8, 128256),
-    "qwen3-235b": _config(
+    "tiny": config_fields("qwen2", 2, 64, 128, 4, 2, 304, tie_word_embeddings=True),
+    "tiny-blocks": config_fields(
+        "qwen2", 2, 256, 256, 2, 2, 304, tie_word_embeddings=True
+    ),  # sizes divide into FP8 blocks
+    "qwen2.5-0.5b": config_fields("qwen2", 24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True),
+    "qwen2.5-1.5b": config_fields("qwen2", 28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
+    "qwen3-4b": config_fields("qwen3", 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
+    "qwen3-8b": config_fields("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+    "llama-160m": config_fields("llama", 12, 768, 3072, 12, 12, 32000),
+    "llama-3.1-8b": config_fields("llama", 32, 4096, 14336, 32, 8, 128256, rms_norm_eps=1e-5),
+    "llama-70b": config_fields("llama", 80, 8192, 28672, 64, 8, 128256),
+    "qwen3-235b": config_fields(
         "qwen3_moe", 94, 4096, 12288, 64, 4, 151936, head_dim=128, moe_intermediate_size=1536, num_experts=128
     ),
 }

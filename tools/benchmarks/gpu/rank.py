@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +51,21 @@ class Options:
     @property
     def repeat(self) -> int:
         return 2 if self.tiny else 3 if self.quick else 7
+
+
+def run_sections(sections: Sequence[str], quick: bool, tiny: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run the sections. If one fails, continue with the next. Return rows, and the sections that failed."""
+    options = Options(quick, tiny, partial(print, flush=True))
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for section in sections:
+        try:
+            found = importlib.import_module(f"tools.benchmarks.gpu.{section}").run(options)
+            rows += [figure.row() for figure in found]
+        except Exception:  # the other sections are independent
+            traceback.print_exc()
+            failed.append(section)
+    return rows, failed
 
 
 def config_of(run_dir: Path, model: dict[str, Any], **sections: Any) -> Config:

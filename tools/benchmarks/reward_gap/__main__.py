@@ -19,9 +19,7 @@ temporary folder, in two minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -29,12 +27,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
-from grpo_mega import console
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/reward_gap`
+
 from grpo_mega.observe.curves import Curve, read_curves
 from grpo_mega.paths import user_path
 from grpo_mega.rewards import BUILT_IN
+from tools.benchmarks import harness
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -44,11 +43,6 @@ ANSWERS = ("accuracy", "len", "cosine")  # rewards that pay for answers
 WATCHED = ("arithmetic_oracle", "reward_model")  # not trained on: the oracle itself, and a reward that needs a server
 REWARDS = tuple(sorted(set(BUILT_IN) - set(WATCHED), key=lambda name: (name not in ANSWERS, name)))
 GAP = "reward/paid_but_wrong"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; see --help\n")
 
 
 @dataclass(frozen=True)
@@ -66,10 +60,19 @@ class Gap:
         return self.worst <= LIMIT
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
-    runs = list(product(options.tasks, options.rewards))
+@harness.benchmark
+def main(arguments: list[str] | None) -> int:
+    parser = harness.Parser(__doc__)
+    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument(
+        "--rewards", nargs="+", choices=REWARDS, default=list(REWARDS), metavar="REWARD", help=", ".join(REWARDS)
+    )
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--unevaluated", action="store_true")
+    options = parser.parse(arguments, steps=1)
     if options.out is not None:
+        runs = [*product(options.tasks, options.rewards)]
         return measure(options.out.resolve(), runs, options.steps, options.unevaluated)
     with tempfile.TemporaryDirectory() as folder:
         return measure(Path(folder), [(task, "accuracy") for task in options.tasks], options.steps, options.unevaluated)
@@ -78,58 +81,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated: bool) -> int:
     """Run these tasks and rewards, print their gaps, and return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
-    for task in dict.fromkeys(task for task, _ in runs):
-        if not (out / task / "heldout.jsonl").exists():  # this file is written last
-            _call([sys.executable, str(TASKS[task]), str(out / task)], out / f"{task}.log")
     gaps: dict[str, Gap] = {}
     for task, reward in runs:
+        if not (out / task / "heldout.jsonl").exists():  # this file is written last
+            print(f"+ {task}", file=sys.stderr, flush=True)
+            if subprocess.run([sys.executable, str(TASKS[task]), str(out / task)]).returncode:
+                raise harness.RunFailed(f"{TASKS[task]} failed; see above")
         run = out / f"{task}-{reward}{'-unevaluated' if unevaluated else ''}"
-        _train(run, out / task, reward, steps, unevaluated)
+        print(f"+ {run.name}", file=sys.stderr, flush=True)
+        train(run, out / task, reward, steps, unevaluated)
         gaps[run.name] = gap_of(read_curves(run / "metrics.jsonl"), "accuracy" if reward not in ANSWERS else reward)
-    print(_table(gaps))
-    result = {"limit": LIMIT, "is_within": all(gap.is_within for gap in gaps.values())}
-    text = json.dumps(result | {"runs": {name: asdict(gap) for name, gap in gaps.items()}})
-    (out / "reward_gap.json").write_text(text + "\n")
-    print(text)
-    return 0 if result["is_within"] else 1
+    is_within = all(gap.is_within for gap in gaps.values())
+    result = {"limit": LIMIT, "is_within": is_within, "runs": {name: asdict(gap) for name, gap in gaps.items()}}
+    (out / "reward_gap.json").write_text(json.dumps(result) + "\n")
+    rows = [("task and reward", "paid but wrong", "worst step", "paid, first step", "last step")]
+    for name, gap in gaps.items():
+        paid = f"{gap.paid_first:.2f}", f"{gap.paid_last:.2f}"
+        rows.append((name, f"{gap.worst:.1%}", f"{gap.worst_step}", *paid))
+    wrong = [f"{name} pays more than {LIMIT:.0%} wrong answers" for name, gap in gaps.items() if not gap.is_within]
+    return harness.report(rows, result, problems=wrong)
 
 
 def gap_of(curves: Mapping[str, Curve], judge: str) -> Gap:
-    """Return the gap of a run. `judge` is the reward with the verdict "correct". Raise SystemExit if a step has no
-    figure.
-    """
+    """Return the gap of a run. `judge` has the verdict "correct". Raise RunFailed if a step has no figure."""
     gap, trained = curves.get(GAP, {}), sorted(curves["seconds/step"])
     if missing := [step for step in trained if step not in gap]:
-        raise SystemExit(f"step {missing[0]} has no {GAP}; is arithmetic_oracle among rewards.functions?")
+        raise harness.RunFailed(f"step {missing[0]} has no {GAP}; is arithmetic_oracle among rewards.functions?")
     paid = curves.get(f"verdict/{judge}/correct", {})
     if not paid:
-        raise SystemExit(f"{judge} called no response correct, so nothing was compared")
+        raise harness.RunFailed(f"{judge} called no response correct, so nothing was compared")
     worst = max(trained, key=lambda step: gap[step])
     return Gap(len(trained), gap[worst], worst, paid.get(trained[0], 0.0), paid.get(trained[-1], 0.0))
 
 
 def functions_of(reward: str, unevaluated: bool) -> list[dict[str, object]]:
-    """Return rewards.functions: the reward, accuracy as the judge if the reward does not judge answers, and the
-    oracle.
-    """
-    functions: list[dict[str, object]] = [{"name": reward, "weight": 1.0}]
-    if reward not in ANSWERS or (unevaluated and reward != "accuracy"):
-        functions.append({"name": "accuracy", "weight": 0.0})
-    for function in functions:
-        if function["name"] == "accuracy" and unevaluated:
-            function["options"] = {"unevaluated": True}
-    return [*functions, {"name": "arithmetic_oracle", "weight": 0.0}]
+    """Return rewards.functions: the reward, accuracy if the reward does not judge answers, and the oracle."""
+    needs_judge = reward not in ANSWERS or (unevaluated and reward != "accuracy")
+    weights = {reward: 1.0, **({"accuracy": 0.0} if needs_judge else {}), "arithmetic_oracle": 0.0}
+    options = {"options": {"unevaluated": True}} if unevaluated else {}
+    return [
+        {"name": name, "weight": weight} | (options if name == "accuracy" else {}) for name, weight in weights.items()
+    ]
 
 
-def _train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) -> None:
+def train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) -> None:
     """Train unless the run is finished."""
     if (run / "hf").exists():
         made = max(read_curves(run / "metrics.jsonl")["seconds/step"])
         if made != steps:
-            raise SystemExit(f"{run} has {made} steps, not --steps={steps}; give another OUT, or that number")
+            raise harness.RunFailed(f"{run} has {made} steps, not --steps={steps}; give another OUT, or that number")
         return
-    overrides: dict[str, object] = {
-        "run_dir": run,
+    settings: dict[str, object] = {
         "steps": steps,
         "layout": "{tp: 1}",
         "model.path": task / "model",
@@ -141,55 +143,9 @@ def _train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) ->
         "rewards.functions": json.dumps(functions_of(reward, unevaluated)),
     }
     if reward == "arithmetic_steps":
-        overrides |= {"algorithm.recipe": "process_supervision", "rewards.step_splitter": "lines"}
-    sets = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
-    resume = ["--resume"] if (run / "run.json").exists() else []
-    command = [
-        sys.executable,
-        "-m",
-        "grpo_mega.cli",
-        "train",
-        str(ROOT / "examples" / "quickstart.yaml"),
-        *sets,
-        *resume,
-    ]
-    _call(command, run.with_suffix(".log"))
-
-
-def _call(command: list[str], log: Path) -> None:
-    print(f"+ {log.stem}", file=sys.stderr, flush=True)
-    with log.open("ab") as output:
-        code = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output
-        ).returncode
-    if code:
-        raise SystemExit(f"{log.stem} ended with code {code}; see {log}, then continue with the same command")
-
-
-def _table(gaps: Mapping[str, Gap]) -> str:
-    lines = ["| task and reward | paid but wrong, worst step | paid, first to last step |", "|---|---|---|"]
-    for name, gap in gaps.items():
-        lines.append(
-            f"| {name} | {gap.worst:.1%} (step {gap.worst_step}) | {gap.paid_first:.2f} to {gap.paid_last:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=user_path, nargs="?", metavar="OUT")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument(
-        "--rewards", nargs="+", choices=REWARDS, default=list(REWARDS), metavar="REWARD", help=", ".join(REWARDS)
-    )
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--unevaluated", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps} must be at least 1")
-    return options
+        settings |= {"algorithm.recipe": "process_supervision", "rewards.step_splitter": "lines"}
+    harness.train(ROOT / "examples" / "quickstart.yaml", run, settings)
 
 
 if __name__ == "__main__":
-    console.filter_output()
-    sys.exit(main())
+    harness.start(main)

@@ -33,7 +33,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,39 +48,12 @@ from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
 from grpo_mega.preflight.cards import CARDS
 from grpo_mega.run import folder as run_folder
-from grpo_mega.yaml_text import parse_yaml
 from tools.benchmarks import harness
+from tools.benchmarks.throughput import result as results
 from tools.benchmarks.throughput import synthetic
-from tools.benchmarks.throughput.result import (
-    check_comparable,
-    compare,
-    differing,
-    problem,
-    read_result,
-    result,
-    settings,
-)
 
 RAW_FILE = "throughput.json"  # file in the run's folder with the ranks' measurements
 FOLDER = "GRPO_MEGA_THROUGHPUT"  # variable with the path of config.yaml, set for ranks started here
-HEADLINE = ("checkpoint.interval=2", "model.init=random")
-
-TITLES = (
-    "phase",
-    "seconds",
-    "plan",
-    "share",
-    "median",
-    "quartiles",
-    "slowest",
-    "tokens/s",
-    "/s/GPU",
-    "TFLOP/s",
-    "MFU",
-    "GiB",
-)
-MORE = ("before", "ratio", "verdict")
-GB = 1e9
 
 
 @harness.benchmark
@@ -89,35 +62,33 @@ def main(arguments: list[str] | None) -> int:
     options = parse(argv)
     if FOLDER in os.environ:
         return measure(configs.load(Path(os.environ[FOLDER])), options)
-    before = None if options.against is None else read_result(options.against)
+    before = None if options.against is None else results.read_result(options.against)
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: its folder does not exist; make it, or name another file")
     with recipe(options) as config:
         lengths = lengths_of(config, options)
         drawn = None if lengths is None else lengths.text
         if before is not None:
-            check_comparable(settings(config, drawn), before, options.against)
+            results.check_comparable(results.settings(config, drawn), before, options.against)
         if os.environ.get("RANK", "0") != "0":
             return measure(config, options)
         raw, code = claimed(config, options, argv)
         if raw is None:
             return code
-        found = result(raw, config, drawn, options.gpu)
+        found = results.result(raw, config, drawn, options.gpu)
     if before is not None:
-        phases = compare(found, before)
-        found["against"] = {"file": str(options.against), "differs": differing(found, before), "phases": phases}
+        phases = results.compare(found, before)
+        found["against"] = {"file": str(options.against), "differs": results.differing(found, before), "phases": phases}
     print("\n" + _title(found) + "\n")
     if options.out is not None:
         options.out.write_text(json.dumps(found) + "\n")
-    wrong = problem(found)
+    wrong = results.problem(found)
     return harness.report(_rows(found), found, footer=_figures(found), problems=[wrong] if wrong else [])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = harness.Parser(__doc__)
-    parser.add_argument(
-        "config", type=user_path, nargs="?", metavar="CONFIG", help="as for grpo-mega train; default: the quickstart's"
-    )
+    parser.add_argument("config", type=user_path, nargs="?", metavar="CONFIG", help="default: the quickstart's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the file")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps; default: 5")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="steps before the measured ones; default: 1")
@@ -139,16 +110,10 @@ def recipe(options: argparse.Namespace) -> Iterator[Config]:
     with tempfile.TemporaryDirectory(prefix="bench_throughput_") as name:
         folder = Path(name)
         write_task(folder)
-        paths = {
-            "run_dir": folder / "run",
-            "model.path": folder / "model",
-            "data.train": folder / "train.jsonl",
-            "data.heldout": folder / "heldout.jsonl",
-        }
-        overrides = [f"{key}={path}" for key, path in paths.items()]
-        yield settled(
-            configs.load(harness.ROOT / "examples" / "quickstart.yaml", [*overrides, *HEADLINE, *options.set]), options
-        )
+        overrides = [f"run_dir={folder / 'run'}", f"model.path={folder / 'model'}"]
+        overrides += [f"data.{part}={folder / part}.jsonl" for part in ("train", "heldout")]
+        overrides += ["checkpoint.interval=2", "model.init=random", *options.set]
+        yield settled(configs.load(harness.ROOT / "examples" / "quickstart.yaml", overrides), options)
 
 
 def settled(config: Config, options: argparse.Namespace) -> Config:
@@ -177,11 +142,9 @@ def write_task(folder: Path) -> None:
 
 
 def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths | None:
-    return (
-        None
-        if options.synthetic is None
-        else synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
-    )
+    if options.synthetic is None:
+        return None
+    return synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
 
 
 def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
@@ -192,9 +155,7 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
     """
     is_rank = "RANK" in os.environ
     if config.rollout.is_separate:
-        raise ConfigError(
-            "rollout.placement=separate: must be colocated here; tools/benchmarks/async.py measures ranks that generate"
-        )
+        raise ConfigError("rollout.placement=separate: must be colocated here; train, and read seconds/step")
     preflight.check_config(config, preflight.this_machine(config.layout, os.environ if is_rank else None))
     if config.run_dir.exists():
         raise ConfigError(f"{config.run_dir} exists; its run failed or still runs; remove it, or set another run_dir")
@@ -220,7 +181,6 @@ def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) ->
 def started(config: Config, argv: Sequence[str]) -> int:
     """Start the layout's ranks and return their exit code."""
     path = config.run_dir / paths.CONFIG_FILE
-    assert configs.validate(parse_yaml(path.read_text())) == config
     os.environ[FOLDER] = str(path)
     try:
         return run_ranks(
@@ -245,14 +205,49 @@ def measure(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _seconds(value: float | None) -> str:
+    return _number(value, ".3f" if value is None or value < 100 else ",.1f")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _quartiles(row: Mapping[str, Any]) -> str:
+    return "-" if row["low"] is None else f"{_seconds(row['low'])}..{_seconds(row['high'])}"
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "seconds": lambda row: _seconds(row["seconds"]),
+    "plan": lambda row: _seconds(row["predicted_seconds"]),
+    "share": lambda row: _percent(row["share"]),
+    "median": lambda row: _seconds(row["median"]),
+    "quartiles": _quartiles,
+    "slowest": lambda row: _seconds(row["slowest_rank"]),
+    "tokens/s": lambda row: _number(row["tokens_per_second"], ",.0f"),
+    "/s/GPU": lambda row: _number(row["tokens_per_second_per_gpu"], ",.0f"),
+    "TFLOP/s": lambda row: _number(row["tflops"], ".3g"),
+    "MFU": lambda row: _percent(row["mfu"]),
+    "GiB": lambda row: _number(row["peak_memory_gib"], ".2f"),
+}
+COMPARED: dict[str, Callable[[Mapping[str, Any]], str]] = {  # with --against
+    "before": lambda one: _seconds(one["before"]),
+    "ratio": lambda one: _number(one["ratio"], ".2f"),
+    "verdict": lambda one: one["verdict"] or "-",
+}
+
+
 def _rows(found: Mapping[str, Any]) -> list[list[str]]:
     """Return the titles, a row per phase, and the step's row; "-" is an unknown figure."""
-    against = found.get("against")
-    rows = [[*TITLES, *(MORE if against else ())]]
+    against = found["against"]["phases"] if "against" in found else None
+    rows = [["phase", *COLUMNS, *(COMPARED if against else ())]]
     for name, row in [*found["phases"].items(), ("step", found["step"])]:
-        one = against["phases"][name] if against else None
-        more = [_seconds(one["before"]), _number(one["ratio"], ".2f"), one["verdict"] or "-"] if one else []
-        rows.append([name, *_cells(row), *more])
+        more = [show(against[name]) for show in COMPARED.values()] if against else []
+        rows.append([name, *(show(row) for show in COLUMNS.values()), *more])
     return rows
 
 
@@ -268,57 +263,34 @@ def _title(found: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    quartiles = "-" if row["low"] is None else f"{_seconds(row['low'])}..{_seconds(row['high'])}"
-    return [
-        _seconds(row["seconds"]),
-        _seconds(row["predicted_seconds"]),
-        _percent(row["share"]),
-        _seconds(row["median"]),
-        quartiles,
-        _seconds(row["slowest_rank"]),
-        _number(row["tokens_per_second"], ",.0f"),
-        _number(row["tokens_per_second_per_gpu"], ",.0f"),
-        _number(row["tflops"], ".3g"),
-        _percent(row["mfu"]),
-        _number(row["peak_memory_gib"], ".2f"),
-    ]
-
-
 def _figures(found: Mapping[str, Any]) -> list[str]:
     """Return lines with the figures of batch, pipeline, sync and comparison."""
     plan = found["plan"]
 
-    def beside(name: str, show: Any, key: str | None = None) -> str:
-        return f"{show(found[name])} (plan {show(plan.get(key or name))})"
+    def with_plan(value: float | None, key: str, show: Callable[[float | None], str]) -> str:
+        return f"{show(value)} (plan {show(plan.get(key))})"
 
     def rate(name: str) -> str:
-        return "-" if found[name] is None else f"{found[name] / GB:.3g} GB/s"
+        return "-" if found[name] is None else f"{found[name] / 1e9:.3g} GB/s"
 
-    step = found["step"]
-    planned_rate = _number(plan.get("tokens_per_second_per_gpu"), ",.0f")
-    planned_share = _percent(plan.get("update_mfu"))
-    moved = _number(found["sync_received_bytes"] / 1e6, ",.1f")
-    planned_moved = "-" if plan.get("sync_moved_bytes") is None else f"{plan['sync_moved_bytes'] / 1e6:,.1f}"
-    mfu, busiest = _percent(found["phases"]["update"]["mfu"]), _percent(found["dp_imbalance"])
-    filled, sync = f"{found['sync_bytes'] / 1e6:,.1f} MB", rate("sync_bytes_per_second")
+    def count(value: float | None) -> str:
+        return _number(value, ",.1f")
+
+    def megabytes(value: float | None) -> str:
+        return count(None if value is None else value / 1e6)
+
+    per_gpu = found["step"]["tokens_per_second_per_gpu"]
     lines = [
-        (
-            f"tokens/s/GPU of the step {_number(step['tokens_per_second_per_gpu'], ',.0f')} (plan {planned_rate}); "
-            f"MFU of the update {mfu} (plan {planned_share})"
-        ),
-        (
-            f"micro-batches per rank {beside('micro_batches', lambda v: _number(v, '.1f'))}; "
-            f"padding waste {beside('padding_waste', _percent)}; busiest data-parallel rank {busiest} above the mean"
-        ),
-        (
-            f"calculated bubble {beside('bubble', _percent)}; measured, with transfers,"
-            f" {_percent(found['bubble_measured'])}"
-        ),
-        (
-            f"sync fills the engines with {filled} at {sync}; "
-            f"between ranks {moved} MB (plan {planned_moved}) at {rate('sync_received_bytes_per_second')}"
-        ),
+        f"tokens/s/GPU of the step {with_plan(per_gpu, 'tokens_per_second_per_gpu', lambda v: _number(v, ',.0f'))}; "
+        f"MFU of the update {with_plan(found['phases']['update']['mfu'], 'update_mfu', _percent)}",
+        f"micro-batches per rank {with_plan(found['micro_batches'], 'micro_batches', count)}; "
+        f"padding waste {with_plan(found['padding_waste'], 'padding_waste', _percent)}; "
+        f"busiest data-parallel rank {_percent(found['dp_imbalance'])} above the mean",
+        f"calculated bubble {with_plan(found['bubble'], 'bubble', _percent)}; "
+        f"measured, with transfers, {_percent(found['bubble_measured'])}",
+        f"sync fills the engines with {megabytes(found['sync_bytes'])} MB at {rate('sync_bytes_per_second')}; "
+        f"MB between ranks {with_plan(found['sync_received_bytes'], 'sync_moved_bytes', megabytes)}"
+        f" at {rate('sync_received_bytes_per_second')}",
         f"peak: {found['peak']['source']}",
         f"plan: {plan['source']}",
         f"phases cover {found['phases_cover']:.1%} of the step's wall time",
@@ -326,18 +298,6 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     if (against := found.get("against")) is not None:
         lines.append(f"against {against['file']}: " + ("; ".join(against["differs"]) or "the same layout and machine"))
     return lines
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

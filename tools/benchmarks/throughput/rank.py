@@ -1,9 +1,9 @@
 """One rank of benchmarks/throughput: run the trainer's own steps and measure each of them.
 
 `measure` is `train.run` without evaluation and export: the same job and the same `train_step`. It records the timers'
-phases, the step's log and groups, the micro-batches passed to `Policy.update`, and the time in functions that wait for
-other ranks (`Waits`). On a GPU it synchronizes at both ends of every phase, so a phase includes the time of its own
-kernels only.
+phases, the step's log and groups, the micro-batches passed to `Policy.update` (`Recorder`), and the time in functions
+that wait for other ranks (`Waits`). On a GPU it synchronizes at both ends of every phase, so a phase includes the time
+of its own kernels only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from grpo_mega.batching import flops
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
-from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.timers import Timers
-from grpo_mega.observe.writers import Level
 from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
@@ -34,6 +32,7 @@ from grpo_mega.train import train_step
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks import harness
 from tools.benchmarks.gpu.rank import finish
 from tools.benchmarks.throughput.synthetic import Lengths, RandomRewards, SyntheticEngine
 
@@ -44,39 +43,33 @@ GroupLengths = tuple[int, list[int]]  # tokens of the prompt, and of each respon
 
 
 def measure(config: Config, lengths: Lengths | None, *, warmup: int, steps: int) -> dict[str, Any] | None:
-    """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective over all
-    ranks.
-    """
+    """Measure `steps` steps after `warmup` steps. Return the result on rank 0, otherwise None. Collective."""
     waits = Waits()
     with waits.installed(), open_job(config) as job:
-        log = SeenLog(job.log, waits)
-        job.log = log
         if lengths is not None:
             _replace_sampling(job, lengths)
-        seen = _watch_updates(job)
+        recorder = Recorder(job, waits)
         waits.start(job.timers, is_cuda=job.runtime.device.is_cuda)
         if job.runtime.device.is_cuda:
             job.timers.watch = _synchronized
         job.colocation.sync_weights(version=0)
         rates = _rates(job)
         job.timers.lap()
-        log.start()
+        recorder.start()
         found: list[dict[str, Any]] = []
         drawn: list[list[GroupLengths]] = []
         for number in range(warmup + steps):
             train_step(job, number)
-            if number >= warmup:
-                found.append(_step(log, seen))
-                drawn.append([(len(g.prompt.token_ids), [s.response_len for s in g.samples]) for g in log.groups])
-            seen.clear()
+            found.append(recorder.take())
+            drawn.append([(len(g.prompt.token_ids), [s.response_len for s in g.samples]) for g in recorder.groups])
             job.stops_after(number + 1)
-        mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": found}
+        mine = {"place": job.runtime.layout.place(job.runtime.rank), "rates": rates, "steps": found[warmup:]}
         everyone: list[Any] = [None] * job.runtime.layout.world_size
         dist.all_gather_object(everyone, mine)
         if not job.is_main:
             return None
         experts = read_model(config).experts_per_token
-        work = [work_of(job.model.shape, experts, groups) for groups in drawn]
+        work = [work_of(job.model.shape, experts, groups) for groups in drawn[warmup:]]
         return _about(job) | {"ranks": everyone, "work": work}
 
 
@@ -116,15 +109,15 @@ class Waits:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Wrap the functions that wait for other ranks. Restore them at the end."""
-        doors: list[tuple[Any, str, Callable[..., Any]]] = [
-            (Rendezvous, "all_gather", self._on_host),
-            (dist, "all_gather_object", self._on_host),
-            (dist, "barrier", self._on_host),
-            (transfer_class(), "_communicate", self._on_device),
+        doors: list[tuple[Any, str, bool]] = [
+            (Rendezvous, "all_gather", False),
+            (dist, "all_gather_object", False),
+            (dist, "barrier", False),
+            (transfer_class(), "_communicate", True),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in doors]
-        for owner, name, wrap in doors:
-            setattr(owner, name, wrap(getattr(owner, name)))
+        for owner, name, is_transfer in doors:
+            setattr(owner, name, self._timed(getattr(owner, name), is_transfer))
         try:
             yield
         finally:
@@ -146,75 +139,95 @@ class Waits:
     def _add(self, phase: str, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
-    def _on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, function: Callable[..., Any], is_transfer: bool) -> Callable[..., Any]:
+        """Wrap a function that waits. With a GPU the stream waits for a transfer, not the host, so CUDA events time it.
+        A wait inside another wait does not count twice.
+        """
+
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._timers is None or self._is_open:
                 return function(*args, **kwargs)
             phase, started_at, self._is_open = self._timers.current()[0], time.monotonic(), True
+            first = _recorded_event() if is_transfer and self._is_cuda else None
             try:
                 return function(*args, **kwargs)
             finally:
                 self._is_open = False
-                self._add(phase, time.monotonic() - started_at)
-
-        return timed
-
-    def _on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a transfer. With a GPU the stream waits, not the host, so time the wait with CUDA events."""
-        on_host = self._on_host(function)
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._timers is None or not self._is_cuda:
-                return on_host(*args, **kwargs)
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                last.record()
-                self._events.append((self._timers.current()[0], first, last))
+                if first is not None:
+                    self._events.append((phase, first, _recorded_event()))
+                else:
+                    self._add(phase, time.monotonic() - started_at)
 
         return timed
 
 
-class SeenLog(RunLog):
-    """A log that stores the last step's metrics on this rank, its groups, and its wall time.
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Recorder:
+    """The figures of a step on this rank. It listens to the job's log and to Policy.update.
 
     A step is logged when its lap of the timers ends, so its wall time is the time between two calls of log_step.
     """
 
-    def __init__(self, log: RunLog, waits: Waits) -> None:
-        super().__init__()
-        self._log, self._waits = log, waits
-        self.metrics: StepMetrics = {}
+    def __init__(self, job: Job, waits: Waits) -> None:
+        self._waits = waits
+        self._metrics: StepMetrics = {}
+        self._mini_batches: list[list[PackedBatch]] = []
         self.groups: Sequence[Group] = ()
-        self.wall, self.waits = 0.0, dict[str, float]()
+        assert job.policy is not None
+        _call_first(job.policy, "update", lambda mini_batches: self._mini_batches.extend(map(list, mini_batches)))
+        _call_first(job.log, "log_samples", lambda step, groups, decode: setattr(self, "groups", groups))
+        _call_first(job.log, "log_step", self._end_step)
 
     def start(self) -> None:
         """Start the clock of the first step."""
         self._waits.take()
         self._mark = time.perf_counter()
 
-    def log_step(self, step: int, metrics: StepMetrics) -> None:
+    def _end_step(self, step: int, metrics: StepMetrics) -> None:
         now = time.perf_counter()
-        self.wall, self._mark = now - self._mark, now
-        self.metrics, self.waits = metrics, self._waits.take()
-        self._log.log_step(step, metrics)
+        self._wall, self._mark = now - self._mark, now
+        self._metrics, self._step_waits = metrics, self._waits.take()
 
-    def log_samples(self, step: int, groups: Sequence[Group], decode: Any) -> None:
-        self.groups = groups
-        self._log.log_samples(step, groups, decode)
+    def take(self) -> dict[str, Any]:
+        """Return the last step's seconds and peak GiB by phase, bytes, and sizes of the micro-batches."""
 
-    def log_eval(self, step: int, metrics: StepMetrics) -> None:
-        self._log.log_eval(step, metrics)
+        def below(prefix: str, suffix: str = "") -> dict[str, float]:
+            return {
+                name.removeprefix(prefix).removesuffix(suffix): value
+                for name, value in self._metrics.items()
+                if name.startswith(prefix) and name.endswith(suffix)
+            }
 
-    def message(self, text: str, *, level: Level = "info") -> None:
-        self._log.message(text, level=level)
+        mini_batches, self._mini_batches = self._mini_batches, []
+        phases = below("seconds/")
+        del phases["step"]
+        return {
+            "wall": self._wall,  # seconds, measured independently of the timers
+            "phases": phases,
+            "waits": self._step_waits,
+            "memory": below("memory/", "_gib"),
+            # bytes that the sync received from other ranks
+            "received": self._metrics.get("sync/received_mib", 0.0) * 2**20,
+            # per mini-batch: micro-batches, tokens per micro-batch, total without padding
+            "micro_batches": [(len(mini), mini[0].num_tokens, sum(map(_filled, mini))) for mini in mini_batches],
+        }
 
-    def close(self) -> None:
-        self._log.close()
+
+def _call_first(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Call `act` with the arguments of each call of the owner's method, before the method."""
+    method = getattr(owner, name)
+
+    def both(*args: Any) -> Any:
+        act(*args)
+        return method(*args)
+
+    setattr(owner, name, both)
 
 
 def _replace_sampling(job: Job, lengths: Lengths) -> None:
@@ -228,50 +241,11 @@ def _replace_sampling(job: Job, lengths: Lengths) -> None:
     job.rollouts.scorer = cast(Scorer, RandomRewards(names, has_steps=config.algorithm.adv_type == "grpo_process"))
 
 
-def _watch_updates(job: Job) -> list[list[PackedBatch]]:
-    """Return a list to which every call of Policy.update appends its mini-batches."""
-    seen: list[list[PackedBatch]] = []
-    assert job.policy is not None
-    update = job.policy.update
-
-    def seen_update(mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
-        seen.extend(list(batches) for batches in mini_batches)
-        return update(mini_batches)
-
-    vars(job.policy)["update"] = seen_update
-    return seen
-
-
 @contextmanager
 def _synchronized(phase: str) -> Iterator[None]:
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
-
-
-def _step(log: SeenLog, seen: list[list[PackedBatch]]) -> dict[str, Any]:
-    """Return the figures of one step on this rank: seconds and peak GiB by phase, bytes, and sizes of the
-    micro-batches.
-    """
-
-    def below(prefix: str, suffix: str = "") -> dict[str, float]:
-        return {
-            name.removeprefix(prefix).removesuffix(suffix): value
-            for name, value in log.metrics.items()
-            if name.startswith(prefix) and name.endswith(suffix)
-        }
-
-    phases = below("seconds/")
-    del phases["step"]
-    return {
-        "wall": log.wall,  # seconds, measured independently of the timers
-        "phases": phases,
-        "waits": log.waits,
-        "memory": below("memory/", "_gib"),
-        "received": log.metrics.get("sync/received_mib", 0.0) * 2**20,  # bytes that the sync received from other ranks
-        # per mini-batch: micro-batches, tokens per micro-batch, total without padding
-        "micro_batches": [(len(mini), mini[0].num_tokens, sum(map(_filled, mini))) for mini in seen],
-    }
 
 
 def _filled(batch: PackedBatch) -> int:
@@ -299,9 +273,7 @@ def _about(job: Job) -> dict[str, Any]:
 
 
 def _rates(job: Job) -> dict[str, float | None]:
-    """Measure this rank's device while all ranks do the same: FLOP/s of a matmul, bytes/s copied and bytes/s
-    received.
-    """
+    """Measure all devices at the same time: FLOP/s of a matmul, bytes/s copied and received."""
     device, dtype = job.runtime.device, job.model.dtype
     side = SIDES[device.type]
     a = torch.randn(side, side, device=device.torch_device, dtype=dtype)
@@ -313,14 +285,10 @@ def _rates(job: Job) -> dict[str, float | None]:
         """Return the seconds of the fastest of at least five runs, after one warm-up run."""
         act()
         dist.barrier()
-        found: list[float] = []
-        until = time.perf_counter() + seconds
+        timed = harness.timed(act, functools.partial(finish, device.torch_device))
+        until, found = time.perf_counter() + seconds, list[float]()
         while len(found) < 5 or time.perf_counter() < until:
-            finish(device.torch_device)
-            started_at = time.perf_counter()
-            act()
-            finish(device.torch_device)
-            found.append(time.perf_counter() - started_at)
+            found.append(timed()["seconds"])
         return min(found)
 
     rates: dict[str, float | None] = {

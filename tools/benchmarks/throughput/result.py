@@ -2,15 +2,11 @@
 
 The time of a row in a step is its mean over the ranks. `seconds` is the mean of these times over the steps, so rows sum
 to the step, and a checkpoint every other step counts half. `median`, `low` and `high` are their median and quartiles.
-`slowest_rank` is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases. Tokens
-are the tokens of prompts and responses that a phase passes through the model; sampling counts only responses. FLOPs are
-the model's (batching/flops.py).
+`slowest_rank` is the largest mean of a rank. The row idle has all waits; they are subtracted from their phases.
 
 For a known card, MFU and the plan use the card's figures (preflight/cards.py). Otherwise they use the rates that the
-same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little.
-
-Compared with an earlier result, a phase is the same if the medians differ by less than 5%, or if the ranges between the
-quartiles of the steps overlap. This module does not import torch.
+same run measured. The planner's shares and constants are still a GPU's, so its times for a CPU mean little. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -62,38 +57,27 @@ def result(raw: Mapping[str, Any], config: Config, synthetic: str | None, gpu: s
     """Return the JSON result. `synthetic` is the distribution of lengths, or None if responses were sampled."""
     peak, source = peak_of(raw, config)
     skipped = SKIPPED if synthetic is not None else ()
-    seconds = _seconds_by_rank(raw, skipped)
-    walls = _walls(raw, skipped)
-    samples = sum(work["samples"] for work in raw["work"])
+    seconds, walls = _seconds_by_rank(raw, skipped), _walls(raw, skipped)
     per_step = {name: fmean(work[name] for work in raw["work"]) for name in raw["work"][0]}
-    plan = predict(
-        raw,
-        config,
-        gpu,
-        prompt=sum(work["prompt_tokens"] for work in raw["work"]) / max(1, samples),
-        response=sum(work["response_tokens"] for work in raw["work"]) / max(1, samples),
-    )
-    work = _work(config, per_step, skipped)
-    total = fmean(map(fmean, walls))
-    peaks = _peaks_of_memory(raw)
-    world_size = raw["world_size"]
-    phases = {
-        row: _row(seconds[row], total, work.get(row), peak, world_size)
+    plan = predict(raw, config, gpu, per_step)
+    work, total, peaks = _work(config, per_step, skipped), fmean(map(fmean, walls)), _peaks_of_memory(raw)
+    rows = {
+        row: _row(times, total, work.get(row), peak, raw["world_size"])
         | {"peak_memory_gib": peaks.get(row), "predicted_seconds": plan["seconds"].get(row)}
-        for row in ROWS
+        for row, times in [*seconds.items(), ("step", walls)]
     }
-    step = _row(walls, total, work["step"], peak, world_size)
+    step = rows.pop("step") | {"peak_memory_gib": max(peaks.values())}
     compared = settings(config, synthetic)
     return {
         "fingerprint": hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16],
         **{name: raw[name] for name in ("device", "card", "world_size", "layout", "threads")},
         "steps": len(raw["work"]),
         "synthetic": synthetic,
-        "phases": phases,
-        "step": step | {"peak_memory_gib": max(peaks.values()), "predicted_seconds": plan["seconds"].get("step")},
-        "phases_cover": sum(one["seconds"] or 0.0 for one in phases.values()) / total,
+        "phases": rows,
+        "step": step,
+        "phases_cover": sum(one["seconds"] or 0.0 for one in rows.values()) / total,
         "worst_cover": _worst_cover(raw),
-        **_figures(raw, config, per_step, phases, seconds),
+        **_figures(raw, per_step, rows["sync"]["seconds"]),
         "peak": {"tflops": peak / 1e12, "source": source},
         "plan": plan,
         "settings": compared,
@@ -122,16 +106,12 @@ def problem(found: Mapping[str, Any]) -> str | None:
 
 def _seconds_by_rank(raw: Mapping[str, Any], skipped: Sequence[str]) -> dict[str, list[list[float]] | None]:
     """Return seconds[rank][step] by row; None for a row that occurred in no step."""
-    found: dict[str, list[list[float]] | None] = {}
-    for row in ROWS:
-        is_seen = row not in skipped and (
-            row in ("idle", OTHER)
-            or any(ROW_OF.get(p, OTHER) == row for r in raw["ranks"] for s in r["steps"] for p in s["phases"])
-        )
-        found[row] = (
-            [[_of_row(step, row, skipped) for step in rank["steps"]] for rank in raw["ranks"]] if is_seen else None
-        )
-    return found
+    phases = {phase for rank in raw["ranks"] for step in rank["steps"] for phase in step["phases"]}
+    seen = ({"idle", OTHER} | {ROW_OF.get(phase, OTHER) for phase in phases}) - set(skipped)
+    return {
+        row: [[_of_row(step, row, skipped) for step in rank["steps"]] for rank in raw["ranks"]] if row in seen else None
+        for row in ROWS
+    }
 
 
 def _of_row(step: Mapping[str, Any], row: str, skipped: Sequence[str]) -> float:
@@ -182,6 +162,7 @@ def _row(
     mean = fmean(steps)
     tokens, flops = work if work is not None and mean > 0 else (None, None)
     rate = None if tokens is None else tokens / mean
+    rate_of_flops = None if flops is None else flops / mean
     return {
         "seconds": mean,
         **quartiles(steps),
@@ -190,8 +171,8 @@ def _row(
         "tokens": tokens,
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": None if rate is None else rate / world_size,
-        "tflops": None if flops is None else flops / mean / 1e12,
-        "mfu": None if flops is None else flops / mean / peak,
+        "tflops": None if rate_of_flops is None else rate_of_flops / 1e12,
+        "mfu": None if rate_of_flops is None else rate_of_flops / peak,
     }
 
 
@@ -199,34 +180,25 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return dict(zip(("low", "median", "high"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
 
 
-def _figures(
-    raw: Mapping[str, Any],
-    config: Config,
-    per_step: Mapping[str, float],
-    phases: Mapping[str, Mapping[str, Any]],
-    seconds: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the figures of the batch, the pipeline and the sync."""
-    layout = raw["layout"]
-    # One rank per data-parallel rank.
-    firsts = [rank for rank in raw["ranks"] if rank["place"][0] == rank["place"][1] == 0]
-    mini_batches = [mini for rank in firsts for step in rank["steps"] for mini in step["micro_batches"]]
-    number = fmean(count for count, _, _ in mini_batches) if mini_batches else 0.0
-    held = sum(count * tokens for count, tokens, _ in mini_batches)
-    filled = sum(tokens for _, _, tokens in mini_batches)
-    by_rank = [sum(mini[2] for step in rank["steps"] for mini in step["micro_batches"]) for rank in firsts]
-    received = fmean(
-        sum(values) for values in zip(*([s["received"] for s in r["steps"]] for r in raw["ranks"]), strict=True)
-    )
-    sync = phases["sync"]["seconds"]
+def _figures(raw: Mapping[str, Any], per_step: Mapping[str, float], sync: float | None) -> dict[str, Any]:
+    """Return the figures of the batch, the pipeline and the sync. `sync` is the sync's seconds."""
+    pp, vpp = raw["layout"]["pp"], raw["layout"]["vpp"]
+    # The mini-batches of one rank per data-parallel rank.
+    mini_batches = [
+        [mini for step in rank["steps"] for mini in step["micro_batches"]]
+        for rank in raw["ranks"]
+        if rank["place"][0] == rank["place"][1] == 0
+    ]
+    every = [mini for of_rank in mini_batches for mini in of_rank]
+    number = fmean(count for count, _, _ in every) if every else 0.0
+    by_rank = [sum(filled for _, _, filled in of_rank) for of_rank in mini_batches]
+    received = fmean(map(sum, zip(*([s["received"] for s in r["steps"]] for r in raw["ranks"]), strict=True)))
     return {
-        "samples": per_step["samples"],
-        "prompt_tokens": per_step["prompt_tokens"],
-        "response_tokens": per_step["response_tokens"],
+        **{name: per_step[name] for name in ("samples", "prompt_tokens", "response_tokens")},
         "micro_batches": number,  # micro-batches per rank and optimizer step
-        "padding_waste": 1 - filled / held if held else None,
+        "padding_waste": 1 - sum(by_rank) / sum(count * tokens for count, tokens, _ in every) if every else None,
         "dp_imbalance": max(by_rank) / fmean(by_rank) - 1 if sum(by_rank) else None,
-        "bubble": (layout["pp"] - 1) / (layout["vpp"] * number + layout["pp"] - 1) if number else None,
+        "bubble": (pp - 1) / (vpp * number + pp - 1) if number else None,
         "bubble_measured": _measured_bubble(raw),
         "sync_bytes": raw["sync_bytes"],
         "sync_received_bytes": received,
@@ -236,9 +208,7 @@ def _figures(
 
 
 def _measured_bubble(raw: Mapping[str, Any]) -> float | None:
-    """Return the share of an update in which a stage waits for its neighbours, with transfers; None if not
-    measurable.
-    """
+    """Return the share of an update in which a stage waits for its neighbours, with transfers, if measured."""
     if raw["layout"]["pp"] == 1 or raw["layout"]["vpp"] > 1:
         return None
     steps = [step for rank in raw["ranks"] for step in rank["steps"]]
@@ -271,7 +241,7 @@ def peak_of(raw: Mapping[str, Any], config: Config) -> tuple[float, str]:
     return total, f"{why}: against a matrix product measured here, all ranks at once, {each}"
 
 
-def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: float, response: float) -> Json:
+def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, per_step: Mapping[str, float]) -> Json:
     """Return the plan's seconds by row and figures of the step, for the measured mean lengths; None for missing
     figures.
 
@@ -289,8 +259,8 @@ def predict(raw: Mapping[str, Any], config: Config, gpu: str | None, *, prompt: 
             card=card_of(gpu) if gpu else _measured_card(raw, config),
             world_size=raw["world_size"],
             gpus_per_node=raw["ranks_per_node"],
-            mean_prompt=prompt,
-            mean_response=response,
+            mean_prompt=per_step["prompt_tokens"] / max(1, per_step["samples"]),
+            mean_response=per_step["response_tokens"] / max(1, per_step["samples"]),
             uses_te=bool(gpu),
         )
         plan = Plan(setup)
@@ -329,36 +299,29 @@ def _measured_card(raw: Mapping[str, Any], config: Config) -> Card:
         return sum(values) / len(values) if values else UNBOUNDED
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    device = "this CPU" if raw["card"] is None else raw["card"]
-    card = Card(
+    return Card(
         name="measured",
-        title=f"{device} by the rates measured in this run, in {config.model.dtype}",
+        title=f"{raw['card'] or 'this CPU'} by the rates measured in this run, in {config.model.dtype}",
         capability=(0, 0),
         memory_gib=memory / raw["ranks_per_node"],
         bf16_flops=mean("matmul"),
-        fp8_flops=0.0,
+        fp8_flops=mean("matmul") if config.precision.fp8 else 0.0,
         hbm_bytes=mean("copy"),
         nvlink_bytes=mean("link"),
         network_bytes=mean("link"),
         host_bytes=mean("copy"),
         node_memory_gib=memory,
     )
-    return replace(card, fp8_flops=card.bf16_flops) if config.precision.fp8 else card
 
 
 def read_result(path: Path) -> Json:
     """Read a file written by --out, or a log of the tool's output. Raise ConfigError."""
     try:
-        lines = path.read_text().strip().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        found = json.loads(path.read_text().strip().rpartition("\n")[2])  # a log ends with it
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--against {path} cannot be read ({error}); name a file written by --out") from None
-    for text in ("\n".join(lines), lines[-1] if lines else ""):
-        try:
-            found = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and {"fingerprint", "phases", "settings", "layout", "step"} <= found.keys():
-            return found
+    if isinstance(found, dict) and {"fingerprint", "phases", "settings", "layout", "step"} <= found.keys():
+        return found
     raise ConfigError(f"--against {path} holds no result of this tool; name a file written by --out")
 
 
@@ -372,23 +335,20 @@ def check_comparable(settings: Mapping[str, Any], before: Mapping[str, Any], pat
 
 def differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Describe differences in layout and machine."""
-    pairs = [(f"layout.{name}", size, before["layout"].get(name)) for name, size in now["layout"].items()]
-    pairs += [(name, now[name], before.get(name)) for name in ("world_size", "device", "card", "threads")]
-    return [f"{name} is {here} here and was {there} there" for name, here, there in pairs if here != there]
+    names = ("layout", "world_size", "device", "card", "threads")
+    here, there = ({name: found.get(name) for name in names} for found in (now, before))
+    return [f"{name} is {value} here and was {old} there" for name, value, old in _differences("", here, there)]
 
 
 def compare(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Json]:
-    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step; None if a result lacks the
-    figure.
-    """
-    rows = {name: (row, before["phases"].get(name)) for name, row in now["phases"].items()}
-    rows["step"] = (now["step"], before["step"])
-    return {name: _compared(here, there) for name, (here, there) in rows.items()}
+    """Return {"before", "ratio" of the medians, "verdict"} by row, and for the step. Unknown figures are None."""
+    rows = {name: _compared(row, before["phases"].get(name, {"median": None})) for name, row in now["phases"].items()}
+    return rows | {"step": _compared(now["step"], before["step"])}
 
 
-def _compared(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> Json:
-    was = None if before is None else before["median"]
-    if before is None or now["median"] is None or was is None:
+def _compared(now: Mapping[str, Any], before: Mapping[str, Any]) -> Json:
+    was = before["median"]
+    if now["median"] is None or was is None:
         return {"before": was, "ratio": None, "verdict": None}
     ratio = now["median"] / was if was else None
     is_close = now["median"] == was if ratio is None else abs(ratio - 1) < NOISE

@@ -24,6 +24,7 @@ from grpo_mega.types import Group, Prompt, Sample, Span
 if TYPE_CHECKING:
     from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 
+LIMIT = "rollout.max_response_length"
 KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
 MISMATCH_WARN = 1e30  # nats per token; never warn, because synthetic log-probs have no meaning
 
@@ -65,9 +66,8 @@ def lengths_of(text: str, longest: int) -> Lengths:
         raise ConfigError(f"--synthetic {text} is not known; give {KINDS}, and the CONFIG before --synthetic")
     if found.longest > longest:
         raise ConfigError(
-            f"--synthetic {text} has responses of up to {found.longest} tokens, above"
-            f" rollout.max_response_length={longest}; lower them, or raise it with --set"
-            f" rollout.max_response_length={found.longest}"
+            f"--synthetic {text} has responses of up to {found.longest} tokens, above {LIMIT}={longest}; lower them, or"
+            f" raise it with --set {LIMIT}={found.longest}"
         )
     return found
 
@@ -88,9 +88,7 @@ class SyntheticEngine:
         return getattr(self._engine, name)
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
-        """Make the responses of every world_size-th group. A group's clock is its longest response. All groups
-        finish.
-        """
+        """Make the responses of every world_size-th group. A group's clock is its longest response."""
         sampling, found = request.sampling, dict[int, Group]()
         for index in list(request.groups)[self._rank :: self._world_size]:
             prompt = request.groups[index].prompt
@@ -110,9 +108,8 @@ class SyntheticEngine:
         is_cut = length == sampling.max_response_length
         if not is_cut and sampling.stop_token_ids:
             tokens[-1] = min(sampling.stop_token_ids)
-        logprobs = [-math.log(self._vocab)] * length
         spans = [Span(self._engine.version, 0, length)]
-        return Sample(prompt, index, tokens, logprobs, "length" if is_cut else "stop", spans)
+        return Sample(prompt, index, tokens, [-math.log(self._vocab)] * length, "length" if is_cut else "stop", spans)
 
 
 class RandomRewards:

@@ -16,10 +16,10 @@ invalid arguments.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/vs_trl`
 
-from tools.benchmarks import harness, peers
+from tools.benchmarks import harness
 
 LIMITS = {
     "update_ratio_8": 0.25,
@@ -48,38 +48,30 @@ FIGURES = ("seconds", "peak", "tokens", "longest")
 
 
 class Contestant:
-    """A process that performs one turn per request."""
+    """A process that performs one turn per request. Its output goes to its log."""
 
-    def __init__(self, name: str, task: str, micro_batch: int) -> None:
-        self.name = name
-        self._log = Path(json.loads(task)["folder"]) / f"{name}.log"
-        command = [sys.executable, str(Path(__file__).with_name("contestant.py")), name, task, str(micro_batch)]
-        path = os.pathsep.join([str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"},
-            )
+    def __init__(self, name: str, task: Any, micro_batch: int) -> None:
+        from tools.benchmarks.vs_trl import contestant
+
+        self.name, self._log = name, task.folder / f"{name}.log"
+        context = multiprocessing.get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        self._process = context.Process(target=contestant.run, args=(name, task, theirs, micro_batch, self._log))
+        self._process.start()
+        theirs.close()
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._channel.send(request)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
+        try:
+            return dict(self._channel.recv())
+        except EOFError:
+            self._process.join()
             lines = [text for text in self._log.read_text().splitlines() if "Error" in text]
-            raise SystemExit(
-                f"{self.name} ended with code {self._process.wait()}: {lines[-1] if lines else 'no error in its log'}"
-            )
-        return dict(json.loads(line))
+            reason = lines[-1] if lines else "no error in its log"
+            raise harness.RunFailed(f"{self.name} ended with code {self._process.exitcode}: {reason}") from None
 
     def variant(self, turn: dict[str, Any]) -> Callable[[], harness.Figures]:
         """Return a variant that performs a turn. Each round has different responses, equal for both contestants."""
@@ -92,12 +84,10 @@ class Contestant:
         return act
 
     def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        with contextlib.suppress(OSError):  # it may have ended
+            self._channel.send(None)
+        self._process.join(30)
+        self._process.kill()
 
 
 @harness.benchmark
@@ -107,16 +97,14 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument("--prompts", type=int, default=2, help="groups per step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-length", type=int, default=16, help="in tokens")
-    parser.add_argument(
-        "--mean-length", type=int, default=24, help="mean tokens per response; the maximum is 4 times this"
-    )
+    parser.add_argument("--mean-length", type=int, default=24, help="tokens per response; at most 4 times as many")
     parser.add_argument("--mini-batches", type=int, default=1, help="optimizer steps per step")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples per forward pass of TRL (its default)")
     parser.add_argument("--tokens-per-micro-batch", type=int, default=2048, help="our micro-batch size")
     parser.add_argument("--seed", type=int, default=0)
     names = ("rounds", "prompts", "group_size", "prompt_length", "mean_length", "mini_batches", "micro_batch")
     options = parser.parse(arguments, **dict.fromkeys((*names, "tokens_per_micro_batch"), 1))
-    peers.require("trl")
+    harness.require("trl")
     if options.prompts % options.mini_batches:
         parser.error(f"--mini-batches={options.mini_batches} does not divide --prompts={options.prompts}")
     num_samples = options.prompts * options.group_size
@@ -127,59 +115,49 @@ def main(arguments: list[str] | None) -> int:
         parser.error("a longest response of 8 times the mean needs 10 samples and --mean-length=4 at least")
     from tools.benchmarks.vs_trl.task import Task, write_task
 
-    with tempfile.TemporaryDirectory() as folder:
-        task = Task(
-            folder=Path(folder),
-            prompts=options.prompts,
-            group_size=options.group_size,
-            prompt_length=options.prompt_length,
-            mean_length=options.mean_length,
-            max_length=4 * options.mean_length,
-            mini_batches=options.mini_batches,
-            lr=1e-7,
-            seed=options.seed,
-        )
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        same = ("prompts", "group_size", "prompt_length", "mean_length", "mini_batches", "seed")
+        sizes = {name: getattr(options, name) for name in same} | {"max_length": 4 * options.mean_length}
+        task = Task(folder=Path(folder), lr=1e-7, **sizes)
         parameters = write_task(task)
-        sizes = {"trl": options.micro_batch, "ours": options.tokens_per_micro_batch}
-        contestants = [Contestant(name, task.to_json(), size) for name, size in sizes.items()]
-        try:
-            for contestant in contestants:
-                contestant.answer()
-            check = {c.name: c.ask(**TURNS["update_ratio_3"], number=0) for c in contestants}
-            variants = {f"{turn}/{c.name}": c.variant(request) for turn, request in TURNS.items() for c in contestants}
-            rounds = harness.take_turns(variants, options.rounds)
-        finally:
-            for contestant in contestants:
-                contestant.close()
+        micro_batches = {"trl": options.micro_batch, "ours": options.tokens_per_micro_batch}
+        contestants = [
+            stack.enter_context(contextlib.closing(Contestant(name, task, size)))
+            for name, size in micro_batches.items()
+        ]
+        for contestant in contestants:
+            contestant.answer()
+        check = {c.name: c.ask(**TURNS["update_ratio_3"], number=0) for c in contestants}
+        variants = {f"{turn}/{c.name}": c.variant(request) for turn, request in TURNS.items() for c in contestants}
+        rounds = harness.take_turns(variants, options.rounds)
     about = {"parameters": parameters, "rounds": options.rounds, "mean_length": options.mean_length}
     return report(check, rounds, about)
 
 
 def report(check: dict[str, dict[str, Any]], rounds: dict[str, list[harness.Figures]], about: dict[str, Any]) -> int:
     found = harness.medians(rounds)
-    peaks = {name: max(one["peak"] for one in all_) for name, all_ in rounds.items()}
-    ratios = {turn: found[f"{turn}/ours"]["seconds"] / found[f"{turn}/trl"]["seconds"] for turn in TURNS}
-    memory = [max(peak for variant, peak in peaks.items() if variant.endswith(name)) for name in ("/ours", "/trl")]
+    names = ("trl", "ours")
+    peaks = {turn: [max(one["peak"] for one in rounds[f"{turn}/{name}"]) for name in names] for turn in TURNS}
+    seconds = {turn: [found[f"{turn}/{name}"]["seconds"] for name in names] for turn in TURNS}
+    most = [max(by_turn) for by_turn in zip(*peaks.values(), strict=True)]
     losses, norms = (list(zip(check["ours"][key], check["trl"][key], strict=True)) for key in ("losses", "norms"))
-    result: dict[str, Any] = {name: round(ratio, 3) for name, ratio in ratios.items()} | {
-        "memory_ratio": round(memory[0] / memory[1], 3),
+    sampled = {name: found[f"step_ratio/{name}"] for name in names}
+    result: dict[str, Any] = {turn: round(ours / trl, 3) for turn, (trl, ours) in seconds.items()} | {
+        "memory_ratio": round(most[1] / most[0], 3),
         "loss_difference": max(abs(a - b) for a, b in losses),
         "norm_difference": max(abs(a - b) / b for a, b in norms),
-        "sampled_tokens": {name: found[f"step_ratio/{name}"]["tokens"] for name in ("trl", "ours")},
-        "longest_sampled": {name: found[f"step_ratio/{name}"]["longest"] for name in ("trl", "ours")},
+        "sampled_tokens": {name: sampled[name]["tokens"] for name in names},
+        "longest_sampled": {name: sampled[name]["longest"] for name in names},
         "versions": {name: version(name) for name in ("trl", "transformers", "torch", "megatron-core")},
         "threads": os.cpu_count(),
     }
     rows: list[Sequence[str]] = [("", "TRL s", "ours s", "ratio", "target", "TRL GiB", "ours GiB")]
     for title, turn in zip(TITLES, TURNS, strict=True):
-        seconds = [f"{found[f'{turn}/{name}']['seconds']:.2f}" for name in ("trl", "ours")]
-        gib = [f"{peaks[f'{turn}/{name}'] / 2**30:.2f}" for name in ("trl", "ours")]
-        rows.append((title, *seconds, f"{result[turn]:.3f}", f"{LIMITS[turn]:.2f}", *gib))
-    sampled = (
-        f"{name} {result['sampled_tokens'][name]:.0f} tokens, the longest {n:.0f}"
-        for name, n in result["longest_sampled"].items()
-    )
-    print(f"sampled in a step: {', '.join(sampled)}")
+        gib = [f"{peak / 2**30:.2f}" for peak in peaks[turn]]
+        rows.append((title, *(f"{s:.2f}" for s in seconds[turn]), f"{result[turn]:.3f}", f"{LIMITS[turn]:.2f}", *gib))
+    texts = [f"{name} {one['tokens']:.0f} tokens, the longest {one['longest']:.0f}" for name, one in sampled.items()]
+    print(f"sampled in a step: {', '.join(texts)}")
     print(
         f"same responses, same weights: losses differ by {result['loss_difference']:.1e}, "
         f"gradient norms by {result['norm_difference']:.1e} of their value"

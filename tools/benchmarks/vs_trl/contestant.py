@@ -1,15 +1,11 @@
-"""A contestant's process: `contestant.py trl|ours TASK MICRO_BATCH`, with its channel to the benchmark and its peak
-memory.
-
-MICRO_BATCH counts samples for TRL and tokens for ours.
-"""
+"""A contestant's process: the real trainer of one side, which answers requests, and its peak memory."""
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-import sys
-from typing import Any
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -19,22 +15,17 @@ from grpo_mega.distributed.device import Device, PeakMemory
 from tools.benchmarks.vs_trl.task import Task
 
 
-class Channel:
-    """One line of JSON per message, on standard input and output. Other output of the process goes to stderr from now
-    on.
+def run(name: str, task: Task, channel: Connection, micro_batch: int, log: Path) -> None:
+    """Serve as "trl" or "ours". `micro_batch` counts samples for TRL and tokens for ours. The output goes to the log.
+
+    A request is a dict, or None at the end. The first answer says that the trainer is ready.
     """
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-
-    def receive(self) -> dict[str, Any] | None:
-        """Return the next request; None at the end of the input."""
-        line = sys.stdin.readline()
-        return dict(json.loads(line)) if line else None
-
-    def send(self, **answer: Any) -> None:
-        print(json.dumps(answer), file=self._out, flush=True)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    console.filter_output()
+    side = importlib.import_module(f"tools.benchmarks.vs_trl.{'peer' if name == 'trl' else 'ours'}")
+    side.serve(task, channel, micro_batch)
 
 
 class Peak(PeakMemory):
@@ -45,21 +36,3 @@ class Peak(PeakMemory):
 
     def take(self) -> int:
         return super().take() + sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
-
-
-def main() -> None:
-    name, task, micro_batch = sys.argv[1:]
-    channel = Channel()
-    if name == "trl":
-        from tools.benchmarks.vs_trl.peer import serve as serve_trl
-
-        serve_trl(Task.from_json(task), channel, int(micro_batch))
-    else:
-        from tools.benchmarks.vs_trl.ours import serve as serve_ours
-
-        serve_ours(Task.from_json(task), channel, int(micro_batch))
-
-
-if __name__ == "__main__":
-    console.filter_output()
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it must come first
@@ -14,7 +15,7 @@ from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
 from grpo_mega.run.job import Job, open_job
 from grpo_mega.train import train_step
 from grpo_mega.types import Group, Prompt, Sample
-from tools.benchmarks.vs_trl.contestant import Channel, Peak
+from tools.benchmarks.vs_trl.contestant import Peak
 from tools.benchmarks.vs_trl.reward import reward
 from tools.benchmarks.vs_trl.task import Task, given_rollout
 
@@ -48,28 +49,26 @@ def config_of(task: Task, tokens_per_micro_batch: int) -> Config:
     )
 
 
-def serve(task: Task, channel: Channel, tokens_per_micro_batch: int) -> None:
+def serve(task: Task, channel: Connection, tokens_per_micro_batch: int) -> None:
     with only_rank(), open_job(config_of(task, tokens_per_micro_batch)) as job:
         job.resume()
         job.colocation.sync_weights(version=0)
-        channel.send(ready=True)
+        channel.send({"ready": True})
         peak, step = Peak(), 0
-        while (request := channel.receive()) is not None:
+        while (request := channel.recv()) is not None:
             groups = given_groups(task, request["ratio"], request["number"]) if request["kind"] == "update" else []
             job.timers.lap()
             peak.take()
             started_at = time.perf_counter()
             answer = update(job, groups) if groups else whole_step(job, step)
-            channel.send(seconds=time.perf_counter() - started_at, peak=peak.take(), **answer)
+            channel.send({"seconds": time.perf_counter() - started_at, "peak": peak.take(), **answer})
             step += 1
             if groups:
                 job.colocation.sync_weights(version=step)
 
 
 def update(job: Job, groups: list[Group]) -> dict[str, Any]:
-    """Compute new weights from responses like `grpo_mega.train.train_step`. Return the metrics of each optimizer
-    step.
-    """
+    """Do one update as in grpo_mega.train.train_step. Return losses and gradient norms by optimizer step."""
     assert job.policy is not None
     for group in groups:
         for sample in group.samples:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from tools.benchmarks.vs_trl.contestant import Channel, Peak
+from tools.benchmarks.vs_trl.contestant import Peak
 from tools.benchmarks.vs_trl.reward import reward
 from tools.benchmarks.vs_trl.task import Task, given_rollout
 
@@ -30,7 +31,7 @@ class Stop(Exception):
 class Turns(TrainerCallback):
     """A callback that receives a request before a rollout's first optimizer step and answers after its last."""
 
-    def __init__(self, channel: Channel, task: Task) -> None:
+    def __init__(self, channel: Connection, task: Task) -> None:
         self.channel, self.task = channel, task
         self.trainer: Any = None
         self.given = given_rollout(task, 1, 0)
@@ -45,12 +46,10 @@ class Turns(TrainerCallback):
         each = [ids for ids in prompt_ids for _ in range(self.task.group_size)]
         return {"prompt_ids": each, "completion_ids": response_ids, "logprobs": None}
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.task.mini_batches:
             return
-        request = self.channel.receive()
+        request = self.channel.recv()
         if request is None:
             raise Stop
         is_given = request["kind"] == "update"
@@ -61,32 +60,19 @@ class Turns(TrainerCallback):
         self.peak.take()
         self.started_at = time.perf_counter()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "grad_norm" in logs:
             self.losses.append(float(logs["loss"]))
             self.norms.append(float(logs["grad_norm"]))
             if "completions/mean_length" in logs:  # TRL logs the rollout's lengths with its first optimizer step
                 self.lengths = [float(logs[f"completions/{of}_length"]) for of in ("mean", "max")]
             if state.global_step % self.task.mini_batches == 0:
-                seconds = time.perf_counter() - self.started_at
-                self.channel.send(
-                    seconds=seconds,
-                    losses=self.losses,
-                    norms=self.norms,
-                    tokens=self.lengths[0] * self.task.num_samples,
-                    longest=self.lengths[1],
-                    peak=self.peak.take(),
-                )
+                answer = {"seconds": time.perf_counter() - self.started_at, "losses": self.losses, "norms": self.norms}
+                answer |= {"tokens": self.lengths[0] * self.task.num_samples, "longest": self.lengths[1]}
+                self.channel.send(answer | {"peak": self.peak.take()})
 
 
-def serve(task: Task, channel: Channel, micro_batch: int) -> None:
+def serve(task: Task, channel: Connection, micro_batch: int) -> None:
     disable_progress_bar()
     setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)  # noqa: B010
     from datasets import load_dataset
@@ -128,7 +114,7 @@ def serve(task: Task, channel: Channel, micro_batch: int) -> None:
         callbacks=[turns],
     )
     turns.trainer = trainer
-    channel.send(ready=True)
+    channel.send({"ready": True})
     with contextlib.suppress(Stop):
         trainer.train()
 

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import string
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,14 +42,6 @@ class Task:
     def num_samples(self) -> int:
         return self.prompts * self.group_size
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"folder": str(self.folder)})
-
-    @staticmethod
-    def from_json(text: str) -> Task:
-        values = json.loads(text)
-        return Task(**values | {"folder": Path(values["folder"])})
-
 
 def given_rollout(task: Task, ratio: float, number: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the prompt ids of each group, and the response ids of each sample, group by group.
@@ -68,9 +60,7 @@ def given_rollout(task: Task, ratio: float, number: int) -> tuple[list[list[int]
 
 
 def ragged_lengths(num: int, mean: int, ratio: float, rng: random.Random) -> list[int]:
-    """Return `num` lengths with this mean. The longest is `ratio` times the mean; the others have a geometric tail
-    below it.
-    """
+    """Return lengths with this mean and a geometric tail. The longest is `ratio` times the mean."""
     longest, total = round(mean * ratio), num * mean
     rest = [min(longest, 1 + rng.expovariate(1)) for _ in range(num - 1)]
     scale = (total - longest - (num - 1)) / sum(rest)
@@ -126,9 +116,7 @@ def _end_with_probability(model: Qwen2ForCausalLM, wanted: float) -> None:
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    """Return a byte-level tokenizer without merges, so each letter of a prompt is a token. Every other id has a
-    word.
-    """
+    """Return a byte-level tokenizer without merges: each letter is a token. Every other id has a word."""
     words = ["<pad>", "<eos>", "<unk>", *sorted(ByteLevel.alphabet())]
     words += [f"w{i}" for i in range(len(words), VOCAB)]
     settings = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import pickle
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -50,10 +49,11 @@ from tools.benchmarks.gpu.models import MODELS
 from tools.benchmarks.weight_sync.dry import ITEM_BYTES, Dry, Spec, dry_run, num_elements, num_parameters
 
 ORDERS: tuple[RankOrder, ...] = get_args(RankOrder)
+SIZES = ("tp", "pp", "vpp", "dp", "ep")
 BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small, so a small model needs several rounds; and the default of sync.bucket_mib
 WORKER = Path(__file__).with_name("rank.py")
 PROCESS_BYTES = 400 << 20  # memory of a rank without weights
-BUFFERS = 6  # buckets that a rank holds for both paths together
+BUFFERS = 3  # buckets that a rank holds for the sync
 ROWS: dict[str, Callable[[Dry], str]] = {
     "on the same device, GB": lambda dry: gigabytes(dry.traffic.same_rank),
     "between devices of a node, GB": lambda dry: gigabytes(dry.traffic.same_node),
@@ -66,32 +66,7 @@ ROWS: dict[str, Callable[[Dry], str]] = {
     "rounds": lambda dry: str(dry.num_rounds),
     "planned in, s": lambda dry: f"{dry.plan_seconds:.2f}",
 }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The figures of each round by path: sync, unproven (without checksums at either end) and full_gather."""
-
-    rounds: dict[str, list[harness.Figures]]
-    problems: list[str]  # tensors that the paths filled differently
-
-    @property
-    def sync_bytes(self) -> int:
-        [found] = {int(one["bytes"]) for path in ("sync", "unproven") for one in self.rounds[path]}
-        return found
-
-    @property
-    def full_gather_bytes(self) -> int:
-        """The bytes include padding, and weights that a rank already had."""
-        [found] = {int(one["bytes"]) for one in self.rounds["full_gather"]}
-        return found
-
-    def median(self, path: str, figure: str = "seconds") -> float:
-        return statistics.median(one[figure] for one in self.rounds[path])
-
-    def spread(self, path: str) -> str:
-        seconds = [one["seconds"] for one in self.rounds[path]]
-        return f"{self.median(path):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+PATHS = ("sync", "unproven", "full_gather")  # unproven: without checksums at either end
 
 
 @harness.benchmark
@@ -112,13 +87,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", default="tp=2,pp=2", help="the trainer, for example tp=4,pp=4,dp=4,order=tp-pp-dp")
     parser.add_argument("--target", default="tp=2,engines=2", help="the engines, for example tp=8,engines=8")
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument(
-        "--bucket-mib", type=int, help=f"bucket size; default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}"
-    )
+    parser.add_argument("--bucket-mib", type=int, help=f"default: {BUCKET_MIB}, with --dry {DRY_BUCKET_MIB}")
     parser.add_argument("--repeat", type=int, default=5, help="measured runs of each path")
     options = parser.parse(arguments, layers=1, ranks_per_node=1, bucket_mib=1, repeat=1)
-    if options.bucket_mib is None:
-        options.bucket_mib = DRY_BUCKET_MIB if options.dry else BUCKET_MIB
+    options.bucket_mib = options.bucket_mib or (DRY_BUCKET_MIB if options.dry else BUCKET_MIB)
     return options
 
 
@@ -136,16 +108,14 @@ def spec_of(options: argparse.Namespace) -> Spec:
 
 def print_title(model: str, spec: Spec) -> None:
     shape, source, target = spec.shape, spec.source, spec.target
-    axes = ", ".join(
-        f"{axis}={getattr(source, axis)}" for axis in ("tp", "pp", "vpp", "dp", "ep") if getattr(source, axis) > 1
-    )
+    size = f"{num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES} bytes"
+    print(f"{model}, {shape.num_layers} layers, {size}")
+    axes = [f"{axis}={getattr(source, axis)}" for axis in SIZES if axis == "tp" or getattr(source, axis) > 1]
     print(
-        f"{model}, {shape.num_layers} layers, {num_parameters(shape) / 1e9:.2f} billion parameters of {ITEM_BYTES}"
-        " bytes"
+        f"from {source.world_size} ranks ({', '.join(axes)}) to {target.num_engines} engines of tp={target.tp},"
+        f" ep={target.ep}, {spec.ranks_per_node} ranks per node, buckets of {spec.bucket_bytes >> 20} MiB\n",
+        flush=True,
     )
-    cut = f"tp={target.tp}" + (f", ep={target.ep}" if target.ep > 1 else "")
-    print(f"from {source.world_size} ranks ({axes or 'tp=1'}) to {target.num_engines} engines of {cut}, ", end="")
-    print(f"{spec.ranks_per_node} ranks per node, buckets of {spec.bucket_bytes >> 20} MiB\n", flush=True)
 
 
 def shape_of(model: str) -> ModelShape:
@@ -160,12 +130,11 @@ def shape_of(model: str) -> ModelShape:
 
 
 def source_of(text: str) -> MegatronLayout:
-    found = pairs("--source", text, ("tp", "pp", "vpp", "dp", "ep", "order"))
+    found = pairs("--source", text, (*SIZES, "order"))
     order = found.pop("order", ORDERS[0])
     if order not in ORDERS:
         raise ConfigError(f"--source: order={order} is not known; use {' or '.join(ORDERS)}")
-    sizes = {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1} | whole_numbers("--source", found)
-    tp, pp, vpp, dp, ep = sizes.values()
+    tp, pp, vpp, dp, ep = (dict.fromkeys(SIZES, 1) | whole_numbers("--source", found)).values()
     return MegatronLayout(tp, pp, vpp, dp, order, ep=ep)
 
 
@@ -176,72 +145,62 @@ def target_of(text: str) -> EngineLayout:
 
 def pairs(option: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
     """Parse "a=1,b=2" as {"a": "1", "b": "2"}."""
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
+    found = dict(part.partition("=")[::2] for part in text.split(","))
+    for key, value in found.items():
         if key not in known or not value:
+            part = f"{key}={value}"
             raise ConfigError(f"{option}: {part!r} is not understood; give some of {', '.join(known)} as {known[0]}=2")
-        found[key] = value
     return found
 
 
 def whole_numbers(option: str, found: dict[str, str]) -> dict[str, int]:
     for key, value in found.items():
-        if not value.isascii() or not value.isdigit() or int(value) < 1:
+        if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"{option}: {key}={value} must be a whole number above 0")
     return {key: int(value) for key, value in found.items()}
 
 
 def dry(spec: Spec) -> int:
     """Plan in each possible order of the trainer's ranks. Print the table and the JSON. Return the exit code."""
-    found: dict[RankOrder, Dry] = {}
-    for order in ORDERS:
-        layout = replace(spec.source, order=order)
-        if not any(megatron_layout_problems(spec.shape, layout)):
-            found[order] = dry_run(replace(spec, source=layout))
+    layouts = {order: replace(spec.source, order=order) for order in ORDERS}
+    found = {
+        order: dry_run(replace(spec, source=layout))
+        for order, layout in layouts.items()
+        if not any(megatron_layout_problems(spec.shape, layout))
+    }
     rows = [("", *found), *((name, *map(cell, found.values())) for name, cell in ROWS.items())]
     print(verdict(found))
-    problems = [
-        f"{order}: moves more than the lower bound"
-        for order, one in found.items()
-        if one.traffic.moved != one.lower_bound
-    ]
-    return harness.report(rows, result(spec, found[spec.source.order], None), problems=problems)
+    wrong = [order for order, one in found.items() if one.traffic.moved != one.lower_bound]
+    problems = [f"{order}: moves more than the lower bound" for order in wrong]
+    planned = found[spec.source.order]
+    return harness.report(rows, result(spec, planned, planned.traffic.moved, {}), problems=problems)
 
 
 def measured(spec: Spec, repeat: int) -> int:
     """Run on local processes. Print the table and the JSON. Return the exit code."""
-    planned, found = dry_run(spec), measure(spec, repeat)
+    planned, (rounds, problems) = dry_run(spec), measure(spec, repeat)
+    found = harness.medians(rounds)
+    moved, gathered = (int(found[path]["bytes"]) for path in ("sync", "full_gather"))
+
+    def spread(path: str) -> str:
+        seconds = [one["seconds"] for one in rounds[path]]
+        return f"{found[path]['seconds']:.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+
     rows = [
-        ("", "this sync", "full gather"),
-        ("received by all ranks, MB", megabytes(found.sync_bytes), megabytes(found.full_gather_bytes)),
-        ("  at the least, MB", megabytes(planned.lower_bound), megabytes(planned.full_gather_bytes)),
-        ("  of it between nodes, MB", megabytes(planned.traffic.between_nodes), ""),
-        (f"seconds, median of {repeat}", found.spread("sync"), ""),
-        ("  without proof", found.spread("unproven"), found.spread("full_gather")),
-        ("seconds of all cores", f"{found.median('sync', 'cpu_seconds'):.3f}", ""),
-        ("  without proof", *(f"{found.median(path, 'cpu_seconds'):.3f}" for path in ("unproven", "full_gather"))),
-        ("planned in, s", f"{planned.plan_seconds:.3f}", ""),
+        ("", "this sync", "without proof", "full gather"),
+        ("received by all ranks, MB", megabytes(moved), "", megabytes(gathered)),
+        ("  at the least, MB", megabytes(planned.lower_bound), "", megabytes(planned.full_gather_bytes)),
+        ("  of it between nodes, MB", megabytes(planned.traffic.between_nodes), "", ""),
+        (f"seconds, median of {repeat}", *map(spread, PATHS)),
+        ("seconds of all cores", *(f"{found[path]['cpu_seconds']:.3f}" for path in PATHS)),
+        ("planned in, s", f"{planned.plan_seconds:.3f}", "", ""),
     ]
-    print(comparison(planned.full_gather_bytes, found))
-    problems = [*found.problems]
     if not problems:
         print("both filled the engines' tensors alike, bit for bit, and as a direct fill does")
-    if found.sync_bytes != planned.lower_bound:
+    if {one["bytes"] for path in ("sync", "unproven") for one in rounds[path]} != {planned.lower_bound}:
         problems.append("the sync moved more than the lower bound")
-    return harness.report(rows, result(spec, planned, found), problems=problems)
-
-
-def comparison(full_gather_bytes: int, found: Measured) -> str:
-    if not full_gather_bytes:
-        return "every rank has all weights: nothing moves either way"
-    more = (
-        f"{full_gather_bytes / found.sync_bytes:.1f} times the bytes"
-        if found.sync_bytes
-        else "bytes where the sync has none"
-    )
-    slower, at_best = (found.median("full_gather") / found.median(path) for path in ("sync", "unproven"))
-    return f"the full gather moves {more}, in {slower:.1f} times the time ({at_best:.1f} without proof)"
+    seconds = {path: found[path]["seconds"] for path in PATHS}
+    return harness.report(rows, result(spec, planned, moved, seconds), problems=problems)
 
 
 def verdict(found: dict[RankOrder, Dry]) -> str:
@@ -257,9 +216,8 @@ def verdict(found: dict[RankOrder, Dry]) -> str:
     return f"recommended: layout.order={best}, which moves {saved:.0%} fewer bytes between nodes than {worst}"
 
 
-def result(spec: Spec, planned: Dry, found: Measured | None) -> dict[str, int | float | str | None]:
-    moved = planned.traffic.moved if found is None else found.sync_bytes
-    seconds = {"seconds": "sync", "unproven_seconds": "unproven", "full_gather_seconds": "full_gather"}
+def result(spec: Spec, planned: Dry, moved: int, seconds: dict[str, float]) -> dict[str, int | float | str | None]:
+    names = {"seconds": "sync", "unproven_seconds": "unproven", "full_gather_seconds": "full_gather"}
     return {
         "bytes_moved": moved,
         "lower_bound": planned.lower_bound,
@@ -267,7 +225,7 @@ def result(spec: Spec, planned: Dry, found: Measured | None) -> dict[str, int | 
         "ratio": round(moved / planned.full_gather_bytes, 4) if planned.full_gather_bytes else None,
         "between_nodes_bytes": planned.traffic.between_nodes,
         "plan_seconds": round(planned.plan_seconds, 3),
-        **{name: None if found is None else round(found.median(path), 4) for name, path in seconds.items()},
+        **{name: round(seconds[path], 4) if seconds else None for name, path in names.items()},
         "order": spec.source.order,
     }
 
@@ -292,7 +250,8 @@ def check_spec(spec: Spec) -> None:
             f"--target needs {engine_ranks} ranks and --source has {ranks}; measured engines share the trainer's, "
             "so use fewer engines, or --dry"
         )
-    needed, free = bytes_needed(spec), free_bytes()
+    [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+    needed, free = bytes_needed(spec), int(line.split()[1]) << 10
     if needed > free:
         raise ConfigError(
             f"{ranks} ranks with these weights need {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB of memory are free; "
@@ -305,27 +264,20 @@ def bytes_needed(spec: Spec) -> int:
     trainer = megatron_shards(family, spec.shape, spec.source)
     engines = engine_shards(family, spec.shape, spec.target, ranks)
     weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
-    return ITEM_BYTES * weights + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
+    gathered = 2 * max(map(math.prod, family.hf_tensors(spec.shape).values()))  # the largest tensor, twice
+    return ITEM_BYTES * (weights + ranks * gathered) + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
 
 
-def free_bytes() -> int:
-    """Return the available memory, including file caches if the system reports it; otherwise the total memory."""
-    try:
-        [line] = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
-        return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def measure(spec: Spec, repeat: int) -> Measured:
-    """Start the ranks and return their figures. Raise UserError."""
+def measure(spec: Spec, repeat: int) -> tuple[dict[str, list[harness.Figures]], list[str]]:
+    """Start the ranks. Return the figures of each round by path, and problems. Raise UserError."""
     with tempfile.TemporaryDirectory(prefix="weight_sync_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
         code = run_ranks([sys.executable, str(WORKER), str(folder), str(repeat)], spec.source.world_size, folder)
         if code:
             raise UserError(f"the ranks ended with code {code}; try fewer --layers or ranks")
-        return Measured(**json.loads((folder / "result.json").read_text()))
+        found = json.loads((folder / "result.json").read_text())
+        return found["rounds"], found["problems"]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from grpo_mega.weights.layout import (
     hf_shards,
     megatron_shards,
 )
-from grpo_mega.weights.plan import Traffic, TransferPlan, plan_transfers
+from grpo_mega.weights.plan import Traffic, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 
 ITEM_BYTES = 2  # weights move in bfloat16
@@ -46,7 +46,6 @@ class Spec:
 class Dry:
     """The bytes that a sync would move."""
 
-    plan: TransferPlan
     traffic: Traffic
     lower_bound: int
     full_gather_bytes: int
@@ -64,7 +63,6 @@ def dry_run(spec: Spec) -> Dry:
     num_rounds = len(plan.rounds(spec.bucket_bytes, ITEM_BYTES))
     seconds = time.perf_counter() - started_at
     return Dry(
-        plan,
         plan.traffic(ITEM_BYTES),
         ITEM_BYTES * lower_bound(trainer, engines),
         ITEM_BYTES * full_gather(trainer, num_parameters(spec.shape), world_size),

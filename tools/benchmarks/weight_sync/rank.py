@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -70,14 +70,6 @@ class Engine:
         return mismatched_tensors(self._entries, self.tensors) if self.verifies else []
 
 
-class Policy:
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self._tensors
-
-
 class Bench:
     """Both paths of one rank, with their state between runs. The default process group has the trainer's ranks."""
 
@@ -88,28 +80,22 @@ class Bench:
         engines = engine_shards(family, spec.shape, spec.target, world_size)
         plan = plan_transfers(trainer, engines, ranks_per_node=spec.ranks_per_node)
         self.wanted = engines.rank_shards(rank)
-        self.policy = Policy(blank(trainer.rank_shards(rank)))
-        load_shards(trainer.rank_shards(rank), self.policy.tensors(), self.read)
+        self.weights = blank(trainer.rank_shards(rank))
+        load_shards(trainer.rank_shards(rank), self.weights, self.read)
         self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
-        self._sync, self._unverified = (
-            WeightSync(plan, DTYPE, spec.bucket_bytes, meet, verify=verify) for verify in (True, False)
-        )
+        self._syncs = [WeightSync(plan, DTYPE, spec.bucket_bytes, meet, verify=verify) for verify in (False, True)]
         self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
 
     def read(self, box: Box) -> Tensor:
         """Return the contents of a slice of a Hugging Face tensor: pseudorandom numbers below 2."""
         return values_of(box, self._shapes[box.tensor])
 
-    def sync(self) -> int:
-        self.engine.verifies = True
-        return self._sync.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
-
-    def unproven(self) -> int:
-        self.engine.verifies = False
-        return self._unverified.sync_weights(self.policy.tensors(), cast(AnyEngine, self.engine), version=1)
+    def sync(self, *, verify: bool = True) -> int:
+        self.engine.verifies = verify
+        return self._syncs[verify].sync_weights(self.weights, cast(AnyEngine, self.engine), version=1)
 
     def full_gather(self) -> int:
-        return self._gather.run(self.policy.tensors(), self.gathered)
+        return self._gather.run(self.weights, self.gathered)
 
     def unlike_each_other(self) -> list[str]:
         return [name for name, tensor in self.engine.tensors.items() if not is_same(tensor, self.gathered[name])]
@@ -139,9 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(spec: Spec, repeat: int) -> dict[str, Any]:
-    """Run each path once to warm up, then `repeat` times in turn. The result is the same on all ranks; bytes are
-    sums.
-    """
+    """Run each path once to warm up, then `repeat` times in turn. All ranks return the same; bytes are sums."""
     bench, problems = Bench(spec), list[str]()
 
     def path(act: Callable[[], int], tensors: Tensors) -> harness.Figures:
@@ -154,7 +138,7 @@ def measure(spec: Spec, repeat: int) -> dict[str, Any]:
 
     paths = {
         "sync": partial(path, bench.sync, bench.engine.tensors),
-        "unproven": partial(path, bench.unproven, bench.engine.tensors),
+        "unproven": partial(path, partial(bench.sync, verify=False), bench.engine.tensors),
         "full_gather": partial(path, bench.full_gather, bench.gathered),
     }
     rounds = harness.take_turns(paths, repeat, warm_up=1, after_round=check)
