@@ -23,7 +23,7 @@ ensure_env() {
     fi
 
     [[ -d "$ROOT/.venv" ]] || _make_venv
-    _is_recent "$VENV_PYTHON" || _fail ".venv holds no working Python 3.11 or newer; remove $ROOT/.venv and start again"
+    _is_supported "$VENV_PYTHON" || _fail ".venv holds no working Python 3.11, 3.12 or 3.13; remove $ROOT/.venv and start again"
     local extras
     extras="$(printf '%s\n' $installed_extras "$@" | sort -u | paste -sd, -)"
     echo "installing the project${extras:+ with extras $extras} into .venv; the first time takes some minutes" >&2
@@ -73,22 +73,22 @@ _make_venv() {
     local python="${PYTHON:-}" candidate
     if [[ -z "$python" ]]; then
         for candidate in python3 python3.13 python3.12 python3.11; do
-            if _is_recent "$candidate"; then
+            if _is_supported "$candidate"; then
                 python="$candidate"
                 break
             fi
         done
-        [[ -n "$python" ]] || _fail "needs Python 3.11 or newer, found none; set PYTHON to one"
+        [[ -n "$python" ]] || _fail "needs Python 3.11, 3.12 or 3.13, found none; set PYTHON to one"
     fi
-    _is_recent "$python" || _fail "PYTHON=$python is not Python 3.11 or newer; set PYTHON to one that is"
+    _is_supported "$python" || _fail "PYTHON=$python: must be Python 3.11, 3.12 or 3.13, which SGLang has wheels for; set PYTHON to one"
     if ! "$python" -m venv "$ROOT/.venv"; then
         rm -rf "$ROOT/.venv"
         _fail "$python cannot make a virtual environment; install its venv module (on Debian: apt-get install python3-venv)"
     fi
 }
 
-_is_recent() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null
+_is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null
 }
 
 # _all_within WORDS WORD ...: succeed if every WORD is one of the words in WORDS.

@@ -78,7 +78,7 @@ settings() {
     # uses, because a node's name may not resolve on other nodes. The port is free on the first node, where this script runs, and
     # outside of the range that the kernel assigns to clients.
     MASTER_ADDR="$(address_of "${NETWORK_INTERFACE:-}")"
-    MASTER_ADDR="${MASTER_ADDR:-$(field NodeAddr "$(scontrol show node "${NODES[0]}")")}"
+    MASTER_ADDR="${MASTER_ADDR:-$(outside_address "$(field NodeAddr "$(scontrol show node "${NODES[0]}")")")}"
     MASTER_PORT="${MASTER_PORT:-$(free_port)}"
     export MASTER_ADDR MASTER_PORT
     # Ranks sign their messages with this key. Other users cannot see the environment of this script or of its steps.
@@ -106,6 +106,20 @@ settings() {
 # Print the IPv4 address of an interface of this node. Print nothing without a name, an address or the program ip.
 address_of() {
     [[ -z "$1" ]] || { ip -4 -o address show dev "$1" | grep -oP 'inet \K[0-9.]+' | head -n 1; } 2> /dev/null
+}
+
+# Print an address of the first node, given as an address or a name, that other nodes can reach. Debian and Ubuntu map a node's name
+# to 127.0.1.1 on the node itself, so the second node is asked too.
+outside_address() {
+    local address lookup=(getent ahosts "$1")
+    if [[ "$1" != *[:]* && ! "$1" =~ ^[0-9.]+$ ]]; then
+        address="$("${lookup[@]}" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }')"
+        if [[ -z "$address" ]] && ((NUM_NODES > 1)); then
+            address="$(srun --nodes=1 --ntasks=1 --nodelist="${NODES[1]}" "${lookup[@]}" 2> /dev/null |
+                awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }')"
+        fi
+    fi
+    echo "${address:-$1}"
 }
 
 # In a container's list of mounts, a comma ends a mount and a colon ends its first path.

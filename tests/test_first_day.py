@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,35 @@ def test_every_value_is_reported_with_its_target(tmp_path: Path) -> None:
     assert "say nothing about a card" not in text
 
 
+def commands_of(folder: Path, extras: str, *arguments: str) -> list[str]:
+    """Return the commands of a first day on two GPUs, from a copy of the script with a fake Python and nvidia-smi."""
+    for name in ("tools/first_day.sh", "tools/constraints.txt", "examples/env.sh", "pyproject.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.json").touch()
+    fakes = {".venv/bin/python": f'echo "$*" >> {folder}/calls', "bin/nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'"}
+    for name, text in fakes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / ".venv" / ".installed").write_text(f"0 {extras}\n")
+    environment = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", folder / "tools" / "first_day.sh", folder / "mine", *arguments], env=environment, check=True
+    )
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_first_day_needs_neither_transformer_engine_nor_sglang(tmp_path: Path) -> None:
+    [run] = [line for line in commands_of(tmp_path / "all", "gpu dev") if "cli train" in line]
+    assert "rollout.engine=sglang" in run and "precision.fp8=hybrid" in run
+    commands = commands_of(tmp_path / "less", "dev", "--without", "te,sglang")
+    [run] = [line for line in commands if "cli train" in line]
+    assert "rollout.engine=embedded" in run and "fp8" not in run
+    assert not any("--nvcc" in line or "[gpu" in line or "gpu]" in line for line in commands)
+
+
 def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) -> None:
     code, found, text = report(tmp_path / "a", [STEP, STEP | {"mismatch/k3": 0.2}], install=0, tests=1, train=0)
     assert code == 1 and found["failed"] == ["tests", "largest mismatch/k3, nats per token"]
@@ -70,6 +100,8 @@ def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) 
         ([], "nvidia-smi shows no GPU; use a machine with one, or --cpu to try the script"),
         (["--gpus", "8"], "--gpus is not known; usage: tools/first_day.sh MODEL"),
         (["--out"], "--out needs a value; usage: "),
+        (["mine", "--without", "apex"], "--without apex: must be te, sglang, or te,sglang"),
+        (["--cpu", "--without", "te"], "--cpu runs everything on emulated kernels; leave --without out"),
         (["--cpu", "models/mine"], "--cpu makes its own model; leave models/mine out"),
         (["--cpu", "--out", "tests"], "--out tests is there already; name another folder"),
     ],

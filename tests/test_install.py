@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import tomllib
 from importlib.metadata import requires
@@ -57,6 +59,71 @@ def test_another_option_is_refused_before_anything_is_installed() -> None:
         result.returncode == 1
         and result.stderr == "install_gpu.sh: error: --cpu is not known; the only option is --dry-run\n"
     )
+
+
+def install(
+    folder: Path, *, release: str = "13.0", driver: str = "580.65.06", glibc: str = "2.36", headers: str = "cudnn nccl"
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run a copy of the script where nvcc, nvidia-smi and Python are fakes. Return the calls of pip, with CPATH."""
+    for name in ("tools/install_gpu.sh", "tools/constraints.txt", "examples/env.sh", "pyproject.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for package in headers.split():
+        (folder / "site" / "nvidia" / package / "include").mkdir(parents=True)
+        (folder / "site" / "nvidia" / package / "include" / f"{package}.h").touch()
+    calls = folder / "calls"
+    fakes = {
+        "bin/nvcc": f"echo 'Cuda compilation tools, release {release}, V{release}.48'",
+        "bin/nvidia-smi": f"echo {driver}",
+        "bin/getconf": f"echo glibc {glibc}",
+        ".venv/bin/python": f"""case "$*" in
+            *torch.version.cuda*) echo 13.0 ;;
+            *sysconfig*) echo {folder}/site ;;
+            *pip*) echo "$CPATH $*" >> {calls} ;;
+        esac""",
+    }
+    for name, text in fakes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "CUDA_HOME": str(folder)}
+    result = subprocess.run(
+        ["bash", str(folder / "tools" / "install_gpu.sh")], env=environment, capture_output=True, text=True
+    )
+    return result, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"release": "12.8"}, "bin/nvcc is of CUDA 12.8: must be of CUDA 13; load that module, or set CUDA_HOME"),
+        ({"glibc": "2.31"}, "glibc 2.31: must be 2.34 or later for SGLang's wheels"),
+        ({"driver": "570.86.10"}, "driver 570.86.10: must be 580 or later for CUDA 13; update the driver"),
+    ],
+)
+def test_toolkit_and_driver_are_checked_before_any_download(
+    machine: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    result, calls = install(tmp_path, **machine)
+    assert result.returncode == 1 and calls == [], result
+    [line] = result.stderr.splitlines()
+    assert words in line
+
+
+def test_the_extension_is_compiled_with_the_headers_of_pips_cudnn(tmp_path: Path) -> None:
+    """A toolkit has no cudnn.h, and Transformer Engine's build looks nowhere else (its issues 918, 1309, 1506)."""
+    result, calls = install(tmp_path)
+    assert result.returncode == 0, result.stderr
+    [built] = [call for call in calls if "--no-build-isolation" in call]
+    paths = built.partition(" ")[0].split(":")
+    assert (Path(paths[0]) / "cudnn.h").is_file() and (Path(paths[1]) / "nccl.h").is_file()
+    assert "transformer-engine[core_cu13,pytorch]" in built and "torch==" in calls[0]
+
+
+def test_missing_headers_are_reported_before_the_compilation(tmp_path: Path) -> None:
+    result, calls = install(tmp_path, headers="nccl")
+    assert result.returncode == 1 and "cudnn/include/cudnn.h is not there" in result.stderr
+    assert len(calls) == 1, calls
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang")
-FIELDS = (  # arguments of nvidia-smi --query-gpu
+FIELDS = (  # arguments of nvidia-smi --query-gpu; later drivers may know *throttle* only as *event*
     "index",
     "name",
     "driver_version",
@@ -97,11 +97,11 @@ def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
 
 def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return (problems, versions by name)."""
-    problems = disk_problems(disks) + (compiler_problems() if needs_nvcc else [])
+    problems = disk_problems(disks) + (compiler_problems(torch_cuda()) if needs_nvcc else [])
     fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
     if num_gpus:
         try:
-            gpus = parse_csv(nvidia_smi(f"--query-gpu={','.join(FIELDS)}"), FIELDS)
+            gpus = parse_csv(query_gpus(), FIELDS)
             rows = parse_csv(nvidia_smi(f"--query-remapped-rows={','.join(ROW_FIELDS)}"), ROW_FIELDS)
             links = parse_links(nvidia_smi("nvlink", "-s"))
         except (OSError, subprocess.SubprocessError) as error:
@@ -156,15 +156,26 @@ def torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-def compiler_problems() -> list[str]:
-    """Check for nvcc where SGLang looks: CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda."""
+def compiler_problems(cuda: str | None) -> list[str]:
+    """Check that nvcc is in one of the places where SGLang looks for it (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda),
+    and that it has the major version of torch's CUDA version `cuda`.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}{os.pathsep}/usr/local/cuda/bin"
-    if shutil.which("nvcc", path=places):
+    nvcc = shutil.which("nvcc", path=places)
+    if nvcc is None:
+        return [
+            "nvcc is missing; SGLang compiles kernels with it when it starts; install the CUDA toolkit or set CUDA_HOME"
+        ]
+    try:
+        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"nvcc fails ({' '.join(str(error).split())})"]
+    release = re.search(r"release ([\d.]+)", printed)
+    if cuda is None or (release and release[1].partition(".")[0] == cuda.partition(".")[0]):
         return []
-    return [
-        "nvcc is missing; SGLang compiles kernels with it when it starts; install the CUDA toolkit or set CUDA_HOME"
-    ]
+    version = release[1] if release else "unknown"
+    return [f"{nvcc} is of CUDA {version}, but torch has CUDA {cuda}; set CUDA_HOME to a toolkit of torch's version"]
 
 
 def row_problems(rows: list[dict[str, str]]) -> list[str]:
@@ -218,6 +229,15 @@ def disk_problems(disks: str) -> list[str]:
 def number(text: str) -> int:
     """Return the number; 0 for a value that a GPU does not report ("[N/A]")."""
     return int(text) if text.isdecimal() else 0
+
+
+def query_gpus() -> str:
+    """Return the values of FIELDS. The clocks' fields were renamed in driver 535, and the old names may end."""
+    query = f"--query-gpu={','.join(FIELDS)}"
+    try:
+        return nvidia_smi(query)
+    except subprocess.CalledProcessError:
+        return nvidia_smi(query.replace("clocks_throttle_reasons", "clocks_event_reasons"))
 
 
 def nvidia_smi(*arguments: str) -> str:

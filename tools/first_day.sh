@@ -1,23 +1,29 @@
 #!/usr/bin/env bash
-# tools/first_day.sh MODEL [--data DATA] [--out FOLDER]: test a machine with new GPUs, in about an hour.
+# tools/first_day.sh MODEL [--data DATA] [--out FOLDER] [--without te,sglang]: test a machine with new GPUs, in about an hour.
 # tools/first_day.sh --cpu [--out FOLDER]: try this script at tiny sizes on emulated kernels, in minutes; its figures mean nothing.
 #
 # The script checks the installation and the links, runs tests/gpu and tools/benchmarks/gpu, and trains MODEL for 20 steps in FP8
 # with SGLang on the same GPUs. MODEL is the folder of an instruct model of 0.5B to 2B parameters. FOLDER/report.md lists every
 # figure with its target; attach the folder to an issue. If a step fails, the others still run, and the exit code is 1.
+# --without te leaves out Transformer Engine, so it trains in bf16; --without sglang generates with the embedded engine. The tests and
+# benchmarks that need them are skipped. Both together need only torch, Megatron-core and the rest of the extra `dev`.
 set -uo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT" || exit
 
-usage="usage: tools/first_day.sh MODEL [--data DATA] [--out FOLDER], or tools/first_day.sh --cpu [--out FOLDER]"
-MODEL="" DATA="hub:openai/gsm8k:main@train" OUT="" IS_CPU=""
+usage="usage: tools/first_day.sh MODEL [--data DATA] [--out FOLDER] [--without te,sglang], or tools/first_day.sh --cpu [--out FOLDER]"
+MODEL="" DATA="hub:openai/gsm8k:main@train" OUT="" IS_CPU="" WITHOUT=""
 while (($#)); do
     case "$1" in
         --cpu) IS_CPU=1 ;;
-        --data | --out)
+        --data | --out | --without)
             (($# > 1)) || _fail "$1 needs a value; $usage"
-            if [[ "$1" == --data ]]; then DATA="$2"; else OUT="$2"; fi
+            case "$1" in
+                --data) DATA="$2" ;;
+                --out) OUT="$2" ;;
+                --without) WITHOUT="$2" ;;
+            esac
             shift
             ;;
         -*) _fail "$1 is not known; $usage" ;;
@@ -25,6 +31,8 @@ while (($#)); do
     esac
     shift
 done
+[[ "$WITHOUT" =~ ^(te|sglang|te,sglang|sglang,te|)$ ]] || _fail "--without $WITHOUT: must be te, sglang, or te,sglang"
+[[ -z "$WITHOUT" || -z "$IS_CPU" ]] || _fail "--cpu runs everything on emulated kernels; leave --without out"
 OUT="${OUT:-runs/first_day-$(date +%Y%m%d-%H%M%S)}"
 [[ ! -e "$OUT" ]] || _fail "--out $OUT is there already; name another folder"
 if [[ -n "$IS_CPU" ]]; then
@@ -36,8 +44,12 @@ else
     num_gpus="$(nvidia-smi --list-gpus 2> /dev/null | wc -l)"
     ((num_gpus > 0)) || _fail "nvidia-smi shows no GPU; use a machine with one, or --cpu to try the script"
     [[ -f "$MODEL/config.json" ]] || _fail "MODEL=$MODEL must be a folder with a config.json; $usage"
-    grep -qsw gpu "$ROOT/.venv/.installed" || _fail "the environment for GPUs is not there; run tools/install_gpu.sh first"
-    ensure_env gpu dev
+    if [[ "$WITHOUT" == *te* && "$WITHOUT" == *sglang* ]]; then
+        ensure_env dev
+    else
+        grep -qsw gpu "$ROOT/.venv/.installed" || _fail "the environment for GPUs is not there; run tools/install_gpu.sh first"
+        ensure_env gpu dev
+    fi
 fi
 mkdir -p "$OUT"
 
@@ -51,7 +63,9 @@ step() {
     echo "{\"name\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - started_at))}" >> "$OUT/steps.jsonl"
 }
 
-settings=(--set "run_dir=$OUT/run" --set rollout.engine=sglang --set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise)
+settings=(--set "run_dir=$OUT/run")
+if [[ "$WITHOUT" == *sglang* ]]; then settings+=(--set rollout.engine=embedded); else settings+=(--set rollout.engine=sglang); fi
+[[ "$WITHOUT" == *te* ]] || settings+=(--set precision.fp8=hybrid --set precision.fp8_recipe=tensorwise)
 python=("$VENV_PYTHON")
 if [[ -n "$IS_CPU" ]]; then
     export PYTHONPATH="$ROOT" OMP_NUM_THREADS=1
@@ -69,7 +83,9 @@ else
     settings+=(--set "model.path=$MODEL" --set "data.train=$DATA" --set data.heldout=null --set data.heldout_size=128)
     settings+=(--set "layout.tp=$tp" --set "layout.dp=$((num_gpus / tp))" --set "layout.sequence_parallel=$([[ $tp == 1 ]] && echo false || echo true)")
     settings+=(--set steps=20 --set eval.interval=10 --set checkpoint.interval=10)
-    step install "${python[@]}" tools/check_node.py --expect-gpus "$num_gpus" --nvcc
+    check=("${python[@]}" tools/check_node.py --expect-gpus "$num_gpus")
+    [[ "$WITHOUT" == *sglang* ]] || check+=(--nvcc) # SGLang compiles kernels
+    step install "${check[@]}"
     if ((num_gpus > 1)); then
         step allreduce env SLURM_NNODES=1 SLURM_NODEID=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
             "${python[@]}" tools/check_allreduce.py --ranks "$num_gpus" --node-floor 200 --out "$OUT/slow_nodes"

@@ -3,12 +3,15 @@
 #
 # torch must come first, because Transformer Engine's extension is compiled against the installed torch. Otherwise pip compiles it
 # in an isolated environment against the newest torch, and the extension does not load. Needs nvcc and a C++ compiler. If NVIDIA
-# has no wheel for this torch, the compilation takes about ten minutes. --dry-run prints the commands.
+# has no wheel for this torch, the compilation takes about ten minutes. --dry-run prints the commands. nvcc and driver are checked
+# before anything is downloaded.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 
-CUDA=13 # version of torch's default build and of SGLang's kernels
+CUDA=13    # version of torch's default build and of SGLang's kernels
+DRIVER=580 # oldest driver for it
+GLIBC=2.34 # oldest glibc for SGLang's wheels (manylinux_2_34)
 TRANSFORMER_ENGINE=">=2.9,<2.12" # versions that megatron-core supports
 BUILD_TOOLS=(setuptools wheel packaging ninja pybind11)
 
@@ -20,6 +23,33 @@ run() {
     fi
 }
 
+# Refuse a toolkit or a driver of another CUDA version. The compiled extension would load, but fail or be wrong at run time.
+check_machine() {
+    local nvcc release driver glibc
+    glibc="$(getconf GNU_LIBC_VERSION 2> /dev/null | grep -oP '[0-9.]+$' || echo unknown)"
+    [[ "$(printf '%s\n' "$GLIBC" "$glibc" | sort -V | head -n 1)" == "$GLIBC" ]] ||
+        _fail "glibc $glibc: must be $GLIBC or later for SGLang's wheels; use a container or a newer system (Ubuntu 22.04, RHEL 9)"
+    nvcc="$(PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" command -v nvcc)" ||
+        _fail "nvcc is not there; install the CUDA toolkit $CUDA, or set CUDA_HOME to its folder"
+    release="$("$nvcc" --version | grep -oP 'release \K[0-9.]+')" || _fail "$nvcc --version names no release"
+    [[ "$release" == "$CUDA".* ]] ||
+        _fail "$nvcc is of CUDA $release: must be of CUDA $CUDA; load that module, or set CUDA_HOME to the toolkit's folder"
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null | head -n 1)" || return 0 # an image's build
+    ((${driver%%.*} >= DRIVER)) || _fail "driver $driver: must be $DRIVER or later for CUDA $CUDA; update the driver"
+}
+
+# Print the folders with the headers of pip's cuDNN and NCCL. Transformer Engine's build looks for them in the toolkit only, and a
+# toolkit has no cuDNN.
+header_folders() {
+    local site folder package
+    site="$("$VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    for package in cudnn nccl; do
+        folder="$site/nvidia/$package/include"
+        [[ -f "$folder/$package.h" ]] || _fail "$folder/$package.h is not there; it comes with torch: remove $ROOT/.venv and start again"
+        printf '%s:' "$folder"
+    done
+}
+
 IS_DRY=""
 case "${1:-}" in
     "") ;;
@@ -27,8 +57,7 @@ case "${1:-}" in
     *) _fail "$1 is not known; the only option is --dry-run" ;;
 esac
 if [[ -z "$IS_DRY" ]]; then
-    "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version > /dev/null 2>&1 || nvcc --version > /dev/null 2>&1 ||
-        _fail "nvcc is not there; install the CUDA toolkit $CUDA, or set CUDA_HOME to its folder"
+    check_machine
     [[ -d "$ROOT/.venv" ]] || _make_venv
 fi
 pip=("$VENV_PYTHON" -m pip install --disable-pip-version-check)
@@ -38,8 +67,9 @@ run "${pip[@]}" "$torch" "${BUILD_TOOLS[@]}"
 if [[ -z "$IS_DRY" ]]; then
     found="$("$VENV_PYTHON" -c 'import torch; print(torch.version.cuda)')"
     [[ "$found" == "$CUDA".* ]] || _fail "the installed torch has CUDA $found and not $CUDA; remove $ROOT/.venv and start again"
+    headers="$(header_folders)"
 fi
-NVTE_FRAMEWORK=pytorch run "${pip[@]}" --no-build-isolation "transformer-engine[core_cu$CUDA,pytorch]$TRANSFORMER_ENGINE"
+CPATH="${headers:-}${CPATH:-}" NVTE_FRAMEWORK=pytorch run "${pip[@]}" --no-build-isolation "transformer-engine[core_cu$CUDA,pytorch]$TRANSFORMER_ENGINE"
 run ensure_env gpu
 if nvidia-smi > /dev/null 2>&1; then # skip while a container image is built, because the build has no GPU
     run "$VENV_PYTHON" -c "import transformer_engine.pytorch, megatron.core, sglang; print('installed')"

@@ -20,7 +20,7 @@ from grpo_mega import processes
 from grpo_mega.commands.options import RewardOptions, TrainOptions
 from grpo_mega.config import Config
 from grpo_mega.config.rewards import ALIASES
-from grpo_mega.distributed.environment import library_environment, uses_gpu
+from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
 from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError, raise_all
@@ -101,10 +101,10 @@ def rank_imports(config: Config) -> Iterator[None]:
     try:
         processes.enter_private_folder()
         os.environ.update(environment(config) | library_environment(os.environ) | os.environ)
+        bind_to_gpu_cores(os.environ)
         with phase("importing torch, transformers and Megatron-core", config.log.progress and not current_rank()):
-            from grpo_mega.megatron.loaded_kernels import (
-                check_loads,
-            )  # it imports Megatron, which reads the environment
+            # It imports Megatron, which reads the environment.
+            from grpo_mega.megatron.loaded_kernels import check_loads
 
             check_loads()
             yield

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 from grpo_mega.processes import shared_folder
@@ -47,7 +48,10 @@ DETERMINISTIC = {
 }
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that select the CPU
 SECONDS_TO_ASK = 120.0
+CORES_VARIABLE = "GRPO_MEGA_CORES"  # the cores of a rank before it was bound to some; its server uses all of them
 _ASK = "import torch; print('torch sees a GPU:', torch.cuda.is_available())"
+LOOPBACKS = ("127.0.0.1", "localhost", "::1")
+_OUTSIDE = "192.0.2.1"  # an address for documentation (RFC 5737); only the default route leads to it
 SIOCGIFADDR = 0x8915  # the ioctl that returns an interface's IPv4 address
 
 
@@ -55,9 +59,9 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a rank adds to its environment `environ`. Variables in `environ` are left out.
 
     DETERMINISTIC=1 adds the variables for deterministic kernels. NETWORK_INTERFACE is the interface for sockets of NCCL
-    and gloo. Without it gloo uses the interface that leads to MASTER_ADDR. gloo's default is the address of the host's
-    name, but on Ubuntu this is 127.0.1.1, so ranks of different nodes would never connect. On one machine both use the
-    loopback interface, because no other machine can reach it.
+    and gloo. Without it gloo uses the interface between the nodes. gloo's default is the address of the host's name,
+    but on Debian and Ubuntu this is 127.0.1.1, so ranks of different nodes would never connect. On one machine both use
+    the loopback interface, because no other machine can reach it.
     """
     values = dict(LIBRARIES)
     if environ.get("DETERMINISTIC") == "1":
@@ -66,13 +70,48 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
         values |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     elif is_one_machine(environ):
         values |= loopback_sockets()
-    elif interface := interface_to(environ.get("MASTER_ADDR", "")):
-        values["GLOO_SOCKET_IFNAME"] = interface
+    elif master := environ.get("MASTER_ADDR"):
+        if interface := interface_between_nodes(master):
+            values["GLOO_SOCKET_IFNAME"] = interface
+        elif "GLOO_SOCKET_IFNAME" not in environ:
+            print(
+                f"grpo-mega: warning: no network interface of this node is known to reach other nodes"
+                f" (MASTER_ADDR={master}), so gloo uses the address of the host's name; set NETWORK_INTERFACE",
+                file=sys.stderr,
+                flush=True,
+            )
     if gpu_sign(
         environ
     ):  # keep compiled kernels for later runs; the default is in TMPDIR, which is removed with the rank
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
+
+
+def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) -> None:
+    """Bind this process to those of its CPU cores that are on the same NUMA node as the GPU of LOCAL_RANK.
+
+    Pinned host memory is allocated on the node of the process, and copies to a GPU of another node are slower. Call it
+    before torch is imported, because threads inherit the cores. CORES_VARIABLE then lists the earlier cores. Nothing
+    changes without a GPU, if the GPU's cores are not known, or if the process may use none of them.
+    """
+    if gpu_sign(environ) is None or "LOCAL_RANK" not in environ:
+        return
+    query = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=True, timeout=SECONDS_TO_ASK).stdout
+        cards = [line.split(", ") for line in listed.splitlines()]
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        name = (visible if visible != [""] else [index for index, _, _ in cards])[int(environ["LOCAL_RANK"])].strip()
+        domain, bus_id = next(bus for index, uuid, bus in cards if name == index or uuid.startswith(name)).split(":", 1)
+        cores = (sysfs / "bus/pci/devices" / f"{domain[-4:]}:{bus_id}".lower() / "local_cpulist").read_text()
+    except (OSError, ValueError, LookupError, StopIteration, subprocess.SubprocessError):
+        return
+    ranges = [part.partition("-") for part in cores.strip().split(",") if part]
+    near = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+    allowed = os.sched_getaffinity(0)
+    if chosen := near & allowed:
+        os.environ[CORES_VARIABLE] = ",".join(map(str, sorted(allowed)))
+        os.sched_setaffinity(0, chosen)
 
 
 def is_one_machine(environ: Mapping[str, str]) -> bool:
@@ -84,6 +123,40 @@ def loopback_sockets() -> dict[str, str]:
     """Return the variables that make the sockets of NCCL and gloo use the loopback interface."""
     interface = interface_to("127.0.0.1")
     return {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
+def interface_between_nodes(master: str) -> str | None:
+    """Return the network interface that ranks on other nodes can reach; None if that cannot be decided.
+
+    It is the interface that leads to `master`, the first node. On the first node its own name may have loopback
+    addresses only. Then it is the interface of the default route, or else the only one with an address. It is the
+    loopback interface only if `master` is a loopback address itself, so all ranks are on this machine.
+    """
+    if master in LOOPBACKS:
+        return interface_to(master)
+    for host in (*outside_addresses(master), _OUTSIDE):
+        interface = interface_to(host)
+        if interface not in (None, interface_to("127.0.0.1")):
+            return interface
+    others = [
+        name
+        for _, name in socket.if_nameindex()
+        if any(_is_outside(address) and not ip_address(address).is_link_local for address in addresses_of(name))
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def outside_addresses(host: str) -> list[str]:
+    """Return the addresses of `host` except loopback addresses, which other machines cannot reach."""
+    try:
+        found = [str(row[4][0]) for row in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+    except OSError:
+        return []
+    return [address for address in found if _is_outside(address)]
+
+
+def _is_outside(address: str) -> bool:
+    return not ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_to(host: str) -> str | None:

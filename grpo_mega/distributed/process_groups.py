@@ -19,12 +19,11 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from ipaddress import ip_address
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
-from grpo_mega.distributed.environment import is_one_machine
+from grpo_mega.distributed.environment import LOOPBACKS, is_one_machine, outside_addresses
 from grpo_mega.errors import ConfigError
 
 EVERYONE = "everyone"  # name and description of the group of both sides; it stays when Megatron's groups are destroyed
@@ -117,16 +116,13 @@ def address_to_bind(environ: Mapping[str, str]) -> str:
     if is_one_machine(environ):
         return LOOPBACK
     host = environ["MASTER_ADDR"]
-    try:
-        address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        _warn(f"MASTER_ADDR={host} has no address")
-        return EVERYWHERE
-    if address != host and ip_address(address.partition("%")[0]).is_loopback and host != "localhost":
-        # Debian and Ubuntu map a machine's name to 127.0.1.1, and other machines cannot reach that address.
-        _warn(f"MASTER_ADDR={host} is {address} on this machine")
-        return EVERYWHERE
-    return address
+    if host in LOOPBACKS:
+        return "::1" if ":" in host else LOOPBACK
+    if outside := outside_addresses(host):
+        return outside[0]
+    # Debian and Ubuntu map a machine's name to 127.0.1.1, and other machines cannot reach that address.
+    _warn(f"MASTER_ADDR={host} has no address that other machines can reach")
+    return EVERYWHERE
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -124,7 +124,6 @@ class Teacher:
                 self.head_VG = torch.zeros(self._head_size, dtype=next(iter(self._parameters.values())).dtype)
                 self.head_VG[: self._head.shape[0]] = read(self._head)
         self._host.take(storages_of(self._parameters.values()))
-        torch.cuda.current_stream().synchronize()
         self._host.drop()
 
     def logprobs(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:

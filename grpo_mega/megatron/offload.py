@@ -35,7 +35,10 @@ def storages_of(tensors: Iterable[Tensor], *, but_of: Iterable[Tensor] = ()) -> 
 
 
 class HostCopy:
-    """A copy of device storages in host memory. The next copy reuses the memory."""
+    """A copy of device storages in host memory. The next copy reuses the memory.
+
+    Copies run on a separate stream. Only this class knows when they have ended, so only this class frees the storages.
+    """
 
     def __init__(self, stream: Any, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         assert chunk_bytes % ALIGNMENT == 0
@@ -75,8 +78,13 @@ class HostCopy:
                 device.copy_(host, non_blocking=True)
         return self._stream.record_event()
 
+    def finish(self) -> None:
+        """Wait on the host until the copies have ended."""
+        self._stream.synchronize()
+
     def drop(self) -> None:
-        """Free the device memory of the storages. `put` allocates it again."""
+        """Free the device memory of the storages after the copies have ended. `put` allocates it again."""
+        self.finish()
         for storage, _ in self.taken:
             storage.resize_(0)
 
@@ -101,7 +109,6 @@ class Movable:
     def __init__(self, stream: Any, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.copy = HostCopy(stream, is_pinned=is_pinned, chunk_bytes=chunk_bytes)
         self.is_away = False
-        self._stream = stream
         self._arrival: Any = None  # event of a copy to the device that may still be running
 
     def offload(self, storages: Sequence[UntypedStorage]) -> None:
@@ -112,7 +119,6 @@ class Movable:
             "numpy() was called on a tensor of these storages, so they can never be resized"
         )
         self.copy.take(storages)
-        self._stream.synchronize()
         self.copy.drop()
         self.is_away, self._arrival = bool(storages), None
 
@@ -201,7 +207,7 @@ class PolicyMemory:
         """Return a copy of the current weights for `with_weights`. If given, reuse the host memory of `into`."""
         copy = into or HostCopy(self._stream, is_pinned=self._is_cuda)
         copy.take(storages_of(self._weights()))
-        self._stream.synchronize()
+        copy.finish()
         return copy
 
     @contextmanager

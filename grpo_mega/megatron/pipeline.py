@@ -25,6 +25,8 @@ from grpo_mega.types import PackedBatch
 T = TypeVar("T")
 FORWARD, BACKWARD = "forward", "backward"  # kinds of beats
 
+LENGTH_STEP = 1024  # tokens; see te_params
+
 
 class Pipeline:
     """This rank's model chunks (wrapped for data parallelism), ready to run micro-batches."""
@@ -113,10 +115,12 @@ def te_params(cu_seqlens: Tensor, cp_size: int) -> PackedSeqParams:
     """Return the parameters of Transformer Engine's attention: lengths of whole segments. A rank has 1 / cp_size of
     each.
 
-    With context parallelism TE also needs padded lengths. They are equal, because our lengths include padding.
+    With context parallelism TE also needs padded lengths. They are equal, because our lengths include padding. The
+    length of the longest segment is rounded up, because Megatron keeps a table of rotary angles for each of the last 32
+    lengths, on the device.
     """
     cuts = cu_seqlens * cp_size
-    padded, longest = None if cp_size == 1 else cuts, int(cuts.diff().max())
+    padded, longest = None if cp_size == 1 else cuts, -(-int(cuts.diff().max()) // LENGTH_STEP) * LENGTH_STEP
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cuts,

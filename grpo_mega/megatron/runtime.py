@@ -190,7 +190,11 @@ def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 def _timeout(config: Config) -> timedelta:
-    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s))  # watchdog.py reports first, because it says more
+    """Return the timeout of collectives. It exceeds the deadlines of the watchdog and of a server's start, which report
+    more.
+    """
+    start_s = config.rollout.start_deadline_s if config.rollout.is_served else 0.0
+    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s, start_s + config.hang_deadline_s))
 
 
 def _leave_groups() -> None:

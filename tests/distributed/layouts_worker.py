@@ -33,6 +33,7 @@ from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
 from tests.distributed.layout_cases import LogitsCase, as_samples, label
+from tests.helpers import late_streams
 from tests.helpers.ranks import run_each
 
 SQUARED_NORMS = optimizers.squared_norms
@@ -51,6 +52,7 @@ def checked_norms(
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
+    late_streams.install()  # a missing wait shows as a wrong number
     torch.set_num_threads(1)
     cases: dict[int, Case | LogitsCase] = torch.load(folder / "cases.pt", weights_only=False)
     device = runtimes.join(next(iter(cases.values())).config)

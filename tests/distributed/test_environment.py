@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_mega.distributed.environment import (
     LIBRARIES,
     addresses_of,
+    bind_to_gpu_cores,
     cuda_compiler,
+    interface_between_nodes,
     interface_to,
     library_environment,
     server_cache,
@@ -44,7 +47,35 @@ def test_gloo_uses_the_interface_that_leads_to_the_master() -> None:
     for name, address in own:
         assert interface_to(address) == name
     assert interface_to("no-such-host.invalid") is None
-    assert "GLOO_SOCKET_IFNAME" not in library_environment({"MASTER_ADDR": "no-such-host.invalid"})
+
+
+def resolve_as(monkeypatch: pytest.MonkeyPatch, **addresses: list[str]) -> None:
+    """Resolve these names as an /etc/hosts would."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        return [row for address in addresses.get(host, [host]) for row in real(address, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.parametrize("own", [["127.0.1.1"], ["127.0.1.1", "127.0.0.1", "::1"], []])
+def test_nodes_never_meet_at_a_loopback_whatever_the_name_resolves_to(
+    own: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve_as(monkeypatch, first=own)
+    added = library_environment({"MASTER_ADDR": "first", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    warned = "set NETWORK_INTERFACE" in capsys.readouterr().err
+    assert added.get("GLOO_SOCKET_IFNAME", "") != "lo" and warned == ("GLOO_SOCKET_IFNAME" not in added)
+
+
+def test_an_address_after_the_loopback_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [(n, a) for _, n in socket.if_nameindex() for a in addresses_of(n) if "." in a and n != "lo"]
+    if not own:
+        pytest.skip("this machine has no network")
+    name, address = own[-1]
+    resolve_as(monkeypatch, first=["127.0.1.1", address])
+    assert interface_between_nodes("first") == name
 
 
 def test_every_command_that_trains_sets_them_before_its_rank_starts(tmp_path: Path) -> None:
@@ -102,3 +133,36 @@ def test_imports_of_a_rank_are_exempt_from_garbage_collection() -> None:
         "except ImportError: assert gc.isenabled()\nelse: raise AssertionError"
     )
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "expected"),
+    [
+        ("0", None, {0}),
+        ("1", None, {1}),
+        ("0", "1", {1}),
+        ("0", "GPU-b1,0", {1}),
+        ("2", None, {0, 1}),  # the cores of its node are not of this process
+        ("5", None, {0, 1}),  # there is no such GPU
+        ("0", "", {0, 1}),  # the GPUs are hidden
+    ],
+)
+def test_a_rank_uses_the_cores_of_its_gpus_numa_node(
+    local_rank: str, visible: str | None, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    smi = tmp_path / "bin" / "nvidia-smi"
+    cards = ["0, GPU-a0, 00000000:1A:00.0", "1, GPU-b1, 00000000:9B:00.0", "2, GPU-c2, 00000000:DB:00.0"]
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{card}'\n" for card in cards))
+    smi.chmod(0o755)
+    for bus_id, cores in (("1a", "0,4-6\n"), ("9b", "1-3,7\n"), ("db", "64-127\n")):
+        folder = tmp_path / "bus" / "pci" / "devices" / f"0000:{bus_id}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "local_cpulist").write_text(cores)
+    monkeypatch.setenv("PATH", f"{smi.parent}{os.pathsep}{os.environ['PATH']}")
+    chosen = [{0, 1}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: chosen[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
+    environ = {"PATH": os.environ["PATH"], "LOCAL_RANK": local_rank}
+    bind_to_gpu_cores(environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}), tmp_path)
+    assert chosen[-1] == expected

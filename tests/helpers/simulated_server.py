@@ -109,9 +109,18 @@ def simulate(
     """Return the groups that the trainer's engine generates with this server. It has one of `num_engines` shares of
     them.
     """
+    engine = engine_of(session, slots, num_engines=num_engines)
+    groups = engine.generate(request)
+    assert engine.failure is None, engine.failure
+    return groups
+
+
+def engine_of(session: SimulatedSession, slots: int, *, num_engines: int = 1, **limits: float) -> SGLangEngine:
+    """Return the trainer's engine with this session. `limits` are deadlines of the rollout section."""
     server: Any = SimpleNamespace(url="", headers={}, is_alive=lambda: True, tail=lambda: "")
+    deadlines: dict[str, Any] = {"stall_deadline_s": 60.0, "phase_deadline_s": 60.0, **limits}
     settings = EngineSettings(
-        rollout=RolloutConfig(engine="sglang", max_concurrent=slots, stall_deadline_s=60.0, phase_deadline_s=60.0),
+        rollout=RolloutConfig(engine="sglang", max_concurrent=slots, **deadlines),
         model_path=Path(),
         dtype="float32",
         folder=Path(),
@@ -122,9 +131,7 @@ def simulate(
     )
     engine = SGLangEngine(settings, ShardLayout(((),)), Rendezvous(HashStore(), 0, 1), HostBuckets(), server)
     engine._session = session  # type: ignore[assignment]
-    groups = engine.generate(request)
-    assert engine.failure is None, engine.failure
-    return groups
+    return engine
 
 
 def fresh(prompts: Mapping[int, Prompt]) -> dict[int, Group]:

@@ -30,6 +30,7 @@ from grpo_mega.megatron.policy import OPTIMIZER, Policy
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tests.helpers import late_streams
 from tests.helpers.models import VOCAB_SIZE, make_config
 from tests.helpers.ranks import run_cases
 
@@ -369,6 +370,7 @@ def _storage_bytes(tensors: Any) -> int:
 
 
 def main() -> None:
+    late_streams.install()  # a missing wait shows as a wrong number
     world_size = int(sys.argv[2])
     cases: dict[str, Callable[[int, Path], None]] = {
         f"moving: {text}": partial(check_moving_changes_nothing, text) for text in LAYOUTS[world_size]

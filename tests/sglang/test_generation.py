@@ -272,7 +272,7 @@ def test_a_hang_during_an_abort_is_noticed_and_finished_groups_are_kept(
 
     stop = ThenStopped(Rendezvous(HashStore(), rank=0, world_size=1), 2)
     long = replace(SAMPLING, group_size=2, max_response_length=400, stop_token_ids=frozenset(range(1, 256, 40)))
-    with connected(server, model, tmp_path, stall_deadline_s=5) as engine:
+    with connected(server, model, tmp_path, stall_deadline_s=5, start_deadline_s=5) as engine:
         try:
             groups = generate(engine, sampling=long, stop=stop)
         finally:
@@ -289,7 +289,7 @@ def test_a_hang_is_noticed_in_time_while_all_connections_are_in_use(
     """A server that is only slow is not reported as hanging."""
     (scheduler,) = Tree.of(server).named("sglang::scheduler")
     greedy = replace(SAMPLING, group_size=1, temperature=0.0, max_response_length=400, stop_token_ids=frozenset())
-    limits = {"max_concurrent": len(PROMPTS), "stall_deadline_s": 2}
+    limits = {"max_concurrent": len(PROMPTS), "stall_deadline_s": 2, "start_deadline_s": 2}
     with connected(server, model, tmp_path, **limits) as engine:
         groups = generate(engine, sampling=greedy)
         assert engine.failure is None, engine.failure

@@ -3,20 +3,34 @@
 import ast
 import importlib
 import importlib.util
+import math
+import os
+import queue
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from grpo_mega.config import load
+from grpo_mega.distributed.environment import CORES_VARIABLE
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError
+from grpo_mega.megatron import runtime
+from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang import compat, served_models
-from grpo_mega.rollout.sglang.server import server_arguments, server_environment
+from grpo_mega.rollout.sglang.engine import GRAPHS
+from grpo_mega.rollout.sglang.server import server_arguments, server_environment, warm_up
+from grpo_mega.rollout.sglang.session import Event
+from grpo_mega.types import Prompt
 from grpo_mega.weights.families import FAMILIES
 from tests.helpers.servers import TRAINERS, changed, make_settings
+from tests.helpers.simulated_server import Lengths, SimulatedSession, engine_of, fresh
 
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = make_settings(Path("/m"), Path("/f"))
 ON_GPU = {"tp": 4, "memory_fraction": 0.6, "cache_tokens": None}
 CUDA = changed(SETTINGS, ON_GPU, device_type="cuda", base_gpu_id=4, cores=())
@@ -44,6 +58,94 @@ def test_kernels_that_a_server_compiles_are_kept_on_its_node(tmp_path: Path) -> 
     assert Path(server_environment(node, CUDA)["SGLANG_CACHE_DIR"]).parent == tmp_path
     assert server_environment(node | {"SGLANG_CACHE_DIR": "/mine"}, CUDA)["SGLANG_CACHE_DIR"] == "/mine"
     assert "SGLANG_CACHE_DIR" not in server_environment(node, SETTINGS), "a CPU server compiles no kernels"
+
+
+def test_graphs_sleep_and_a_restart_ignores_what_trainers_hold() -> None:
+    found = server_environment({}, CUDA)
+    assert found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1" and found["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in server_environment({}, changed(CUDA, {"sleep": "never"}))
+    assert server_environment({"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0"}, CUDA)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"
+    assert not any("MEMORY" in name for name in server_environment({}, SETTINGS))
+    assert f'"{GRAPHS}"' in sglang_source("srt/constants.py")
+    environ = sglang_source("srt/environ.py")
+    assert all(f"{name} = Env" in environ for name in found if "MEMORY" in name)
+
+
+def test_deepgemm_does_not_compile_all_shapes_before_an_fp8_server_answers() -> None:
+    fp8 = changed(CUDA, {"quantization": "fp8"})
+    names = ("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP")
+    assert [server_environment({}, fp8)[name] for name in names] == ["false", "true"]
+    assert server_environment({names[0]: "true"}, fp8)[names[0]] == "true"
+    assert not any(name in server_environment({}, CUDA) for name in names)
+    assert all(f"{name} = EnvBool" in sglang_source("srt/environ.py") for name in names)
+
+
+def test_a_server_uses_the_cores_that_its_rank_had_before_it_was_bound() -> None:
+    code = (
+        "import os, sys; from grpo_mega.rollout.sglang import server_main as main\n"
+        "main.remove_unused = main.adopt_orphans = main.kill_descendants = lambda *a: None\n"
+        "main._serve_and_exit = lambda arguments: os._exit(len(os.sched_getaffinity(0)))\n"
+        "sys.exit(main.main(os.getppid(), '/tmp', os.open('/dev/null', 0), []))"
+    )
+    every = os.sched_getaffinity(0)
+    cores = ",".join(map(str, sorted(every)))
+    environment = server_environment(os.environ | {CORES_VARIABLE: cores}, CUDA) | {"PYTHONPATH": str(ROOT)}
+    one = min(every)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, preexec_fn=lambda: os.sched_setaffinity(0, {one})
+    )
+    assert ended.returncode == len(every)
+
+
+def test_waits_that_include_a_servers_start_are_longer_than_it() -> None:
+    config = load(ROOT / "examples" / "quickstart.yaml", ["rollout.engine=sglang", "rollout.start_deadline_s=3600"])
+    assert runtime._timeout(config).total_seconds() > 3600
+    settings = changed(CUDA, {"start_deadline_s": 3600.0, "stall_deadline_s": 60.0})
+    assert settings.leader_deadline_s > settings.stall_deadline_s(is_cold=True) == 3600
+    assert settings.stall_deadline_s(is_cold=False) == 60
+
+
+def test_the_warm_up_has_the_runs_sampling_and_a_prompt_of_full_length() -> None:
+    rollout = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_response_length": 100}
+    body = warm_up(changed(CUDA, rollout))
+    assert len(body["input_ids"]) == 512 - 100 - 1 and body["return_logprob"]
+    assert body["sampling_params"] == {
+        "max_new_tokens": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "ignore_eos": True,
+    }
+
+
+class LateSession(SimulatedSession):
+    """A session whose samples come only after `seconds` without an event. Its server does not answer health checks."""
+
+    def __init__(self, lengths: Lengths, seconds: float) -> None:
+        super().__init__(lengths)
+        self.until = time.monotonic() + seconds
+
+    def get(self, timeout: float) -> Event:
+        if time.monotonic() < self.until:
+            time.sleep(timeout)
+            raise queue.Empty
+        return super().get(timeout)
+
+    def is_healthy(self, deadline_s: float) -> bool:
+        return False
+
+
+def test_only_a_server_that_has_finished_a_phase_is_given_up_after_the_stall_deadline() -> None:
+    """The first phase compiles kernels."""
+    groups = {0: Prompt(0, "p", (5,), "")}
+    limits = {"stall_deadline_s": 0.5, "start_deadline_s": 3600.0}
+    session = LateSession({(0, 0): 3}, seconds=2.0)
+    engine = engine_of(session, slots=4, **limits)
+    request = RolloutRequest(fresh(groups), Sampling(1, 1.0, 9, frozenset()), step=0)
+    assert engine.generate(request) and engine.failure is None
+    session.until = math.inf
+    assert not engine.generate(request)
+    assert engine.failure is not None and "hangs, generating in step 0: nothing for" in engine.failure
 
 
 @pytest.mark.parametrize(

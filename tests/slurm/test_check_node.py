@@ -88,12 +88,26 @@ def test_the_cuda_version_of_torch_is_read_without_importing_torch(
 
 def test_a_missing_compiler_is_a_problem_if_sglang_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    [problem] = check_node.compiler_problems()
+    [problem] = check_node.compiler_problems("13.0")
     assert problem.startswith("nvcc is missing; SGLang compiles kernels")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "nvcc").chmod(0o755)
-    assert check_node.compiler_problems() == []
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    nvcc.chmod(0o755)
+    assert check_node.compiler_problems("12.9") == [] == check_node.compiler_problems(None)
+    assert check_node.compiler_problems("13.0") == [
+        f"{nvcc} is of CUDA 12.8, but torch has CUDA 13.0; set CUDA_HOME to a toolkit of torch's version"
+    ]
+    nvcc.write_text("#!/bin/sh\nexit 3\n")
+    assert check_node.compiler_problems("13.0")[0].startswith("nvcc fails")
+
+
+def test_a_driver_that_renamed_a_field_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncase $1 in *throttle*) exit 2 ;; esac\ncat << END\n{GPUS}END\n")
+    smi.chmod(0o755)
+    assert [gpu["index"] for gpu in check_node.parse_csv(check_node.query_gpus(), check_node.FIELDS)] == ["0", "1"]
 
 
 def test_missing_gpus_and_fields_without_a_value_are_detected() -> None:

@@ -38,7 +38,7 @@ from grpo_mega.types import Group
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import ShardLayout
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # parts of a server's memory that sleep separately
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"  # parts of a server's memory that sleep separately
 LOOK_S = 0.2  # interval of checks that the server is alive
 STOP_LOOK_S = 0.05  # interval of checks of a stop condition
 Posted = tuple[int, Future[Any] | None]  # number of a request; its response, only on the leader
@@ -68,6 +68,7 @@ class SGLangEngine(Engine):
         self._checksums: list[Entry] = []
         self._differing: list[str] = []  # differences in FP8 blocks that the server has reported, only on the leader
         self._session: Session | None = None  # only on the leader, once the server is ready
+        self._is_cold = True  # the server has not finished a phase since its start
         self._server = server
         if settings.is_leader and server is None:
             self._server = Server(settings)
@@ -88,7 +89,7 @@ class SGLangEngine(Engine):
     def restart(self, failed: Collection[int]) -> None:
         if self._settings.leader not in failed:
             return
-        self.version, self._has_weights = -1, False
+        self.version, self._has_weights, self._is_cold = -1, False, True
         self._opened.clear()
         if self._server:
             self._stop()
@@ -98,6 +99,10 @@ class SGLangEngine(Engine):
                 self.wait_until_ready()
             except EngineError as error:
                 self._fail(str(error))
+
+    @property
+    def _stall_deadline_s(self) -> float:
+        return self._settings.stall_deadline_s(is_cold=self._is_cold)
 
     def close(self) -> None:
         self._stop()
@@ -134,6 +139,7 @@ class SGLangEngine(Engine):
             assert session is not None, "wait_until_ready was not called"
             if request.stop is not None and request.stop.is_met():
                 if self._abort(f"aborting stragglers in step {request.step}", schedule, session):
+                    self._is_cold = False
                     return schedule.finish()
                 break
             while has_more and schedule.wants_group:
@@ -144,6 +150,7 @@ class SGLangEngine(Engine):
             for prompt_index, samples in schedule.take().items():
                 session.generate(prompt_index, samples, request.sampling, request.step)
             if not schedule.num_running:
+                self._is_cold = False
                 break
             try:
                 event = session.events.get(timeout=LOOK_S if request.stop is None else STOP_LOOK_S)
@@ -178,7 +185,7 @@ class SGLangEngine(Engine):
         Return the time when the server was last known to be healthy. Set `failure` if it is dead, hangs, or exceeds the
         phase's deadline. Times are from time.monotonic.
         """
-        now, deadline = time.monotonic(), self._rollout.stall_deadline_s
+        now, deadline = time.monotonic(), self._stall_deadline_s
         if not server.is_alive():
             self._fail(f"{server.url} died, {phase}")
         elif now - started_at > self._rollout.phase_deadline_s:
@@ -212,7 +219,7 @@ class SGLangEngine(Engine):
                     schedule.ended(event.prompt_index, event.sample)
                 else:
                     schedule.left_over(event.prompt_index, event.aborted or ())
-            if schedule.num_running and time.monotonic() - started_at > self._rollout.stall_deadline_s:
+            if schedule.num_running and time.monotonic() - started_at > self._stall_deadline_s:
                 self._fail(f"{phase}: {schedule.num_running} samples do not end")
         if session.is_aborting:
             self._flush_when_idle(phase)
@@ -226,7 +233,7 @@ class SGLangEngine(Engine):
         """
         if self._settings.has_memory_saver:
             self._flush_when_idle("waiting until it is idle")
-            self._post("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE]})
+            self._post("going to sleep", "/release_memory_occupation", {"tags": [WEIGHTS, CACHE, GRAPHS]})
             self._peers.broadcast("going to sleep", "")
 
     def wake_weights(self) -> None:
@@ -236,7 +243,7 @@ class SGLangEngine(Engine):
 
     def wake_cache(self) -> None:
         if self._settings.has_memory_saver:
-            self._post("waking its cache", "/resume_memory_occupation", {"tags": [CACHE]})
+            self._post("waking its cache", "/resume_memory_occupation", {"tags": [CACHE, GRAPHS]})
             self._post("flushing its cache", "/flush_cache", {})
             self._peers.broadcast("waking its cache", "")
 
@@ -354,7 +361,7 @@ class SGLangEngine(Engine):
         """Return the result of a call. If it fails, or the server dies or stalls meanwhile, set `failure` and return
         None.
         """
-        deadline_s = self._rollout.stall_deadline_s
+        deadline_s = self._stall_deadline_s
         until = time.monotonic() + deadline_s
         while response is not None and self.failure is None and self._server:
             url = self._server.url

@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo_mega import processes
 from grpo_mega.config import RolloutConfig
-from grpo_mega.distributed.environment import loopback_sockets, server_cache
+from grpo_mega.distributed.environment import CORES_VARIABLE, loopback_sockets, server_cache
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import NoReply, send
@@ -120,7 +120,15 @@ class EngineSettings:
     @property
     def leader_deadline_s(self) -> float:
         """Return how long other ranks wait for the leader. It is longer than the leader waits for its server."""
-        return 2 * self.rollout.stall_deadline_s + 10.0
+        return 2 * self.stall_deadline_s(is_cold=True) + 10.0
+
+    def stall_deadline_s(self, *, is_cold: bool) -> float:
+        """Return the seconds without an event after which a server is checked, and without an answer given up.
+
+        A server that has not finished a phase yet compiles kernels, and reads nothing meanwhile.
+        """
+        rollout = self.rollout
+        return max(rollout.stall_deadline_s, rollout.start_deadline_s) if is_cold else rollout.stall_deadline_s
 
     @property
     def has_memory_saver(self) -> bool:
@@ -239,6 +247,14 @@ class Server:
             bar.advance(int(seconds) - num_shown)
             num_shown = int(seconds)
             time.sleep(SECONDS_BETWEEN_LOOKS)
+        if self._settings.device_type == "cuda":  # a CPU compiles no kernels
+            rest_s = deadline_s - (time.monotonic() - started_at)
+            if self._ask("/generate", warm_up(self._settings), max(rest_s, SECONDS_FOR_A_TOKEN)) is None:
+                self.kill()
+                raise EngineError(
+                    f"the SGLang server of {self._settings.folder} generated no token for its longest prompt within"
+                    f" rollout.start_deadline_s={deadline_s:.0f} s; {self.tail()}"
+                )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -304,17 +320,37 @@ class Server:
         self._ask("/freeze_gc", {})  # the garbage collector need not visit the objects of the start again
         return True
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> str | None:
+    def _ask(
+        self, path: str, body: dict[str, Any] | None = None, deadline_s: float = SECONDS_FOR_A_TOKEN
+    ) -> str | None:
         """Return the answer of a POST, or of a GET if `body` is None. Return None without an answer or for a
         refusal.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
         try:
-            reply = send(self.url + path, data, headers, deadline_s=SECONDS_FOR_A_TOKEN, most_bytes=MOST_BYTES)
+            reply = send(self.url + path, data, headers, deadline_s=deadline_s, most_bytes=MOST_BYTES)
         except NoReply:
             return None
         return reply.body.decode(errors="replace") if 200 <= reply.status < 300 and reply.is_whole else None
+
+
+def warm_up(settings: EngineSettings) -> dict[str, Any]:
+    """Return a request that makes the server compile the kernels of the run's first phase.
+
+    It has the run's sampling parameters and a prompt of full length, because kernels depend on both.
+    """
+    rollout = settings.rollout
+    num_tokens = 2  # the first is of the prefill, the second of the decoding
+    params = {
+        "max_new_tokens": num_tokens,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k or -1,
+        "ignore_eos": True,
+    }
+    length = settings.context_length - rollout.max_response_length - 1
+    return {"input_ids": [0] * length, "sampling_params": params, "return_logprob": True}
 
 
 def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str]:
@@ -374,5 +410,17 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
             "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
         )
     else:
-        kept.setdefault("SGLANG_CACHE_DIR", str(server_cache(environ)))
+        usual = {
+            "SGLANG_CACHE_DIR": str(server_cache(environ)),
+            # A restarted server shares its GPUs with trainers, so their free memory may differ.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        }
+        if settings.has_memory_saver:
+            usual["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs sleep too (engine.py)
+        if settings.holds_blocks:
+            # By default DeepGEMM compiles kernels for up to 16,384 row counts per shape, which takes 10 to 20 minutes.
+            usual |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
+        kept = usual | kept
+        if cores := environ.get(CORES_VARIABLE):
+            own[CORES_VARIABLE] = cores
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from grpo_mega import processes
+from grpo_mega.distributed.environment import CORES_VARIABLE
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 from grpo_mega.rollout.sglang import compat
 
@@ -38,6 +39,8 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main(owner: int, folder: str, lock: int, arguments: Sequence[str]) -> int:
     watched = {*_STOP_SIGNALS, signal.SIGCHLD}
+    if cores := os.environ.pop(CORES_VARIABLE, None):  # the owner is bound to the cores of one of the server's GPUs
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # blocked signals stay pending until sigtimedwait
     adopt_orphans()
     remove_unused()
