@@ -421,6 +421,6 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
             # By default DeepGEMM compiles kernels for up to 16,384 row counts per shape, which takes 10 to 20 minutes.
             usual |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
         kept = usual | kept
-        if cores := environ.get(CORES_VARIABLE):
-            own[CORES_VARIABLE] = cores
+        if rank_cores := environ.get(CORES_VARIABLE):
+            own[CORES_VARIABLE] = rank_cores
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "grpo_mega.rollout.sglang.served_models"} | kept | own
