@@ -9,13 +9,13 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from grpo_mega import console
 from grpo_mega.paths import user_path
 
 NUMBERS = range(2, 21)
-HELDOUT_SHARE = 0.2  # share of the pairs of numbers that only held-out prompts have
+HELDOUT_SHARE = 0.3  # share of the pairs of numbers that only held-out prompts have
 NUM_TRAIN = 2000
 NUM_HELDOUT = 128
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Finn", "Grace", "Hugo")
@@ -28,6 +28,7 @@ QUESTIONS = (
 REQUEST = "Give only the sum and the result."
 
 Pair = tuple[int, int]
+Row = tuple[str, str]  # prompt and answer
 
 
 def main() -> None:
@@ -40,28 +41,23 @@ def main() -> None:
     rng.shuffle(pairs)
     num_heldout = round(HELDOUT_SHARE * len(pairs))
     options.out.mkdir(parents=True, exist_ok=True)
-    heldout = dict(itertools.islice(_distinct(make_rows(pairs[:num_heldout], rng)), NUM_HELDOUT))
-    train = dict(itertools.islice(_distinct(make_rows(pairs[num_heldout:], rng)), NUM_TRAIN))
+    heldout: dict[Row, None] = {}
+    draws = make_rows(pairs[:num_heldout], rng)
+    while len(heldout) < NUM_HELDOUT:
+        heldout[next(draws)] = None
+    train = itertools.islice(make_rows(pairs[num_heldout:], rng), NUM_TRAIN)
     for name, rows in (("train", train), ("heldout", heldout)):
-        lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows.items()]
+        lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows]
         (options.out / f"{name}.jsonl").write_text("".join(lines))
-    print(f"{len(train)} training prompts, {len(heldout)} held-out prompts; see {options.out}")
+    print(f"{NUM_TRAIN} training prompts, {NUM_HELDOUT} held-out prompts; see {options.out}")
 
 
-def make_rows(pairs: list[Pair], rng: random.Random) -> Iterator[tuple[str, str]]:
+def make_rows(pairs: list[Pair], rng: random.Random) -> Iterator[Row]:
     """Yield (prompt, answer) without end. Prompts may repeat."""
     while True:
         a, b = rng.sample(rng.choice(pairs), 2)
         question = rng.choice(QUESTIONS).format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
         yield f"{question} {REQUEST}", str(a + b)
-
-
-def _distinct(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    seen: set[str] = set()
-    for prompt, answer in rows:
-        if prompt not in seen:
-            seen.add(prompt)
-            yield prompt, answer
 
 
 if __name__ == "__main__":
