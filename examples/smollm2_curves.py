@@ -1,6 +1,7 @@
 """Draw the curves of runs of smollm2.sh in one picture: `python examples/smollm2_curves.py PICTURE.png RUN_DIR ...`.
 
-The left panel has the strict held-out accuracy, the right panel the mean reward of a step's samples, a line per run.
+The left panel has the strict held-out accuracy. The right panel has the mean reward of the samples in each update,
+without the groups of equal rewards that dynamic sampling replaced. Each run is a line.
 """
 
 import argparse
@@ -16,7 +17,10 @@ from grpo_mega.observe.curves import read_curves
 from grpo_mega.paths import CONFIG_FILE, METRICS_FILE, user_path
 
 WEIGHTS = {"package": "dequantized from 4 bit", "hub": "original weights"}
-PANELS = {"strict held-out accuracy": "eval/word_sums_oracle", "accuracy of sampled responses": "reward/accuracy"}
+PANELS = {
+    "strict held-out accuracy": "eval/word_sums_oracle",
+    "accuracy of the samples in the update": "reward/accuracy",
+}
 
 
 def main() -> None:
