@@ -39,6 +39,7 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "reward_model": "grpo_mega.rewards.reward_model.reward_model",
     "soft_format": "grpo_mega.rewards.shaping.soft_format",
     "tag_count": "grpo_mega.rewards.shaping.tag_count",
+    "word_sums_oracle": "examples/word_sums_oracle.py",
 }
 ACCURACY = "accuracy"
 # Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with

@@ -40,7 +40,8 @@ ROOT = HERE.parents[2]
 LIMIT = 0.01
 TASKS = {"tagged": ROOT / "examples" / "arithmetic.py", "bare": HERE / "task.py"}
 ANSWERS = ("accuracy", "len", "cosine")  # rewards that pay for answers
-WATCHED = ("arithmetic_oracle", "reward_model")  # not trained on: the oracle itself, and a reward that needs a server
+# Not trained on: oracles, and a reward that needs a server.
+WATCHED = ("arithmetic_oracle", "word_sums_oracle", "reward_model")
 REWARDS = tuple(sorted(set(BUILT_IN) - set(WATCHED), key=lambda name: (name not in ANSWERS, name)))
 GAP = "reward/paid_but_wrong"
 
