@@ -135,7 +135,7 @@ class LateSession(SimulatedSession):
         return False
 
 
-def test_only_a_server_that_has_finished_a_phase_is_given_up_after_the_stall_deadline() -> None:
+def test_only_a_server_that_finished_a_phase_must_keep_the_stall_deadline() -> None:
     """The first phase compiles kernels."""
     groups = {0: Prompt(0, "p", (5,), "")}
     limits = {"stall_deadline_s": 0.5, "start_deadline_s": 3600.0}
