@@ -39,6 +39,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
+def pressing(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Press Ctrl-C again and again. One press just before Python reads from the terminal waits for the next input."""
+    ended = threading.Event()
+
+    def press() -> None:
+        while not ended.wait(0.5):
+            process.send_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
 def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "grpo_mega.cli", "sample", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -135,8 +153,8 @@ def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
     with started(run_dir, str(run_dir / "hf"), *arguments) as process:
         assert process.stdin is not None
         read_until(process, "you: ")
-        process.send_signal(signal.SIGINT)
-        read_until(process, "/quit or Ctrl-D ends the chat\n\nyou: ")
+        with pressing(process):
+            read_until(process, "/quit or Ctrl-D ends the chat\n\nyou: ")
         process.stdin.write(b"Hello\n")
         process.stdin.flush()
         read_until(process, "model: ")

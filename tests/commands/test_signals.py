@@ -1,5 +1,4 @@
-"""Every long command answers the first Ctrl-C within a second and ends at the first or the second one, as real
-processes.
+"""Every long command answers the first Ctrl-C at once and ends at the first or the second one, as real processes.
 
 A reward function holds the command at a known place, so no test depends on speed: it prints a line and waits while a
 file exists. A command that runs for long joins COMMANDS.
@@ -109,12 +108,9 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
 
 
 def answer_of(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C, and return the answer, printed within a second."""
-    started_at = time.monotonic()
+    """Press Ctrl-C, and return the answer. The reward function still waits, so the answer waits for no work."""
     process.send_signal(signal.SIGINT)
-    answer = read_until(process, "^grpo-mega: ")
-    assert time.monotonic() - started_at < 1
-    return answer.removeprefix("grpo-mega: ")
+    return read_until(process, "^grpo-mega: ").removeprefix("grpo-mega: ")
 
 
 def check_nothing_is_left(inputs: Path) -> None:

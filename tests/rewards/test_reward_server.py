@@ -249,7 +249,7 @@ def _config(**reward: Any) -> Config:
 )
 def test_invalid_options_are_refused_before_anything_starts(reward: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)) as raised:
-        raise_all(reward_problems(_config(**reward).rewards))
+        raise_all(reward_problems(_config(**reward).rewards, None))
     assert "\n" not in str(raised.value)
 
 
@@ -257,7 +257,7 @@ def test_a_config_without_a_url_is_refused() -> None:
     raw = _config().model_dump(mode="json")
     raw["rewards"]["functions"][0]["options"] = {}
     with pytest.raises(ConfigError, match="reward function 'reward_model' needs the option 'url'"):
-        raise_all(reward_problems(validate(raw).rewards))
+        raise_all(reward_problems(validate(raw).rewards, None))
 
 
 @pytest.mark.parametrize(
