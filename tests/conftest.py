@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,9 @@ class Progress:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A script starts background processes with SIGINT ignored, and the commands that tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PROGRESS_FILE" in os.environ:
         config.pluginmanager.register(Progress(Path(os.environ.pop("PROGRESS_FILE"))))
 

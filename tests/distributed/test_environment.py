@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_mega.distributed.environment import (
+    CORES_VARIABLE,
     LIBRARIES,
     addresses_of,
     bind_to_gpu_cores,
@@ -161,6 +162,7 @@ def test_a_rank_uses_the_cores_of_its_gpus_numa_node(
         (folder / "local_cpulist").write_text(cores)
     monkeypatch.setenv("PATH", f"{smi.parent}{os.pathsep}{os.environ['PATH']}")
     chosen = [{0, 1}]
+    monkeypatch.setenv(CORES_VARIABLE, "")  # so that the earlier value returns after the test
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: chosen[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(cores))
     environ = {"PATH": os.environ["PATH"], "LOCAL_RANK": local_rank}
