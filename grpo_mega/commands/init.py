@@ -25,13 +25,14 @@ from grpo_mega.config.data import DataConfig
 from grpo_mega.data.load import load_prompts
 from grpo_mega.data.rows import find_columns, find_value, read_rows
 from grpo_mega.distributed.environment import gpu_sign
-from grpo_mega.distributed.launch import num_cores
+from grpo_mega.distributed.memory import host_room
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.paths import write_atomically
 from grpo_mega.planner.choose import DataTokens, Setting, Target, choose
-from grpo_mega.preflight import Machine, find_problems, this_machine
-from grpo_mega.preflight.cards import CARDS, card_of, cpu_device
+from grpo_mega.planner.this_machine import Rates, cpu_card, measure_rates
+from grpo_mega.preflight import Machine, find_problems, resolve_dtype, this_machine
+from grpo_mega.preflight.cards import CARDS, card_of
 from grpo_mega.preflight.model import Model, read_model
 from grpo_mega.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.yaml_text import dump_yaml, parse_yaml
@@ -50,10 +51,14 @@ def run(options: InitOptions) -> int:
     """Write the config and print the next command. Return the exit code."""
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a file that does not")
-    target = find_target(options)
-    model = read_model(configs.validate(_least(options)))
+    target, least = find_target(options), configs.validate(_least(options))
+    model = read_model(least)
     check_tokenizer_files(options.model, model.shape.vocab)
     known = [*_model_settings(options), *_data_settings(options)]
+    if not target.is_gpu:
+        print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
+        rates = measure_rates(resolve_dtype(least, is_gpu=False)[0], model.shape, target.world_size)
+        target = replace(target, device=cpu_card(target.world_size, host_room(), rates), rates=rates)
     data, system_prompt = _count_tokens(options, known, model)
     settings = [*known, *system_prompt, *choose([*known, *system_prompt], model, data, target)]
     text = config_text(options, settings, target)
@@ -79,7 +84,7 @@ def find_target(options: InitOptions) -> Target:
     if gpu_sign(os.environ) is None:
         if options.num_gpus is not None:
             raise ConfigError(f"--num-gpus={options.num_gpus}: this machine has no GPU; name another one by --gpu")
-        return Target(cpu_device(num_cores(), _memory_bytes() / 2**30), False, 1, 1, has_sglang=False)
+        return Target(cpu_card(1, host_room(), Rates()), False, 1, 1, has_sglang=False)
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True)
     found = re.search(r"GPUs: (\d+) ([\d.]+) (.*)", asked.stdout)
     if found is None:
@@ -94,14 +99,6 @@ def find_target(options: InitOptions) -> Target:
     num_gpus = options.num_gpus or int(found[1])
     card = replace(card, memory_gib=min(card.memory_gib, float(found[2])))
     return Target(card, True, num_gpus, num_gpus, Machine(1, 1).has_sglang)
-
-
-def _memory_bytes() -> int:
-    """Return the memory of this machine, or of its container."""
-    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # without a limit the file is missing, or it says max
-        num_bytes = min(num_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return num_bytes
 
 
 def config_text(options: InitOptions, settings: Sequence[Setting], target: Target) -> str:

@@ -7,7 +7,7 @@ no arithmetic gives, such as the learning rate, is the usual one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import elements_of
 from grpo_mega.planner.plan import MARGIN, Option, Plan, suggest
+from grpo_mega.planner.this_machine import Rates, cpu_assumptions
 from grpo_mega.preflight.cards import ASSUMED, Card
 from grpo_mega.preflight.model import Model, num_positions
 from grpo_mega.weights.families import family_of
@@ -34,17 +35,20 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """The devices of a job. A CPU is one device whose memory is the machine's."""
+    """The devices of a job: GPUs, or one rank on all cores of this machine, with their measured `rates`."""
 
     device: Card
     is_gpu: bool
     world_size: int
     gpus_per_node: int
     has_sglang: bool
+    rates: Rates | None = None
 
     @property
     def title(self) -> str:
-        return f"{self.world_size} x {self.device.title}" if self.is_gpu else self.device.title
+        if self.is_gpu:
+            return f"{self.world_size} x {self.device.title}"
+        return f"{self.device.title} and {self.device.memory_gib:.0f} GiB"
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def _job(settings: Sequence[Setting], model: Model, mean_prompt: float, target: 
     raw["layout"] = {"dp": target.world_size}
     raw.setdefault("steps", 1)
     config = configs.validate(raw)
-    return PlannedJob(
+    job = PlannedJob(
         config=config,
         shape=model.shape,
         experts_per_token=model.experts_per_token,
@@ -170,6 +174,7 @@ def _job(settings: Sequence[Setting], model: Model, mean_prompt: float, target: 
         mean_response=ASSUMED.response_fill * config.rollout.max_response_length,
         uses_te=target.is_gpu,
     )
+    return job if target.rates is None else replace(job, assumed=cpu_assumptions(config, target.rates))
 
 
 def _fitting(job: PlannedJob, target: Target) -> Option | None:
@@ -178,7 +183,7 @@ def _fitting(job: PlannedJob, target: Target) -> Option | None:
         plan = Plan(job)
         samples = job.config.batch.prompts_per_step * job.config.algorithm.group_size
         is_short = plan.timing.step <= SECONDS_PER_STEP or samples <= 8
-        fits = plan.fits and _cpu_gib(plan) <= (1 - MARGIN) * plan.capacity_gib
+        fits = plan.fits and plan.host.peak.gib <= (1 - MARGIN) * target.device.memory_gib
         return Option({}, plan) if fits and is_short else None
     options = suggest(job)
     near = [option for option in options if option.rate >= RATE_SHARE * options[0].rate]
@@ -190,16 +195,11 @@ def _fitting(job: PlannedJob, target: Target) -> Option | None:
     return min(near, key=complexity, default=None)
 
 
-def _cpu_gib(plan: Plan) -> float:
-    """Return the memory of a job on a CPU, whose device is the host."""
-    return plan.peak_gib + plan.host.pinned_total.gib
-
-
 def _layout(option: Option, target: Target) -> Iterator[Setting]:
     plan, config = option.plan, option.plan.setup.config
     if not target.is_gpu:
-        figures = f"{_cpu_gib(plan):.0f} of {plan.capacity_gib:.0f} GiB, {float(plan.timing.step):.0f} s per step"
-        yield Setting("layout.dp", 1, f"one process that uses all cores; roughly {figures}")
+        figures = f"{plan.host.peak.gib:.0f} of {plan.capacity_gib:.0f} GiB, {float(plan.timing.step):.0f} s per step"
+        yield Setting("layout.dp", 1, f"one process that uses all cores; grpo-mega plan: {figures}")
         return
     figures = f"{plan.peak_gib:.0f} of {plan.capacity_gib:.0f} GiB, {float(plan.timing.step):.0f} s per step"
     yield Setting("layout.tp", config.layout.tp, f"ranks that share each layer; grpo-mega plan: {figures}")

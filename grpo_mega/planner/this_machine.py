@@ -103,7 +103,7 @@ def plan_here(config: Config, model: Model, machine: Machine, rates: Rates) -> P
     """Return the job on this machine's cores, with assumed mean lengths."""
     ranks = min(machine.world_size, machine.ranks_per_node)
     return replace(
-        plan_on(_card(ranks, host_room(), rates), config, model, machine), assumed=_assumptions(config, rates)
+        plan_on(cpu_card(ranks, host_room(), rates), config, model, machine), assumed=cpu_assumptions(config, rates)
     )
 
 
@@ -128,7 +128,7 @@ def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
     return Rates(found["flops"] * threads * share, found["copied_bytes"] * share, found["call_s"] / share)
 
 
-def _card(ranks: int, room: HostRoom, rates: Rates) -> Card:
+def cpu_card(ranks: int, room: HostRoom, rates: Rates) -> Card:
     """Return a rank's share of this machine."""
     memory = room.total / GIB / ranks
     cores = num_cores()
@@ -148,7 +148,7 @@ def _card(ranks: int, room: HostRoom, rates: Rates) -> Card:
     )
 
 
-def _assumptions(config: Config, rates: Rates) -> CpuAssumptions:
+def cpu_assumptions(config: Config, rates: Rates) -> CpuAssumptions:
     """Return the assumptions, with overheads of this machine."""
     a = CPU_ASSUMED
     all_reduces = 2 * a.gloo_s if config.layout.tp > 1 else 0.0

@@ -53,13 +53,6 @@ def card_of(name: str) -> Card:
     return CARDS[name]
 
 
-def cpu_device(cores: int, memory_gib: float) -> Card:
-    """Return a CPU as a device of the planner. Its rates are rough: they only choose how many samples a step has."""
-    title = f"a CPU with {cores} cores and {memory_gib:.0f} GiB"
-    flops, memory, link = 80e9 * cores, 10e9, 1e9
-    return Card("cpu", title, (0, 0), memory_gib, flops, 0.0, memory, link, link, link, memory_gib)
-
-
 def _assume(value: float, why: str) -> float:
     return field(default=value, metadata={"why": why})
 

@@ -18,10 +18,12 @@ from pyarrow import parquet
 
 from grpo_mega import cli
 from grpo_mega import config as configs
+from grpo_mega.distributed.memory import HostRoom
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.choose import DataTokens, Setting, Target, choose
 from grpo_mega.planner.known_models import KNOWN_MODELS
-from grpo_mega.preflight.cards import card_of, cpu_device
+from grpo_mega.planner.this_machine import Rates, cpu_card
+from grpo_mega.preflight.cards import card_of
 from grpo_mega.preflight.model import model_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,17 +202,22 @@ def test_prompts_that_occur_twice_count_once(folder: Path) -> None:
     assert "eval:" not in (folder / "config.yaml").read_text()
 
 
+def on_cpu(gib: int) -> Target:
+    rates = Rates(flops=160e9, copied_bytes=10e9, call_s=2e-6)
+    return Target(cpu_card(1, HostRoom(gib << 30, gib << 30), rates), False, 1, 1, False, rates)
+
+
 def test_prompts_longer_than_half_the_positions_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"at most 16384 tokens, half of the .* the shortest has 20000; name a model"):
         chosen(Target(card_of("h100"), True, 1, 1, True), prompts=(20000,) * 5)
 
 
 def test_a_smaller_memory_gets_a_smaller_token_budget_until_nothing_fits() -> None:
-    large, small = (chosen(Target(cpu_device(2, gib), False, 1, 1, False)) for gib in (80.0, 62.0))
+    large, small = (chosen(on_cpu(gib)) for gib in (80, 50))
     longest = small["data.max_prompt_length"] + small["rollout.max_response_length"]
     assert small["batch.tokens_per_micro_batch"] == longest < large["batch.tokens_per_micro_batch"]
-    with pytest.raises(ConfigError, match="no layout that fits in the memory of a CPU with 2 cores and 8 GiB"):
-        chosen(Target(cpu_device(2, 8.0), False, 1, 1, False))
+    with pytest.raises(ConfigError, match=r"no layout that fits in the memory of this machine's \d+ cores? and 8 GiB"):
+        chosen(on_cpu(8))
 
 
 def test_a_single_long_prompt_does_not_set_the_limit() -> None:

@@ -73,7 +73,8 @@ def plan_of(config: Config, rates: this_machine.Rates = RATES) -> Plan:
 def lines_of(code: int, output: str) -> list[str]:
     """Return the problems that a command printed."""
     assert code == 2, output
-    text = " ".join(output.split())
+    lines = [line for line in output.splitlines() if not line.startswith("grpo-mega: note: ")]
+    text = " ".join(" ".join(lines).split())
     for lead in ("grpo-mega: error: ", "- "):
         text = text.replace(f" {lead}", "\n").replace(lead, "\n")
     return sorted(line.strip() for line in text.split("note: ")[0].splitlines()[1:] if line.strip())
