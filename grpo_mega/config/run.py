@@ -345,6 +345,14 @@ class Config(Section):
         return {phase: seconds + self.hang_deadline_s for phase, seconds in longest.items()}
 
     @property
+    def collective_timeout_s(self) -> float:
+        """Timeout of collectives, in seconds. It exceeds the deadlines of the watchdog and of a server's start, which
+        report more.
+        """
+        start_s = self.rollout.start_deadline_s if self.rollout.is_served else 0.0
+        return max(600.0, 2 * self.hang_deadline_s, start_s + self.hang_deadline_s)
+
+    @property
     def engine_dtype(self) -> str:
         return self.rollout.dtype or self.model.resolved_dtype
 

@@ -118,7 +118,9 @@ def start(config: Config) -> Runtime:
     device = _select_device(config)
     with _joining(config) as (store, rank, world_size):
         num_trainers = world_size - config.layout.engine_ranks
-        everyone = process_groups.join_sides(device.backend, store, rank, world_size, num_trainers, _timeout(config))
+        everyone = process_groups.join_sides(
+            device.backend, store, rank, world_size, num_trainers, timedelta(seconds=config.collective_timeout_s)
+        )
     store = dist.PrefixStore("job", store)
     if rank < num_trainers:
         runtime = arrange(config, device)
@@ -131,7 +133,13 @@ def join(config: Config) -> devices.Device:
     """Join the ranks into one process group. Return this rank's device."""
     device = _select_device(config)
     with _joining(config) as (store, rank, world_size):
-        dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=_timeout(config))
+        dist.init_process_group(
+            device.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.collective_timeout_s),
+        )
     return device
 
 
@@ -184,17 +192,9 @@ def _select_device(config: Config) -> devices.Device:
 def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the job's store, this process's rank and the number of ranks. Inside, all ranks have the same key."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = process_groups.job_store(rank, _timeout(config))
+    store = process_groups.job_store(rank, timedelta(seconds=config.collective_timeout_s))
     with shared_key(store, rank, world_size, config.run_dir):
         yield store, rank, world_size
-
-
-def _timeout(config: Config) -> timedelta:
-    """Return the timeout of collectives. It exceeds the deadlines of the watchdog and of a server's start, which report
-    more.
-    """
-    start_s = config.rollout.start_deadline_s if config.rollout.is_served else 0.0
-    return timedelta(seconds=max(600.0, 2 * config.hang_deadline_s, start_s + config.hang_deadline_s))
 
 
 def _leave_groups() -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+import subprocess
+import sys
+from pathlib import Path
 
-from grpo_mega.megatron.pipeline import te_params
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rows_of_many_lengths_share_a_few_tables_of_rotary_angles() -> None:
-    """Megatron caches a table per value of max_seqlen, 32 of them, on the device."""
+    """Megatron caches a table per value of max_seqlen, 32 of them, on the device.
+
+    In a process of its own, because importing Megatron changes torch.
+    """
+    result = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def run() -> None:
+    import torch
+
+    from grpo_mega.megatron.pipeline import te_params
+
     found = set()
     for longest in range(1, 3000, 7):
         for cp_size in (1, 2):
@@ -18,3 +32,8 @@ def test_rows_of_many_lengths_share_a_few_tables_of_rotary_angles() -> None:
             assert torch.equal(params.cu_seqlens_q, cuts * cp_size)
             found.add(params.max_seqlen_q)
     assert len(found) == 6, found
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    run()

@@ -127,7 +127,7 @@ def setup_of(text: str, fields: dict[str, Any] = FIELDS) -> PlannedJob:
     raw = {
         "run_dir": "unused",
         "steps": 1,
-        "model": {"path": "unused"},
+        "model": {"path": "unused", "dtype": "bfloat16"},
         "data": {"train": "unused", "max_prompt_length": 128},
         "rollout": {"max_response_length": 512},
         "batch": {"tokens_per_micro_batch": 2048},
