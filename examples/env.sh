@@ -100,7 +100,19 @@ _all_within() {
     done
 }
 
+# Print the comment at the head of the script that sources this file.
+_print_head() {
+    sed -n '2,/^[^#]/{ s/^# \{0,1\}//p; }' "$0"
+}
+
 _fail() {
     echo "$(basename "$0"): error: $*" >&2
     exit 1
 }
+
+case " $* " in
+    *" --help "*)
+        _print_head
+        exit 0
+        ;;
+esac

@@ -23,7 +23,7 @@ from grpo_mega.commands.options import InitOptions
 from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.config.data import DataConfig
 from grpo_mega.data.load import load_prompts
-from grpo_mega.data.rows import find_columns, find_value, read_rows
+from grpo_mega.data.rows import MissingColumn, find_columns, find_value, read_rows
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.memory import host_room
 from grpo_mega.errors import ConfigError, raise_all
@@ -38,7 +38,7 @@ from grpo_mega.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.yaml_text import dump_yaml, parse_yaml
 
 SYSTEM_PROMPT = "Think step by step, then give the final answer inside \\boxed{}."
-SECTIONS = ("model", "data", "rewards", "layout", "rollout", "algorithm", "batch", "optimizer", "eval")
+SECTIONS = ("model", "data", "rewards", "layout", "rollout", "algorithm", "batch", "optimizer", "eval", "checkpoint")
 MAX_LINE = 120
 NUM_ANSWERS = 2000  # answers to count the tokens of
 _ASK = (
@@ -161,7 +161,13 @@ def _data_settings(options: InitOptions) -> Iterator[Setting]:
     try:
         prompt, answer = find_columns(first, options.prompt_column, options.answer_column)
     except ConfigError as error:
-        raise ConfigError(f"{error}, here by --prompt-column or --answer-column") from None
+        flag = "--prompt-column" if "data.prompt_column" in str(error) else "--answer-column"
+        raise ConfigError(f"{error}, here by {flag}") from None
+    for flag, column in (("--prompt-column", prompt), ("--answer-column", answer)):
+        try:
+            find_value(first.values, column)
+        except MissingColumn as error:
+            raise ConfigError(f"{flag}={column}: must be a column of {first.place}; {error}") from None
     columns = ", ".join(first.values)
     yield Setting("data.train", options.data, "the prompts and their gold answers")
     yield Setting("data.prompt_column", prompt, f"the columns are {columns}")

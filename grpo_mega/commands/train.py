@@ -23,7 +23,7 @@ from grpo_mega.config.rewards import ALIASES
 from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
 from grpo_mega.distributed.interrupts import ends_at_first
 from grpo_mega.distributed.launch import current_rank, launch
-from grpo_mega.errors import EXIT_USER_ERROR, ConfigError, raise_all
+from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
 
@@ -44,7 +44,7 @@ def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
         return launch(train_as_rank, config, world_size, log_dir)
     with run_folder.claim(config, resume=resume, argv=list(argv)) as claim:
         code = launch(train_as_rank, config, world_size, log_dir)
-        if code == EXIT_USER_ERROR:
+        if code in (EXIT_USER_ERROR, EXIT_INTERRUPTED):
             claim.discard_unstarted()
         return code
 

@@ -224,6 +224,7 @@ def _training(option: Option, num_prompts: int, target: Target) -> Iterator[Sett
     steps = min(200 if target.is_gpu else 50, max(10, num_prompts // per_step))
     epochs = steps * per_step / num_prompts
     yield Setting("steps", steps, f"{epochs:.2g} passes over {num_prompts} prompts")
+    yield Setting("checkpoint.interval", max(1, steps // 10), "steps between checkpoints; --resume continues from them")
     billions = elements_of(family_of(setup.shape.model_type), setup.shape, None).total / 1e9
     lr = 1e-6 if billions >= 1 else 5e-6
     yield Setting(

@@ -36,6 +36,7 @@ from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import (
     CHECKPOINTS,
     CONFIG_FILE,
+    EXPORT_DIR,
     LOCK_FILE,
     LOGS,
     MESSAGES_FILE,
@@ -146,7 +147,9 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 ) from None
             if is_run:
                 checkpoint = latest(folder / CHECKPOINTS)
-                if checkpoint is not None:
+                if checkpoint is None:
+                    _check_loses_nothing(config)
+                else:
                     read_manifest(checkpoint)  # raises ResumeError before any rank starts
             else:
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
@@ -156,6 +159,33 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
             write_atomically(path, json.dumps({"starts": starts}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
+
+
+def _check_loses_nothing(config: Config) -> None:
+    """Raise ResumeError if a resume without a checkpoint would train finished work again and remove its logs.
+
+    A run that saves checkpoints may have been killed before the first one.
+    """
+    folder = config.run_dir
+    if (folder / EXPORT_DIR / "config.json").exists():
+        raise ResumeError(
+            f"run_dir={folder} is finished and has no checkpoint to continue from; name another run_dir, and train"
+            f" further with model.path={folder / EXPORT_DIR}"
+        )
+    path = folder / METRICS_FILE
+    rows = [row for _, row in read_json_lines(path)] if path.exists() else []
+    num_logged = sum((row or {}).get("step", 0) > 0 for row in rows)
+    if num_logged and not config.checkpoint.interval:
+        raise ResumeError(
+            f"run_dir={folder} has logged {num_logged} steps and saved none (checkpoint.interval=0), so --resume would"
+            " train them again; name another run_dir"
+        )
+    if num_logged:
+        print(
+            f"grpo-mega: note: run_dir={folder} has no checkpoint yet, so the run starts again at step 1",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager

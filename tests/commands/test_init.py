@@ -123,7 +123,11 @@ def test_every_value_has_its_reason_beside_or_above_it(folder: Path) -> None:
             "none of prompt, problem, question is among the columns text, gold; set data.prompt_column to one of them,"
             " here by --prompt-column",
         ),
-        ("tiny other.jsonl --prompt-column text", "set data.answer_column to one of them, here by .* --answer-column"),
+        ("tiny other.jsonl --prompt-column text", "set data.answer_column to one of them, here by --answer-column"),
+        (
+            "tiny questions.jsonl --prompt-column qestion",
+            "--prompt-column=qestion: must be a column of questions.jsonl",
+        ),
         ("no_template questions.jsonl", "the tokenizer of model.path=no_template has no chat template"),
         ("no_tokenizer questions.jsonl", "model.path=no_tokenizer holds no tokenizer"),
         ("tiny questions.jsonl --out kept.yaml", "--out kept.yaml exists; name a file that does not"),

@@ -55,6 +55,30 @@ def test_a_run_resumes_although_a_setting_did_not_exist_when_it_started(tmp_path
         pass
 
 
+@pytest.mark.parametrize("interval", [0, 5])
+def test_a_resume_without_a_checkpoint_never_trains_finished_steps_unasked(
+    interval: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    settings = config(folder).model_copy(update={"checkpoint": configs.CheckpointConfig(interval=interval)})
+    with claim(settings, resume=False, argv=["train"]):
+        pass
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/score": 1}\n{"step": 1}\n{"step": 2}\n')
+    if interval:
+        with claim(settings, resume=True, argv=["train"]):
+            pass
+        assert f"run_dir={folder} has no checkpoint yet, so the run starts again at step 1" in capsys.readouterr().err
+    else:
+        refused = r"has logged 2 steps and saved none \(checkpoint.interval=0\), so .* name another run_dir"
+        with pytest.raises(ResumeError, match=refused), claim(settings, resume=True, argv=["train"]):
+            pass
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ResumeError, match="is finished and has no checkpoint to continue from"):
+        claim(settings, resume=True, argv=["train"]).__enter__()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     started(folder)
