@@ -342,7 +342,7 @@ def test_a_bad_value_is_named_in_one_line_with_a_valid_one(tmp_path: Path, overr
     [
         ("a: [1", "not YAML ("),
         ("- a", "holds list, not a mapping of keys; see examples"),
-        ("", "holds NoneType, not a mapping of keys; see examples"),
+        ("", "holds nothing, not a mapping of keys; see examples"),
     ],
 )
 def test_a_file_that_is_no_config_is_a_one_line_error(tmp_path: Path, text: str, problem: str) -> None:

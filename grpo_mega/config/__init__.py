@@ -93,7 +93,8 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     except ValueError as error:
         raise ConfigError(f"config {path}: {error}; correct the file") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"config {path} holds {type(raw).__name__}, not a mapping of keys; see examples/*.yaml")
+        found = "nothing" if raw is None else type(raw).__name__
+        raise ConfigError(f"config {path} holds {found}, not a mapping of keys; see examples/*.yaml")
     raw.setdefault("code_dir", str(path.absolute().parent))
     for override in overrides or []:
         apply_override(raw, override)

@@ -346,9 +346,7 @@ class Config(Section):
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout of collectives, in seconds. It exceeds the deadlines of the watchdog and of a server's start, which
-        report more.
-        """
+        """Timeout of collectives, above the deadlines of the watchdog and of a server's start, which report more."""
         start_s = self.rollout.start_deadline_s if self.rollout.is_served else 0.0
         return max(600.0, 2 * self.hang_deadline_s, start_s + self.hang_deadline_s)
 
@@ -438,17 +436,12 @@ class Config(Section):
 
     def _teacher_problems(self) -> Iterator[str]:
         beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
-        if self.algorithm.adv_type == "none":
+        if (a := self.algorithm).adv_type == "none":
+            lead = "algorithm.adv_type=none: "
             if not beta:
-                yield (
-                    "algorithm.adv_type=none: leaves nothing to learn without algorithm.distill_beta; set it, and"
-                    " teachers"
-                )
-            if self.algorithm.normalize_advantages or self.algorithm.has_kl_reward:
-                yield (
-                    "algorithm.adv_type=none: must not be with normalize_advantages or kl_in=reward, which move"
-                    " rewards' part"
-                )
+                yield f"{lead}leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+            if a.normalize_advantages or a.has_kl_reward:
+                yield f"{lead}must not be with normalize_advantages or kl_in=reward, which move rewards' part"
         if self.teachers and not beta:
             yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
         if len(self.teachers) > 1 and column is None:

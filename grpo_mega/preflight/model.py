@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,9 @@ def check_model_files(model: ModelConfig) -> ModelShape:
 def _read_folder(folder: Path) -> Model:
     """Read the model in a folder with a valid config.json."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint")
+        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) is not None
+        remedy = f"; for a model of the hub, `hf download {folder} --local-dir FOLDER`" if is_hub_name else ""
+        raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint{remedy}")
     if (problem := adapter_problem(folder)) is not None:
         raise ConfigError(f"model.path={folder} {problem}")
     if not (folder / "config.json").is_file():

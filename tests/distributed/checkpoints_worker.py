@@ -233,6 +233,7 @@ def notices_another_start_model(rank: int, folder: Path) -> None:
         config: Any = SimpleNamespace(
             model=ModelConfig.model_validate({"path": path, "init": init}),
             teachers={name: TeacherConfig(path=teacher) for name, teacher in teachers.items()},
+            log=SimpleNamespace(progress=False),
         )
         found = InputDigests(config, {"data.train=t": "d"}, rank, WORLD_SIZE)
         found.start()
