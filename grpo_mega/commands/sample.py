@@ -337,13 +337,17 @@ class Chat:
 
         limit = self._job.config.data.max_prompt_length
         self._messages.append({"role": "user", "content": text})
-        rendered = self._renderer.render(self._messages, "the chat")
-        token_ids = tuple(self._tokenizer([rendered], add_special_tokens=False)["input_ids"][0])
-        if len(token_ids) > limit:
+        rendered, token_ids = self._render()
+        if len(token_ids) > limit and len(self._messages) > len(self._system) + 1:
             print(
                 f"the conversation has {len(token_ids)} tokens, above data.max_prompt_length={limit}; it starts again"
+                " with this message"
             )
-            self._messages = list(self._system)
+            self._messages = [*self._system, self._messages[-1]]
+            rendered, token_ids = self._render()
+        if len(token_ids) > limit:
+            print(f"the message has {len(token_ids)} tokens, above data.max_prompt_length={limit}; shorten it")
+            self._messages.pop()
             return
         print("\nmodel: ", end="", flush=True)
         before = Group(Prompt(self._num_replies, rendered, token_ids, ""), [])
@@ -354,3 +358,8 @@ class Chat:
         figures = [_logprob(sample) for sample in group.samples] or ["ended by you, before the first token"]
         print(f"{content}\n[{figures[0]}]", flush=True)
         self._messages.append({"role": "assistant", "content": content})
+
+    def _render(self) -> tuple[str, tuple[int, ...]]:
+        """Return the conversation as text and as tokens."""
+        rendered = self._renderer.render(self._messages, "the chat")
+        return rendered, tuple(self._tokenizer([rendered], add_special_tokens=False)["input_ids"][0])

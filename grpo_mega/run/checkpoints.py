@@ -95,7 +95,8 @@ def find(folder: Path, step: int | None) -> Path:
     """Return the checkpoint of a step, or the newest. Raise ResumeError if there is none."""
     found = latest(folder) if step is None else folder / step_name(step)
     if found is None or not (found / MANIFEST).is_file():
-        there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
+        names = sorted(p.name for p in folder.glob("step-*"))
+        there = ", ".join(names) or "none, because a run saves them only with a checkpoint.interval above 0"
         raise ResumeError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there are: {there}")
     return found
 

@@ -148,6 +148,17 @@ def test_a_chat_keeps_the_conversation_and_ends_by_quit_or_end_of_file(run_dir: 
         assert "you: " in process.communicate(b"")[0].decode() and process.returncode == 0
 
 
+def test_a_conversation_above_the_limit_starts_again_with_the_last_message(run_dir: Path) -> None:
+    limits = ("--set", "data.max_prompt_length=30", "--max-response-length", "4")
+    with started(run_dir, str(run_dir / "hf"), *limits) as process:
+        long = "x" * 40
+        output = process.communicate(f"Hello\nAgain, and more\n{long}\nHi\n/quit\n".encode())[0].decode()
+        assert process.returncode == 0, output
+    assert output.count("above data.max_prompt_length=30; it starts again with this message") >= 1
+    assert output.count("\nmodel: ") == 3, output  # Hello, Again, and Hi; the long message alone does not fit
+    assert "above data.max_prompt_length=30; shorten it" in output
+
+
 def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
     arguments = ("--temperature", "0", "--max-response-length", "500000")
     with started(run_dir, str(run_dir / "hf"), *arguments) as process:
