@@ -54,7 +54,10 @@ def load_function(name: str, code_dir: Path | None) -> Callable[..., Any]:
         module = importlib.import_module(file) if path is None else import_file(path)
         function = getattr(module, function_name, None)
     except Exception as error:
-        raise ConfigError(f"{name!r}: importing {file} failed with {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{name!r}: importing {file} failed with {type(error).__name__}: {error}; correct it, and what it imports"
+            " must be importable from the current folder, the config's folder or PYTHONPATH"
+        ) from error
     if not callable(function):
         raise ConfigError(f"{name!r}: {file} has no function {function_name}; check the name")
     return function
