@@ -79,7 +79,7 @@ CASES = [
     ),
     Case("config not YAML", ("config.yaml: not YAML", "correct the file"), spoil=write("config.yaml", "a: [1\nb")),
     Case("config a list", ("holds list", "see examples"), spoil=write("config.yaml", "- a")),
-    Case("config empty", ("holds NoneType", "see examples"), spoil=write("config.yaml", "")),
+    Case("config empty", ("holds nothing", "see examples"), spoil=write("config.yaml", "")),
     Case("unknown key", ("'optimizer.learning_rat'", "known keys here: lr"), ("optimizer.learning_rat=1",)),
     Case("misspelt key", ("'algorithm.group_sise'", "did you mean 'group_size'"), ("algorithm.group_sise=8",)),
     Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
