@@ -322,9 +322,14 @@ class Kept:
         key = storage._cdata
         if key not in self._sizes and key not in self._fixed:
             self._sizes[key] = storage.nbytes()
-            self.most = max(self.most, sum(self._sizes.values()))
+            self.most = max(self.most, self.now)
             weakref.finalize(storage, self._sizes.pop, key)
         return tensor
+
+    @property
+    def now(self) -> int:
+        """Return the bytes that are kept now."""
+        return sum(self._sizes.values())
 
 
 def _bytes(tensor: Tensor) -> int:

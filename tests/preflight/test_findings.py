@@ -74,7 +74,7 @@ def test_the_plan_refuses_what_training_refuses_and_nothing_else(folder: Path) -
 def start_of(path: Path, chance: random.Random) -> dict[str, Any]:
     """How a rank of this config starts without the others: on Megatron's local layers."""
     config = configs.load(path)
-    raw = config.model_dump(mode="json") | {"precision": {}}
+    raw = preflight.resolve_dtype(config, is_gpu=True)[0].model_dump(mode="json") | {"precision": {}}
     raw["layout"]["dp"] = config.layout.world_size // (config.layout.tp * config.layout.pp)
     return {
         "config": raw,
