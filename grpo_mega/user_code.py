@@ -36,8 +36,8 @@ def check_exists(name: str, code_dir: Path | None) -> None:
         _find_file(name, code_dir)
     elif not _can_find(module, [*map(str, _folders(code_dir)), *sys.path]):
         raise ConfigError(
-            f"{name!r}: there is no module {module} to import; check the name, and start where it is, put it beside"
-            " the config, or set PYTHONPATH to the folder that holds it"
+            f"{name!r}: there is no module {module} to import; check the name, start in its folder, move it to the"
+            " config's folder, or set PYTHONPATH to its folder"
         )
 
 

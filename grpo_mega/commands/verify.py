@@ -27,7 +27,7 @@ def run(options: VerifyOptions) -> int:
 
     check_workers(options.workers)
     a, b = find_checkpoint(options.a, options.config_a), find_checkpoint(options.b, options.config_b)
-    print(f"A: {a.path} ({a.kind})\nB: {b.path} ({b.kind})")
+    print(f"A: {a.path} ({a.kind})\nB: {b.path} ({b.kind})", flush=True)
     for note in (a.note, b.note):
         if note is not None:
             print(note)

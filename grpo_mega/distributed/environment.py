@@ -88,7 +88,7 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) -> None:
-    """Bind this process to those of its CPU cores that are on the same NUMA node as the GPU of LOCAL_RANK.
+    """Bind this process to its CPU cores on the NUMA node of the GPU of LOCAL_RANK.
 
     Pinned host memory is allocated on the node of the process, and copies to a GPU of another node are slower. Call it
     before torch is imported, because threads inherit the cores. CORES_VARIABLE then lists the earlier cores. Nothing

@@ -55,7 +55,7 @@ def resident_bytes(pid: int) -> int | None:
 def _limits(root: Path) -> Iterator[tuple[str, int, int]]:
     """Yield the path, the limit and the use of each control group of this process, and of the groups above it.
 
-    In a container the paths of /proc/self/cgroup may be those of the host, and then only the top folder exists.
+    In a container /proc/self/cgroup may list paths of the host. Then only the top folder exists here.
     """
     lines = []
     with suppress(OSError):

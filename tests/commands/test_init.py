@@ -237,7 +237,7 @@ def test_without_sglang_gpus_use_the_embedded_engine() -> None:
 
 @pytest.mark.distributed
 def test_the_written_config_trains_and_resumes_without_a_change(folder: Path) -> None:
-    """The reward function is in a file beside the config, and the run starts in another folder."""
+    """The reward function is in a file in the config's folder, and the run starts in another folder."""
     (folder / "job").mkdir()
     (folder / "job/mine.py").write_text(OWN_REWARD)
     assert cli.main(["init", "tiny", "questions.jsonl", "--out", "job/config.yaml"]) == 0

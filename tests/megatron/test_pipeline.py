@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_rows_of_many_lengths_share_a_few_tables_of_rotary_angles() -> None:
     """Megatron caches a table per value of max_seqlen, 32 of them, on the device.
 
-    In a process of its own, because importing Megatron changes torch.
+    Run in a separate process, because importing Megatron changes torch.
     """
     result = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]

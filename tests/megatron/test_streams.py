@@ -17,7 +17,7 @@ CASES = ("offload", "teacher", "reference", "borrowed")
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_copy_ends_before_its_source_is_freed_or_its_target_is_read(case: str) -> None:
-    """In a process of its own, because late streams stay installed."""
+    """Run in a separate process, because late streams stay installed."""
     result = subprocess.run([sys.executable, __file__, case], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
 
