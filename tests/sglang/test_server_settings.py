@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,11 @@ import torch
 from grpo_mega.config import load
 from grpo_mega.distributed.environment import CORES_VARIABLE
 from grpo_mega.distributed.launch import free_ports
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang import compat, served_models
 from grpo_mega.rollout.sglang.engine import GRAPHS
-from grpo_mega.rollout.sglang.server import server_arguments, server_environment, warm_up
+from grpo_mega.rollout.sglang.server import Server, server_arguments, server_environment, warm_up
 from grpo_mega.rollout.sglang.session import Event
 from grpo_mega.types import Prompt
 from grpo_mega.weights.families import FAMILIES
@@ -115,6 +117,60 @@ def test_the_warm_up_has_the_runs_sampling_and_a_prompt_of_full_length() -> None
         "top_k": 5,
         "ignore_eos": True,
     }
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_gpu_server_is_ready_only_after_its_warm_up(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(changed(CUDA, {"start_deadline_s": 700.0, "max_response_length": 100}, folder=tmp_path))
+    (tmp_path / "server.log").write_text("the last line")
+    asked: list[tuple[str, Any, float]] = []
+
+    def ask(path: str, body: Any = None, deadline_s: float = 0.0) -> str | None:
+        asked.append((path, body, deadline_s))
+        is_warm_up = body == warm_up(server._settings)
+        return None if is_warm_up and not answers else "{}"
+
+    monkeypatch.setattr(server, "_ask", ask)
+    if answers:
+        server.wait_until_healthy()
+    else:
+        with pytest.raises(EngineError, match=r"no token for its longest prompt within .*=700 s; .*the last line"):
+            server.wait_until_healthy()
+    path, body, deadline_s = asked[-1]
+    assert path == "/generate" and len(body["input_ids"]) > 100 and 100 < deadline_s <= 700
+
+
+class RecordingSession(SimulatedSession):
+    """A session that records its calls and answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.calls: list[tuple[str, Any]] = []
+
+    def post(self, path: str, body: Any = None) -> None:
+        self.calls.append((path, body))
+
+    def flush_cache_when_idle(self) -> None:
+        self.calls.append(("flush when idle", None))
+
+
+def test_weights_wake_before_the_cache_and_the_graphs() -> None:
+    session = RecordingSession()
+    engine = engine_of(session, slots=4)
+    engine._settings = replace(engine._settings, device_type="cuda", cores=())
+    engine.sleep()
+    engine.wake_weights()
+    engine.wake_cache()
+    assert engine.failure is None
+    assert session.calls == [
+        ("flush when idle", None),
+        ("/release_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+        ("/flush_cache", {}),
+    ]
 
 
 class LateSession(SimulatedSession):
