@@ -137,12 +137,13 @@ def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
         (title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted
     ]
     panels = [(title, lines) for title, lines in panels if lines]
-    return [panel for panel in panels if any(map(_changes, panel[1].values()))] or panels[:1]
-
-
-def _changes(curve: Curve) -> bool:
-    """Return True if a value changes or is not finite. Any other curve shows nothing."""
-    return len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values()))
+    # A curve shows something if a value changes or is not finite.
+    changing = [
+        (title, lines)
+        for title, lines in panels
+        if any(len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values())) for curve in lines.values())
+    ]
+    return changing or panels[:1]
 
 
 def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
@@ -157,7 +158,9 @@ def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
             axes.plot(steps, values, color=color, marker="o", markersize=3, label=label)
         else:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, _moving_average(values), color=color, linewidth=2, label=label)
+            half = max(1, len(values) // 30)  # each mean is over a centred window of a fifteenth of the run
+            averages = [_mean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
+            axes.plot(steps, averages, color=color, linewidth=2, label=label)
     finite = [value for curve in lines.values() for value in curve.values() if math.isfinite(value)]
     if title.startswith("Mismatch") and finite and 0 < 10 * min(finite) < max(finite):
         axes.set_yscale("log")
@@ -172,14 +175,7 @@ def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:
         axes.legend(frameon=False, ncols=ncols, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
 
 
-def _moving_average(values: list[float]) -> list[float]:
-    """Return the mean over a centred window of a fifteenth of the run, ignoring NaN."""
-    half = max(1, len(values) // 30)
-    windows = [values[max(0, place - half) : place + half + 1] for place in range(len(values))]
-    finite = [[v for v in window if not math.isnan(v)] for window in windows]
-    return [sum(window) / len(window) if window else math.nan for window in finite]
-
-
 def _mean(values: list[float]) -> float:
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan

@@ -72,7 +72,11 @@ class Source:
         """Return the newest data. Its "version" changes with its content. Raise ConfigError if the folder is gone."""
         check_run(self._run_dir)
         with self._lock:
-            stamp, started_at = self._files(), time.monotonic()
+            started_at = time.monotonic()
+            paths = [*(self._run_dir / name for name in _FILES), *heldout_files(self._run_dir).values()]
+            stats = [path.stat() for path in paths if path.exists()]
+            is_running = is_held(self._run_dir / LOCK_FILE)
+            stamp = [is_running, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)]
             if stamp != self._stamp and started_at >= self._not_before:
                 data = read_run(self._run_dir)
                 content = embedded(data | {"written": ""})
@@ -80,11 +84,6 @@ class Source:
                 now = time.monotonic()
                 self._stamp, self._not_before = stamp, now + (now - started_at) * (1 / MAX_SHARE - 1)
             return self._data
-
-    def _files(self) -> list[object]:
-        paths = [*(self._run_dir / name for name in _FILES), *heldout_files(self._run_dir).values()]
-        stats = [path.stat() for path in paths if path.exists()]
-        return [is_held(self._run_dir / LOCK_FILE), *((one.st_ino, one.st_size, one.st_mtime_ns) for one in stats)]
 
 
 class _Server(ThreadingHTTPServer):

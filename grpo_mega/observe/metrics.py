@@ -21,6 +21,7 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     """Return the metrics of a rollout.
 
     reward/<function>, reward/mean
+    reward/std, /min, /max           over all rewards of the step, if there are at least two
     reward/excluded                  samples without a reward, which do not train
     reward/paid_but_wrong            only with an oracle; see `paid_but_wrong`
     verdict/<function>/<verdict>
@@ -31,13 +32,18 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     if not samples:
         return {}
     lengths = [s.response_len for s in samples]
+    verdicts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
+    rewards = [s.reward for s in samples if s.reward is not None]
+    spread = {}
+    if len(rewards) > 1:
+        spread = {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
     return {
         "reward/mean": _mean([s.reward for s in samples]),
-        **_spread([s.reward for s in samples if s.reward is not None]),
+        **spread,
         **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
         "reward/excluded": float(sum(not s.is_scored for s in samples)),
         **paid_but_wrong(samples),
-        **_verdicts(samples),
+        **{f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(verdicts.items())},
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
@@ -105,18 +111,6 @@ def paid_but_wrong(samples: Sequence[Sample]) -> StepMetrics:
     judged = [set(s.verdicts.values()) for s in samples if not ORACLE.isdisjoint(s.verdicts.values())]
     paid = [verdicts for verdicts in judged if "correct" in verdicts]
     return {"reward/paid_but_wrong": sum(ORACLE_WRONG in v for v in paid) / max(len(paid), 1)} if judged else {}
-
-
-def _verdicts(samples: Sequence[Sample]) -> StepMetrics:
-    counts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
-    return {f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(counts.items())}
-
-
-def _spread(rewards: Sequence[float]) -> StepMetrics:
-    """Return the sample standard deviation and the range of all rewards in the step."""
-    if len(rewards) < 2:
-        return {}
-    return {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -110,8 +110,18 @@ class Bar:
         if now - self._written >= SECONDS_BETWEEN_LINES:
             self._written = now
             seconds = now - self._began
-            parts = {"bytes": self._bytes, "seconds": self._waited, "items": self._items}[self._unit]
-            self._write(f"{self._description}: {parts(seconds, left if left is not None else self._left(seconds))}")
+            left = left if left is not None else self._left(seconds)
+            if self._unit == "seconds":
+                text = f"{seconds:.0f} s of at most {self._total} s"
+            elif self._unit == "bytes":
+                total, speed = self._total or 0, f"{self._done / seconds / 1e6:.0f} MB/s"
+                share = f"{self._done / max(1, total):.0%}, {self._done / 1e9:.1f} of {total / 1e9:.1f} GB"
+                text = ", ".join(filter(None, [share, speed, left]))
+            else:
+                parts = [f"{seconds:.0f} s", left, _rate(self._tokens, seconds) if self._tokens else ""]
+                of_total = "" if self._total is None else f"/{self._total}"
+                text = f"{self._done}{of_total} ({', '.join(filter(None, parts))})"
+            self._write(f"{self._description}: {text}")
 
     def _left(self, seconds: float) -> str:
         """Return the time left if it grows with the amount left; "" if it is not known or a wait may end at any
@@ -120,18 +130,6 @@ class Bar:
         if self._total is None or self._unit == "seconds" or not 0 < self._done <= self._total:
             return ""
         return f"{seconds * (self._total - self._done) / self._done:.0f} s left"
-
-    def _items(self, seconds: float, left: str) -> str:
-        parts = [f"{seconds:.0f} s", left, _rate(self._tokens, seconds) if self._tokens else ""]
-        return f"{self._done}{'' if self._total is None else f'/{self._total}'} ({', '.join(filter(None, parts))})"
-
-    def _bytes(self, seconds: float, left: str) -> str:
-        total, speed = self._total or 0, self._done / seconds
-        share = f"{self._done / max(1, total):.0%}, {self._done / 1e9:.1f} of {total / 1e9:.1f} GB"
-        return ", ".join(filter(None, [share, f"{speed / 1e6:.0f} MB/s", left]))
-
-    def _waited(self, seconds: float, left: str) -> str:
-        return f"{seconds:.0f} s of at most {self._total} s"
 
 
 class _TerminalBar(Bar):

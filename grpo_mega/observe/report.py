@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from grpo_mega import config as configs
 from grpo_mega import console
 from grpo_mega.errors import ConfigError
-from grpo_mega.observe.curves import Curves, by_step, curves, series, steps_done
+from grpo_mega.observe.curves import by_step, curves, series, steps_done
 from grpo_mega.observe.rules import findings
 from grpo_mega.paths import (
     CONFIG_FILE,
@@ -115,16 +115,24 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     """Return the data that page/*.js draws. `is_over`: the run is ending, although it still holds its folder."""
     records, num_bad = read_lines(run_dir / METRICS_FILE)
     found = curves(records)
-    raw = _read_yaml(run_dir / CONFIG_FILE)
+    raw: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        parsed = parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        raw = parsed if isinstance(parsed, dict) else {}
     num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
     done = steps_done(found)
     is_live = not is_over and is_held(run_dir / LOCK_FILE)
     signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
     if num_bad:
         signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
-    starts = _starts(run_dir / RUN_FILE)
+    starts: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        listed = read_json(run_dir / RUN_FILE)["starts"]
+        starts = [start for start in listed if isinstance(start, dict)] if isinstance(listed, list) else []
     num_ranks = starts[-1].get("num_ranks") if starts else None
     messages, _ = read_lines(run_dir / MESSAGES_FILE)
+    seconds = found.get("seconds/step", {})
+    recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
     return {
         "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
         "subtitle": _subtitle(run_dir, raw, num_ranks),
@@ -132,7 +140,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "status": _status(done, num_steps, has_steps=bool(found), is_live=is_live, is_over=is_over),
         "num_steps": num_steps,
         "steps_done": done,
-        "time_left": _time_left(found, num_steps - done) if is_live and num_steps else None,
+        "time_left": (num_steps - done) * median(recent) if is_live and num_steps and recent else None,
         "metrics": series(found),
         "experts": _experts(run_dir / EXPERTS_FILE),
         "samples": samples(run_dir / SAMPLES_FILE),
@@ -168,12 +176,6 @@ def _status(done: int, num_steps: int | None, *, has_steps: bool, is_live: bool,
         "text": f"ended after step {done}{of}" if is_over else f"not running here; step {done}{of} is done",
         "kind": "warn",
     }
-
-
-def _time_left(found: Curves, steps_left: int) -> float | None:
-    seconds = found.get("seconds/step", {})
-    recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
-    return steps_left * median(recent) if recent else None
 
 
 def is_held(lock: Path) -> bool:
@@ -225,14 +227,6 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
 def _experts(path: Path) -> dict[str, Any] | None:
     """Return {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model."""
     try:
@@ -241,14 +235,6 @@ def _experts(path: Path) -> dict[str, Any] | None:
         return {"step": int(raw["step"]), "rows": rows}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _starts(path: Path) -> list[dict[str, Any]]:
-    try:
-        starts = read_json(path)["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def samples(path: Path) -> dict[str, Any]:
@@ -304,25 +290,22 @@ def heldout(run_dir: Path) -> dict[str, Any]:
                 "set": record.get("set"),
             }
             row = rows.setdefault(key, head | {"answers": [None] * len(steps)})
-            row["answers"][place] = _answer(record)
+            scores, num_samples = record.get("scores") or {}, record.get("samples")
+            marks = [v for v in scores.values() if isinstance(v, int | float)]
+            ok = float(bool(marks) and min(marks) >= 1.0)  # the share of correct answers, from 0 to 1
+            solved = record.get("solved")
+            if "response" not in record:  # it has sampled answers instead of a greedy one
+                ok = solved / num_samples if num_samples and solved is not None else 0.0
+            row["answers"][place] = {
+                "ok": ok,
+                "scores": scores,
+                "response": str(record["response"])[:MAX_TEXT] if "response" in record else None,
+                "solved": f"{solved}/{num_samples}" if num_samples else None,
+            }
     notes = [f"{len(steps)} of {len(files)} evaluations"] if len(steps) < len(files) else []
     notes += [f"{len(rows)} of {len(num_prompts)} answers"] if len(rows) < len(num_prompts) else []
     note = f"in this page: {', '.join(notes)}; all are in heldout-*.jsonl" if notes else ""
     return {"steps": steps, "rows": list(rows.values()), "note": note}
-
-
-def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a greedy answer, or how many sampled answers were correct. `ok` is the share of correct answers, from 0 to
-    1.
-    """
-    scores, num_samples = record.get("scores") or {}, record.get("samples")
-    marks = [v for v in scores.values() if isinstance(v, int | float)]
-    ok = float(bool(marks) and min(marks) >= 1.0)
-    solved = record.get("solved")
-    if "response" not in record:
-        ok = solved / num_samples if num_samples and solved is not None else 0.0
-    text = str(record["response"])[:MAX_TEXT] if "response" in record else None
-    return {"ok": ok, "scores": scores, "response": text, "solved": f"{solved}/{num_samples}" if num_samples else None}
 
 
 def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
@@ -341,33 +324,30 @@ def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
 
 
 def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples by group as samples.js reads them, with the texts of tokens instead of their ends."""
     groups: dict[Any, dict[str, Any]] = {}
     for record in records:
         key = (record.get("group"), record.get("prompt_id"))
         head = {"prompt_id": record.get("prompt_id")} | {
             name: str(record.get(name) or "") for name in ("prompt", "answer")
         }
-        groups.setdefault(key, head | {"samples": []})["samples"].append(_sample(record))
+        response, ends = str(record.get("response", "")), record.get("token_ends")
+        tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
+        sample = {
+            "index": record.get("index"),
+            "version": record.get("policy_version"),
+            "finish": record.get("finish_reason"),
+            "reward": record.get("reward"),
+            "rewards": record.get("rewards") or {},
+            "verdicts": record.get("verdicts") or {},
+            "a": record.get("advantages") or record.get("advantage"),
+            "lp": record.get("rollout_logprobs"),
+            "mm": record.get("mismatch"),
+            "t": tokens,
+            "response": None if tokens else response,
+        }
+        groups.setdefault(key, head | {"samples": []})["samples"].append(sample)
     return list(groups.values())
-
-
-def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample as samples.js reads it, with the texts of tokens instead of their ends."""
-    response, ends = str(record.get("response", "")), record.get("token_ends")
-    tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
-    return {
-        "index": record.get("index"),
-        "version": record.get("policy_version"),
-        "finish": record.get("finish_reason"),
-        "reward": record.get("reward"),
-        "rewards": record.get("rewards") or {},
-        "verdicts": record.get("verdicts") or {},
-        "a": record.get("advantages") or record.get("advantage"),
-        "lp": record.get("rollout_logprobs"),
-        "mm": record.get("mismatch"),
-        "t": tokens,
-        "response": None if tokens else response,
-    }
 
 
 def _even(items: Sequence[T], count: int) -> list[T]:

@@ -114,7 +114,12 @@ class SampleRows:
         return [self._row(step, index, s, decode) for index, s in flat[: num_logged(groups, self._samples_per_step)]]
 
     def _row(self, step: int, group_index: int, sample: Sample, decode: Decode) -> dict[str, Any]:
-        response = decode(sample.response_ids)
+        ids, response = sample.response_ids, decode(sample.response_ids)
+        for token in ids:
+            if token not in self._texts:
+                self._texts[token] = decode([token])
+        texts = [self._texts[token] for token in ids]
+        adds_up = "".join(texts) == response
         advantages = sample.advantages.tolist() if sample.advantages is not None else []
         row = {
             "step": step,
@@ -130,7 +135,7 @@ class SampleRows:
             "rewards": sample.scores,
             "verdicts": sample.verdicts,
             "advantage": sum(advantages) / len(advantages) if advantages else None,
-            "token_ends": self._token_ends(sample.response_ids, response, decode),
+            "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
             "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
         }
         if len(sample.spans) > 1:
@@ -141,14 +146,6 @@ class SampleRows:
             pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
             row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
         return row
-
-    def _token_ends(self, token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:
-        texts = []
-        for token in token_ids:
-            if token not in self._texts:
-                self._texts[token] = decode([token])
-            texts.append(self._texts[token])
-        return list(accumulate(map(len, texts))) if "".join(texts) == text else token_ends(token_ids, text, decode)
 
 
 def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:

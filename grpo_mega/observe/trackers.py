@@ -163,18 +163,14 @@ def wandb_mode(environ: Mapping[str, str]) -> Mode:
         return "offline"
     if wanted == "disabled":
         return "disabled"
-    return "online" if _has_api_key(environ) else "offline"
-
-
-def _has_api_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY"):
-        return True
+        return "online"
     host = urlparse(environ.get("WANDB_BASE_URL", _DEFAULT_SERVER)).hostname or ""
     path = Path(environ.get("NETRC") or Path(environ.get("HOME", "/")) / ".netrc")
     try:
-        return netrc.netrc(str(path)).authenticators(host) is not None
+        return "offline" if netrc.netrc(str(path)).authenticators(host) is None else "online"
     except (OSError, netrc.NetrcParseError):
-        return False
+        return "offline"
 
 
 def other_names(metrics: Mapping[str, float]) -> StepMetrics:

@@ -127,10 +127,27 @@ class ReportWriter(Writer):
         self._has_warned = False
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
-        self._collect()
+        if self._process is not None and self._process.poll() is not None:
+            process, self._process = self._process, None
+            output, _ = process.communicate()  # the CPU time that it used, or its error
+            if process.returncode:
+                self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
+            else:
+                self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
         is_due = self._interval > 0 and step % self._interval == 0
         if is_due and self._process is None and time.monotonic() >= self._not_before:
-            self._start()
+            self._began = time.monotonic()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "grpo_mega.observe.report", str(self._run_dir)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+            except OSError as error:
+                self._warn_once(str(error))
 
     def write_eval(self, step: int, metrics: StepMetrics) -> None:
         pass  # the write_step call of this step follows
@@ -145,31 +162,6 @@ class ReportWriter(Writer):
             write_report(self._run_dir, is_over=True)
         except Exception as error:
             self._warn_once(str(error) or repr(error))
-
-    def _start(self) -> None:
-        self._began = time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "grpo_mega.observe.report", str(self._run_dir)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        except OSError as error:
-            self._warn_once(str(error))
-
-    def _collect(self) -> None:
-        """Read the output of a finished process: the CPU time that it used, or its error."""
-        if self._process is None or self._process.poll() is None:
-            return
-        process, self._process = self._process, None
-        output, _ = process.communicate()
-        if process.returncode:
-            self._warn_once(output.strip().rpartition("\n")[2] or f"exit code {process.returncode}")
-        else:
-            self._not_before = self._began + float(output.split()[-1]) / MAX_SHARE
 
     def _warn_once(self, why: str) -> None:
         if not self._has_warned:
