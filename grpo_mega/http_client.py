@@ -54,7 +54,11 @@ def send(url: str, body: bytes | None, headers: Mapping[str, str], *, deadline_s
         return found
     if isinstance(found, MemoryError) or not isinstance(found, Exception):
         raise found
-    raise NoReply(_reason(found)) from found
+    cause = found.reason if isinstance(found, urllib.error.URLError) else found
+    text = " ".join(str(cause).split())
+    if isinstance(cause, http.client.HTTPException):
+        text = f"{type(cause).__name__}: {text}" if text else ""
+    raise NoReply(text or type(cause).__name__) from found
 
 
 def is_on_this_machine(url: str) -> bool:
@@ -87,11 +91,3 @@ def _exchange(request: urllib.request.Request, end: float, most_bytes: int) -> R
         len(body) <= most_bytes,
         f"{target.scheme}://{target.netloc.rpartition('@')[2]}" if target and target.netloc else "",
     )
-
-
-def _reason(error: Exception) -> str:
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    text = " ".join(str(cause).split())
-    if isinstance(cause, http.client.HTTPException):
-        return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
-    return text or type(cause).__name__

@@ -90,19 +90,28 @@ class _Reader:
         if self._num_values > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES:,} values")
         if isinstance(node, yaml.ScalarNode):
-            return _scalar_of(node, key)
+            kind = node.tag.removeprefix(_TAG)
+            if kind not in ("str", *_PATTERNS):
+                raise ValueError(f"{_place(node, key)}: tag {node.tag!r} is unknown; leave it out")
+            if kind != "str" and not _PATTERNS[kind].fullmatch(node.value):
+                raise ValueError(f"{_place(node, key)}: {node.value!r} is not of its tag !!{kind}")
+            try:
+                return _scalar(kind, node.value)
+            except ValueError as error:
+                raise ValueError(f"{_place(node, key)}: {error}") from None
         kind = "map" if isinstance(node, yaml.MappingNode) else "seq"
         if node.tag != _TAG + kind:
             raise ValueError(f"{_place(node, key)}: tag {node.tag!r} is unknown; leave it out")
         if node in self._open:
             raise ValueError(f"{_place(node, key)}: the value contains itself; write it out")
         self._open.add(node)
-        value = self._mapping(node, key) if isinstance(node, yaml.MappingNode) else self._items(node, key)
+        value: Any
+        if isinstance(node, yaml.MappingNode):
+            value = self._mapping(node, key)
+        else:
+            value = [self.value(item, f"{key}.{i}" if key else str(i)) for i, item in enumerate(node.value)]
         self._open.remove(node)
         return value
-
-    def _items(self, node: yaml.Node, key: str) -> list[Any]:
-        return [self.value(item, f"{key}.{i}" if key else str(i)) for i, item in enumerate(node.value)]
 
     def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -124,18 +133,6 @@ class _Reader:
 
 def _place(node: yaml.Node, key: str) -> str:
     return f"line {node.start_mark.line + 1}" + (f": key {key!r}" if key else "")
-
-
-def _scalar_of(node: yaml.ScalarNode, key: str) -> Any:
-    kind = node.tag.removeprefix(_TAG)
-    if kind not in ("str", *_PATTERNS):
-        raise ValueError(f"{_place(node, key)}: tag {node.tag!r} is unknown; leave it out")
-    if kind != "str" and not _PATTERNS[kind].fullmatch(node.value):
-        raise ValueError(f"{_place(node, key)}: {node.value!r} is not of its tag !!{kind}")
-    try:
-        return _scalar(kind, node.value)
-    except ValueError as error:
-        raise ValueError(f"{_place(node, key)}: {error}") from None
 
 
 def _kind(text: str) -> str:

@@ -86,7 +86,13 @@ def pack_mini_batches(
     length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
-        units = _units(samples, spec.token_budget) if spec.share_prompts else [[i] for i in range(len(samples))]
+        units: list[list[int]] = []  # runs of samples that share their prompt, as many as fit into a micro-batch
+        for i, sample in enumerate(samples):
+            longer = [samples[j] for j in units[-1]] + [sample] if units and spec.share_prompts else []
+            if longer and longer[0].prompt.id == sample.prompt.id and _num_tokens(longer) <= spec.token_budget:
+                units[-1].append(i)
+            else:
+                units.append([i])
         lengths = [tokens_on_rank(_num_tokens([samples[i] for i in unit]), cp_size) for unit in units]
         ranks = balance(
             lengths,
@@ -141,7 +147,16 @@ def balance(
     ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum()
     bins = [members.tolist() for members in np.split(np.argsort(bin_of_N, kind="stable"), ends_B[:-1])]
     pairs_B = np.bincount(bin_of_N, weights=lengths_N * (lengths_N + 1) / 2, minlength=num_bins)
-    return _deal(bins, loads_B + tokens_per_pair * pairs_B, dp_size)
+    work_B = loads_B + tokens_per_pair * pairs_B
+    # Assign each bin, heaviest first, to the rank with the least work so far among ranks that still lack bins.
+    heap = [(0.0, rank) for rank in range(dp_size)]
+    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    for b in np.argsort(-work_B, kind="stable").tolist():
+        work, rank = heapq.heappop(heap)
+        ranks[rank].append(bins[b])
+        if len(ranks[rank]) < num_bins // dp_size:
+            heapq.heappush(heap, (work + float(work_B[b]), rank))
+    return ranks
 
 
 def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multiple: int) -> Ints:
@@ -178,7 +193,13 @@ def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[
     `falling_N` is sorted in falling order.
     """
     loads_B = _loads(bin_of_N, falling_N, num_bins)
-    slots_BS = _movable(bin_of_N, num_bins)
+    counts_B = np.bincount(bin_of_N, minlength=num_bins)
+    by_bin_N = np.argsort(bin_of_N, kind="stable")
+    slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)  # at least one slot of each bin is empty
+    places_BS = counts_B.cumsum()[:, None] - 1 - slot_S  # a bin's last samples are its shortest
+    is_sample_BS = (slot_S < counts_B[:, None]) & (slot_S < NUM_MOVABLE)
+    # The movable samples of each bin, and -1 in empty slots.
+    slots_BS = np.where(is_sample_BS, np.append(by_bin_N, -1)[np.where(is_sample_BS, places_BS, -1)], -1)
     # An empty slot has size 0, so an exchange with it is a move.
     sizes_BS = np.append(falling_N, 0)[slots_BS].astype(np.int32)
     for target in targets:
@@ -224,28 +245,6 @@ def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target
         table_BS[long_I, from_I] = table_BS[short_I, to_I]
         table_BS[short_I, to_I] = kept_I
     return len(better_I)
-
-
-def _movable(bin_of_N: Ints, num_bins: int) -> Ints:
-    """Return [bins, slots]: the movable samples of each bin, and -1 in empty slots. At least one slot is empty."""
-    counts_B = np.bincount(bin_of_N, minlength=num_bins)
-    by_bin_N = np.argsort(bin_of_N, kind="stable")
-    slot_S = np.arange(min(NUM_MOVABLE, int(counts_B.max())) + 1)
-    places_BS = counts_B.cumsum()[:, None] - 1 - slot_S  # a bin's last samples are its shortest
-    is_sample_BS = (slot_S < counts_B[:, None]) & (slot_S < NUM_MOVABLE)
-    return np.where(is_sample_BS, np.append(by_bin_N, -1)[np.where(is_sample_BS, places_BS, -1)], -1)
-
-
-def _deal(bins: list[list[int]], work_B: NDArray[np.float64], dp_size: int) -> list[list[list[int]]]:
-    """Assign each bin, heaviest first, to the rank with the least work so far among ranks that still lack bins."""
-    heap = [(0.0, rank) for rank in range(dp_size)]
-    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for b in np.argsort(-work_B, kind="stable").tolist():
-        work, rank = heapq.heappop(heap)
-        ranks[rank].append(bins[b])
-        if len(ranks[rank]) < len(bins) // dp_size:
-            heapq.heappush(heap, (work + float(work_B[b]), rank))
-    return ranks
 
 
 def _pack_one(
@@ -326,15 +325,3 @@ def _num_tokens(samples: Sequence[Sample]) -> int:
     sample.
     """
     return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
-
-
-def _units(samples: Sequence[Sample], token_budget: int) -> list[list[int]]:
-    """Return runs of samples that share their prompt, with as many samples as fit into a micro-batch."""
-    units: list[list[int]] = []
-    for i, sample in enumerate(samples):
-        longer = [samples[j] for j in units[-1]] + [sample] if units else []
-        if longer and longer[0].prompt.id == sample.prompt.id and _num_tokens(longer) <= token_budget:
-            units[-1].append(i)
-        else:
-            units.append([i])
-    return units

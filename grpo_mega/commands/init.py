@@ -51,10 +51,12 @@ def run(options: InitOptions) -> int:
     """Write the config and print the next command. Return the exit code."""
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a file that does not")
-    target, least = find_target(options), configs.validate(_least(options))
+    target = find_target(options)
+    required = {"run_dir": "unused", "steps": 1, "model": {"path": str(options.model)}, "data": {"train": options.data}}
+    least = configs.validate(required)
     model = read_model(least)
     check_tokenizer_files(options.model, model.shape.vocab)
-    known = [*_model_settings(options), *_data_settings(options)]
+    known = list(_known_settings(options))
     if not target.is_gpu:
         print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
         rates = measure_rates(resolve_dtype(least, is_gpu=False)[0], model.shape, target.world_size)
@@ -131,12 +133,11 @@ def _lines(setting: Setting, indent: str) -> Iterator[str]:
         yield f"{line}  # {setting.why}"
 
 
-def _least(options: InitOptions) -> dict[str, object]:
-    """Return a config with the required keys only."""
-    return {"run_dir": "unused", "steps": 1, "model": {"path": str(options.model)}, "data": {"train": options.data}}
+def _known_settings(options: InitOptions) -> Iterator[Setting]:
+    """Yield the run's folder, the model, the rewards, and the data sets and their columns.
 
-
-def _model_settings(options: InitOptions) -> Iterator[Setting]:
+    Raise ConfigError if the data is empty or has no usual columns.
+    """
     data = Path(options.data.removeprefix("hub:").partition("@")[0].partition(":")[0])
     data_name = data.parent.name if data.stem == "train" and data.parent.name else data.stem
     name = f"{options.model.resolve().name}-{data_name}"
@@ -151,10 +152,6 @@ def _model_settings(options: InitOptions) -> Iterator[Setting]:
     functions = [{"name": "accuracy", "weight": 1.0}]
     why = "1 if the answer equals the gold answer; your own: module.function or file.py:function"
     yield Setting("rewards.functions", functions, why)
-
-
-def _data_settings(options: InitOptions) -> Iterator[Setting]:
-    """Yield the data sets and their columns. Raise ConfigError if the data is empty or has no usual columns."""
     first = next(iter(read_rows(options.data)), None)
     if first is None:
         raise ConfigError(f"data set {options.data} is empty; it needs one row per prompt")

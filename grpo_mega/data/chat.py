@@ -155,8 +155,14 @@ def find_prefill(tokenizer: Any) -> str:
         for text in answered
         if text.startswith(before_turn) and _MARKER in text
     ]
-    shared = min((_shared_length(opening, header) for header in headers), default=len(opening))
-    return opening[shared:] or _open_thought(opening)
+    lengths = []
+    for header in headers:
+        shared = opening[: num_common(opening, header)]
+        # Count whole tags only: "<think>" and "</think>" share nothing.
+        open_bracket = shared.rfind("<")
+        is_inside_tag = open_bracket > shared.rfind(">") and shared not in (opening, header)
+        lengths.append(open_bracket if is_inside_tag else len(shared))
+    return opening[min(lengths, default=len(opening)) :] or _open_thought(opening)
 
 
 def find_turn_end(tokenizer: Any) -> str:
@@ -170,14 +176,6 @@ def find_turn_end(tokenizer: Any) -> str:
         return _apply(tokenizer, [_QUESTION, _ANSWER]).partition(_MARKER)[2]
     except Exception:  # templates can raise any exception; `find_prefill` reports it
         return ""
-
-
-def _shared_length(opening: str, header: str) -> int:
-    """Return the length of the common prefix in whole tags: "<think>" and "</think>" share nothing."""
-    shared = opening[: num_common(opening, header)]
-    open_bracket = shared.rfind("<")
-    is_inside_tag = open_bracket > shared.rfind(">") and shared not in (opening, header)
-    return open_bracket if is_inside_tag else len(shared)
 
 
 def _open_thought(opening: str) -> str:

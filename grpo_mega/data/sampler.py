@@ -96,15 +96,8 @@ class _EndlessOrder:
     def last_step(self, starts: Ints) -> list[int]:
         """Return the prompts of the last step, given the number of prompts drawn before each step."""
         start, end = map(int, starts[-2:])
-        epoch, first = divmod(start, self.num_prompts)
-        order = self._epoch(epoch, starts)
-        drawn = order[first : first + end - start]
-        if missing := end - start - len(drawn):
-            drawn = np.concatenate([drawn, self._following(order, epoch + 1, starts)[:missing]])
-        return [int(index) for index in drawn]
-
-    def _epoch(self, epoch: int, starts: Ints) -> Ints:
-        """Return the order of an epoch. Only its first 2 * most_per_step places depend on the previous epoch."""
+        epoch, place = divmod(start, self.num_prompts)
+        # Only the first 2 * most_per_step places of an epoch depend on the previous epoch.
         is_tail_independent = self.num_prompts >= 3 * self.most_per_step
         first = max(0, epoch - 1) if is_tail_independent else 0
         known = [number for number in self._last if first <= number <= epoch]
@@ -113,7 +106,10 @@ class _EndlessOrder:
             order = self._following(order, later, starts)
         self._last.clear()
         self._last[epoch] = order
-        return order
+        drawn = order[place : place + end - start]
+        if missing := end - start - len(drawn):
+            drawn = np.concatenate([drawn, self._following(order, epoch + 1, starts)[:missing]])
+        return [int(index) for index in drawn]
 
     def _following(self, previous: Ints, epoch: int, starts: Ints) -> Ints:
         """Return the order of `epoch`. Its first step's prompts that were drawn from `previous` are moved back."""

@@ -31,7 +31,8 @@ def handled(handle: Callable[[int], None], numbers: Collection[int] = STOP_SIGNA
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    earlier = {number: signal.signal(number, _ignore) for number in numbers}
+    # Only a signal with a handler is written to the socket, so each gets one that does nothing.
+    earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def read() -> None:
         while caught := reader.recv(1):
@@ -83,10 +84,6 @@ def show_cursor() -> None:
     with suppress(OSError):
         if os.isatty(sys.stdout.fileno()):
             os.write(sys.stdout.fileno(), b"\x1b[?25h")
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing. Only a signal with a handler is written to the socket."""
 
 
 def _forget() -> None:

@@ -116,13 +116,27 @@ def run_ranks(command: list[str], world_size: int, log_dir: Path, stdin: int = s
     with _signals_passed_on(ranks) as caught:
         try:
             for number, environment in enumerate(environments):
-                ranks.append(_start(number, command, environment, log_dir, stdin))
+                log = None if number == 0 else log_dir / rank_log(number)
+                log_start = log.stat().st_size if log is not None and log.exists() else 0
+                with contextlib.ExitStack() as stack:
+                    output: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))
+                    process = subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=stdin,
+                        stdout=output,
+                        stderr=None if log is None else subprocess.STDOUT,
+                        process_group=0,  # Ctrl-C reaches only the launcher, and the launcher forwards it once
+                        preexec_fn=partial(die_with_launcher, os.getpid()),
+                    )
+                ranks.append(Rank(number, process, log, log_start))
                 if caught:  # the signal may have come before the rank was in the list
                     _pass_on(ranks, caught[0])
             return _wait(ranks, caught)
         finally:
             for rank in ranks:
-                _kill_group(rank)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)  # the rank, if it is alive, and its child processes
                 rank.process.wait()
             processes.remove_unused_folders()  # killed ranks leave folders
 
@@ -209,23 +223,6 @@ def die_with_launcher(launcher: int) -> None:
         die_with_parent(launcher)
 
 
-def _start(rank: int, command: list[str], environment: dict[str, str], log_dir: Path, stdin: int) -> Rank:
-    log = None if rank == 0 else log_dir / rank_log(rank)
-    start = log.stat().st_size if log is not None and log.exists() else 0
-    with contextlib.ExitStack() as stack:
-        output: IO[bytes] | None = None if log is None else stack.enter_context(log.open("ab"))
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=stdin,
-            stdout=output,
-            stderr=None if log is None else subprocess.STDOUT,
-            process_group=0,  # Ctrl-C reaches only the launcher, and the launcher forwards it once
-            preexec_fn=partial(die_with_launcher, os.getpid()),
-        )
-    return Rank(rank, process, log, start)
-
-
 @contextlib.contextmanager
 def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
     """Forward the first SIGINT or SIGTERM to all ranks. Send SIGKILL for a second one. Yield the list of caught
@@ -272,7 +269,13 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
         return EXIT_INTERRUPTED
     if not caught and not (is_user_error and failed.rank == 0):
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
-        killed = f", {_memory_hint(failed, ranks)}" if code == -signal.SIGKILL else ""
+        killed = ""
+        if code == -signal.SIGKILL:  # report what the rank held, and what it could hold
+            room, everyone = host_room(), sum(rank.resident for rank in ranks)
+            of_all = f"; {len(ranks)} ranks: {everyone / GIB:.1f} GiB" if len(ranks) > 1 else ""
+            of = "" if room.limit == "this machine" else f" in {room.limit}"
+            held = f"{failed.resident / GIB:.1f} GiB of {room.total / GIB:.0f}{of}{of_all}"
+            killed = f", probably out of memory (last seen {held}); see dmesg"
         print(f"grpo-mega: rank {failed.rank} {exit_description(code)}{killed}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
@@ -294,17 +297,6 @@ def _first_failure(ranks: list[Rank]) -> Rank | None:
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def _memory_hint(killed: Rank, ranks: list[Rank]) -> str:
-    """Return what a rank that the kernel killed held, and what it could hold."""
-    room, everyone = host_room(), sum(rank.resident for rank in ranks)
-    of_all = f"; {len(ranks)} ranks: {everyone / GIB:.1f} GiB" if len(ranks) > 1 else ""
-    of = "" if room.limit == "this machine" else f" in {room.limit}"
-    return (
-        f"probably out of memory (last seen {killed.resident / GIB:.1f} GiB of {room.total / GIB:.0f}{of}{of_all}); see"
-        " dmesg"
-    )
-
-
 def _wait_for(ranks: list[Rank], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -323,9 +315,3 @@ def _send(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(number)
-
-
-def _kill_group(rank: Rank) -> None:
-    """Kill the rank, if it is alive, and its child processes."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.process.pid, signal.SIGKILL)

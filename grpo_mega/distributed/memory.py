@@ -75,17 +75,10 @@ def _limits(root: Path) -> Iterator[tuple[str, int, int]]:
             for group in (folder, *folder.parents[: len(folder.parts) - len(base.parts)]):
                 with suppress(OSError, ValueError):  # no such group, or "max"
                     most, used = (int((group / name).read_text()) for name in names[:2])
-                    if most < NO_LIMIT:
-                        yield (
-                            f"/{group.relative_to(base).as_posix().strip('.')}",
-                            most,
-                            used - _droppable(group, names[2]),
-                        )
-
-
-def _droppable(group: Path, name: str) -> int:
-    """Return the bytes of files in memory that the kernel drops before it kills a process of the group."""
-    with suppress(OSError):
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(stat.get(name, 0))
-    return 0
+                    if most >= NO_LIMIT:
+                        continue
+                    droppable = 0  # bytes of files that the kernel drops before it kills a process of the group
+                    with suppress(OSError):
+                        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                        droppable = int(stat.get(names[2], 0))
+                    yield f"/{group.relative_to(base).as_posix().strip('.')}", most, used - droppable

@@ -96,7 +96,21 @@ def shared_key(store: Store, rank: int, world_size: int, folder: Path) -> Iterat
         return
     path = folder / RUN_KEY
     if rank != 0:
-        os.environ[KEY_VARIABLE] = _await_key(path, store.get(_DIGEST).decode(errors="replace"))
+        digest = store.get(_DIGEST).decode(errors="replace")
+        until = time.monotonic() + SECONDS_FOR_THE_FILE
+        while True:
+            with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                key = file.read()
+                is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+                if is_ours and hashlib.sha256(key).hexdigest() == digest:
+                    os.environ[KEY_VARIABLE] = key.decode()
+                    break
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"{path}: must hold this job's key within {SECONDS_FOR_THE_FILE:.0f} s; set {KEY_VARIABLE} to the"
+                    " same random text on all nodes, or put run_dir on a disk that all nodes share"
+                )
+            time.sleep(0.1)
         run_key()
         yield
         return
@@ -109,22 +123,6 @@ def shared_key(store: Store, rank: int, world_size: int, folder: Path) -> Iterat
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def _await_key(path: Path, digest: str) -> str:
-    until = time.monotonic() + SECONDS_FOR_THE_FILE
-    while True:
-        with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            key = file.read()
-            is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
-            if is_ours and hashlib.sha256(key).hexdigest() == digest:
-                return key.decode()
-        if time.monotonic() > until:
-            raise ConfigError(
-                f"{path}: must hold this job's key within {SECONDS_FOR_THE_FILE:.0f} s; set {KEY_VARIABLE} to the same"
-                " random text on all nodes, or put run_dir on a disk that all nodes share"
-            )
-        time.sleep(0.1)
 
 
 def _mac(name: str, message: bytes | memoryview) -> bytes:

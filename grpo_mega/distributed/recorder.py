@@ -59,7 +59,12 @@ class Recorder:
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            self._name, self._arguments, self._is_done = name, _describe(args, kwargs), False
+            values = (*args, *kwargs.values())
+            tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
+            group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
+            of = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+            over = f" over {group.size() if group is not None else 'all'} ranks"
+            self._name, self._arguments, self._is_done = name, of + over, False
             self.last_beat = time.monotonic()
             result = function(*args, **kwargs)
             self._is_done = True
@@ -77,11 +82,3 @@ def recorder() -> Recorder:
     for name in ("isend", "irecv"):  # P2POp compares with the functions of its module
         setattr(dist.distributed_c10d, name, getattr(dist, name))
     return result
-
-
-def _describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    values = (*args, *kwargs.values())
-    tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
-    group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
-    contents = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
-    return f"{contents} over {group.size() if group is not None else 'all'} ranks"

@@ -144,12 +144,23 @@ class EngineRanks:
         """
         if self._size == 1:
             return [text]
+        leader, leads = self._job.rank - self._index, self._index == 0
         try:
             if self._met is None:
-                self._met = self._meet()
+                key, timeout = f"the store of rank {leader}", timedelta(seconds=self._deadline_s)
+                if leads:
+                    store = open_store(LOOPBACK, 0, timeout)
+                    self._job.set(key, str(store.port))
+                else:
+                    port = int(self._job.get(key, self._deadline_s))
+                    store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
+                met = Rendezvous(store, self._job.rank, self._size, first=leader, scope=f"engine of rank {leader}")
+                met.all_gather("meeting the other ranks of an engine", None, self._deadline_s)
+                if leads:
+                    self._job.delete(key)
+                self._met = met, store
             return self._met[0].all_gather(phase, text, self._deadline_s)
         except DistError as error:
-            leader = self._job.rank - self._index
             raise EngineError(
                 f"rank {leader}, the leader of an engine, is gone: {phase} ({error}); see its log"
             ) from None
@@ -157,18 +168,3 @@ class EngineRanks:
     def broadcast(self, phase: str, text: str) -> str:
         """Return the text of the leader, the first rank."""
         return self.gather(phase, text)[0]
-
-    def _meet(self) -> tuple[Rendezvous, TCPStore]:
-        leader, leads = self._job.rank - self._index, self._index == 0
-        key, timeout = f"the store of rank {leader}", timedelta(seconds=self._deadline_s)
-        if leads:
-            store = open_store(LOOPBACK, 0, timeout)
-            self._job.set(key, str(store.port))
-        else:
-            port = int(self._job.get(key, self._deadline_s))
-            store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        met = Rendezvous(store, self._job.rank, self._size, first=leader, scope=f"engine of rank {leader}")
-        met.all_gather("meeting the other ranks of an engine", None, self._deadline_s)
-        if leads:
-            self._job.delete(key)
-        return met, store

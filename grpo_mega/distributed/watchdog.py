@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -125,7 +125,12 @@ class HangWatch:
         while not self._is_over.wait(min(LONGEST_PAUSE_S, self._deadline_s / 10)):
             try:
                 self._store.add(f"hang/beats/{self._rank}", 1)
-                self._exchange_progress()
+                # Report this rank's progress since the last check, and record the time if any rank made progress.
+                own_move = self._last_move()
+                moves = self._store.add("hang/moves", int(own_move > self._own_move))
+                self._own_move = own_move
+                if moves > self._moves:
+                    self._moves, self._job_moved = moves, time.monotonic()
                 if not has_answered and self._store.check(["hang/asked"]):
                     self._answer()
                     has_answered = True
@@ -150,24 +155,13 @@ class HangWatch:
         idle = time.monotonic() - max(self._last_move(), self._job_moved)
         if idle > limit:
             return f"no progress for {idle:.0f} s in {phase}"
-        silent = self._silent_ranks() if self._rank == 0 else []
-        return f"no heartbeat from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
-
-    def _exchange_progress(self) -> None:
-        """Report this rank's progress since the last check, and record the time if any rank made progress."""
-        own_move = self._last_move()
-        moves = self._store.add("hang/moves", int(own_move > self._own_move))
-        self._own_move = own_move
-        if moves > self._moves:
-            self._moves, self._job_moved = moves, time.monotonic()
-
-    def _silent_ranks(self) -> list[int]:
         now = time.monotonic()
-        for rank in range(1, self._world_size):
+        for rank in range(1, self._world_size) if self._rank == 0 else ():
             beats = self._store.add(f"hang/beats/{rank}", 0)
             if self._heard.get(rank, (-1, 0.0))[0] != beats:
                 self._heard[rank] = beats, now
-        return [rank for rank, (_, when) in self._heard.items() if now - when > self._deadline_s]
+        silent = [rank for rank, (_, when) in self._heard.items() if now - when > self._deadline_s]
+        return f"no heartbeat from {_ranks(silent)} for {self._deadline_s:.0f} s" if silent else None
 
     def _last_move(self) -> float:
         """Return the time of the main thread's last progress: a phase, a collective or a beat."""
@@ -183,31 +177,37 @@ class HangWatch:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _where(self) -> str:
+        """Return the phase, the last collective, and the main thread's innermost line in this package.
+
+        Add the innermost line of all if it is another.
+        """
         phase, _ = self._timers.current()
-        return f"{phase}, {recorder().last()}, at {_place(sys._current_frames().get(self._main_thread or 0))}"
+        frame = sys._current_frames().get(self._main_thread or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        ours = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
+        places = [*ours[-1:], *(stack[-1:] if stack and stack[-1] not in ours[-1:] else [])]
+        place = ", in ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in places) or "nowhere"
+        return f"{phase}, {recorder().last()}, at {place}"
 
     def _report(self, reason: str) -> None:
+        """Ask all ranks, and end with one line per distinct answer with its ranks, rarest first."""
         try:
-            lines = self._answers()
+            self._store.set("hang/asked", "1")
+            self._answer()
+            ranks = range(self._world_size)
+            until = time.monotonic() + SECONDS_TO_ANSWER
+            while time.monotonic() < until and not self._store.check([f"hang/{rank}" for rank in ranks]):
+                time.sleep(0.1)
+            by_answer: dict[str, list[int]] = {}
+            for rank in ranks:
+                answer = self._try_get(f"hang/{rank}") or "no answer: dead, stopped, or stuck outside of Python"
+                by_answer.setdefault(answer, []).append(rank)
+            nodes = [self._try_get(f"hang/node/{rank}") or "" for rank in ranks]
+            rarest_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
+            lines = [f"{_ranks(numbers, nodes)}: {answer}" for answer, numbers in rarest_first]
         except Exception as error:
             lines = [f"the other ranks cannot be asked ({str(error).splitlines()[0][:100]})", self._where()]
         self._end(reason, lines)
-
-    def _answers(self) -> list[str]:
-        """Ask all ranks. Return one line per distinct answer with its ranks, rarest first."""
-        self._store.set("hang/asked", "1")
-        self._answer()
-        ranks = range(self._world_size)
-        until = time.monotonic() + SECONDS_TO_ANSWER
-        while time.monotonic() < until and not self._store.check([f"hang/{rank}" for rank in ranks]):
-            time.sleep(0.1)
-        by_answer: dict[str, list[int]] = {}
-        for rank in ranks:
-            answer = self._try_get(f"hang/{rank}") or "no answer: dead, stopped, or stuck outside of Python"
-            by_answer.setdefault(answer, []).append(rank)
-        nodes = [self._try_get(f"hang/node/{rank}") or "" for rank in ranks]
-        rarest_first = sorted(by_answer.items(), key=lambda item: len(item[1]))
-        return [f"{_ranks(numbers)}{_on_nodes(numbers, nodes)}: {answer}" for answer, numbers in rarest_first]
 
     def _try_get(self, key: str) -> str | None:
         if not self._store.check([key]):
@@ -259,16 +259,11 @@ def _attempt(act: Callable[[], str | None]) -> tuple[str | None, str]:
     return outcome
 
 
-def _place(frame: object) -> str:
-    """Return the innermost line of this package on a stack, and the innermost line of all if it is another."""
-    stack = traceback.extract_stack(frame) if frame is not None else []  # type: ignore[arg-type]
-    ours = [f for f in stack if Path(f.filename).is_relative_to(PACKAGE)]
-    places = [*ours[-1:], *(stack[-1:] if stack and stack[-1] not in ours[-1:] else [])]
-    return ", in ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in places) or "nowhere"
+def _ranks(numbers: list[int], nodes: Sequence[str] = ()) -> str:
+    """Join rank numbers, with ranges for consecutive ones: "rank 4" or "ranks 0-3, 5".
 
-
-def _ranks(numbers: list[int]) -> str:
-    """Join rank numbers, with ranges for consecutive ones: "rank 4" or "ranks 0-3, 5"."""
+    `nodes` has names by rank, "" if not known. Add " on n1" if they are several.
+    """
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][-1] == n - 1:
@@ -276,9 +271,5 @@ def _ranks(numbers: list[int]) -> str:
         else:
             runs.append([n])
     text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}"
-
-
-def _on_nodes(numbers: list[int], nodes: list[str]) -> str:
-    """Return " on n1" if the job has more than one node, otherwise "". `nodes` has names by rank, "" if not known."""
-    return f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
+    on = f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}{on}"

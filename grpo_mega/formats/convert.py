@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError, WeightMappingError
@@ -119,7 +120,11 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
     shapes = dict(weights.shapes)
     targets = {name: target_of(alone(whole(name, shape)), weights, dtype) for name, shape in shapes.items()}
-    source = _source_of_extra(checkpoint, weights)
+    source = None
+    if checkpoint.config().get("num_nextn_predict_layers") and not extra_names(weights.shapes):
+        # A run does not store layers for multi-token prediction. Its source model may have them, or only a config.
+        with suppress(WeightMappingError):
+            source = find_checkpoint(checkpoint.side).open()
     if source is not None:
         for name in extra_names(source.shapes):
             shapes[name] = source.shapes[name]
@@ -135,19 +140,6 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
         sizes[file] = offsets[-1] + num_bytes[names[-1]]
     last = _side_contents(checkpoint, was_quantised=False, dtype=dtype) | index_of(shards, num_bytes)
     return OutputPlan(sizes, items, headers, last, weights.files, f"to Hugging Face {max_shard_bytes} {dtype}")
-
-
-def _source_of_extra(checkpoint: Checkpoint, weights: MegatronWeights) -> HfWeights | MegatronWeights | None:
-    """Return the source model of a run if its config.json names layers for multi-token prediction.
-
-    A run does not store these layers.
-    """
-    if not checkpoint.config().get("num_nextn_predict_layers") or extra_names(weights.shapes):
-        return None
-    try:
-        return find_checkpoint(checkpoint.side).open()
-    except WeightMappingError:  # only the config of the model exists
-        return None
 
 
 def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:

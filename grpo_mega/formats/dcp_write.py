@@ -80,7 +80,19 @@ def metadata_bytes(pieces: Iterable[SavedPiece], shape: ModelShape) -> bytes:
         for key, p in first.items()
     }
     shared = _StorageInfo(STATE_FILE, 0, len(state_bytes()))
-    for name in _extra_states(shape):
+    # The names that Megatron may request, with or without Transformer Engine.
+    names = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    layers, experts = shape.num_layers, shape.num_experts
+    for i in range(layers):
+        # If layers differ, each layer has separate keys.
+        prefix, at, of = (f"{i}.", "", "") if shape.num_dense else ("", f"{i}.", f"{layers}.")
+        place = "0_1" if shape.num_dense else f"{i}_{layers}"
+        names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]
+        for e in range(experts if i >= shape.num_dense else 0):
+            names += [
+                f"decoder.layers.{prefix}{name}._extra_state/shard_{at}{e}_{of}{experts}" for name in _EXPERT_STATES
+            ]
+    for name in names:
         described[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = shared
     return pickle.dumps(Metadata(described, storage_data=storage, version=CURRENT_DCP_VERSION))
@@ -147,22 +159,6 @@ class _Sink(io.BytesIO):
         assert whence == io.SEEK_CUR
         self.parts.append(bytearray())
         return 0
-
-
-def _extra_states(shape: ModelShape) -> list[str]:
-    """Return the names that Megatron may request, with or without Transformer Engine."""
-    layers, experts = shape.num_layers, shape.num_experts
-    names = ["decoder.final_layernorm._extra_state/shard_0_1"]
-    for i in range(layers):
-        # If layers differ, each layer has separate keys.
-        prefix, at, of = (f"{i}.", "", "") if shape.num_dense else ("", f"{i}.", f"{layers}.")
-        place = "0_1" if shape.num_dense else f"{i}_{layers}"
-        names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]
-        for e in range(experts if i >= shape.num_dense else 0):
-            names += [
-                f"decoder.layers.{prefix}{name}._extra_state/shard_{at}{e}_{of}{experts}" for name in _EXPERT_STATES
-            ]
-    return names
 
 
 def _saved(value: Any) -> bytes:

@@ -174,7 +174,12 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     if (problem := adapter_problem(path)) is not None:
         raise WeightMappingError(f"{path} {problem}")
     state = _state_of(path)
-    manifest = None if state is None else _manifest_of(state.parent)
+    manifest = None
+    if state is not None and (state.parent / MANIFEST).exists():
+        try:
+            manifest = read_manifest(state.parent)
+        except ResumeError as error:
+            raise WeightMappingError(str(error)) from None
     export = _newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
     if export is not None and _is_hugging_face(export.folder):
         note, folder = export_note(export, manifest), export.folder
@@ -318,16 +323,6 @@ def _name_in(path: Path) -> str:
 def _newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
     try:
         return newer_export(run_dir, last)
-    except ResumeError as error:
-        raise WeightMappingError(str(error)) from None
-
-
-def _manifest_of(folder: Path) -> Manifest | None:
-    """Return the manifest of a run's checkpoint; None if there is none."""
-    if not (folder / MANIFEST).exists():
-        return None
-    try:
-        return read_manifest(folder)
     except ResumeError as error:
         raise WeightMappingError(str(error)) from None
 

@@ -112,7 +112,19 @@ class MegatronWeights:
                         by_place[place].append(chunk)
             for piece in stored.tensor.pieces:
                 self._pieces[piece.box.tensor].append((stored, piece))
-        self.files = self._check_files()
+        ends: dict[str, int] = defaultdict(int)
+        for places in self._chunks.values():
+            for chunk in chain.from_iterable(places.values()):
+                ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
+        for name, end in ends.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise WeightMappingError(f"{path} does not exist, but {METADATA} names it; fetch the missing file")
+            if path.stat().st_size < end:
+                raise WeightMappingError(
+                    f"{path} is cut short: {path.stat().st_size} bytes of {end}; fetch the file again"
+                )
+        self.files = sorted(self.folder / name for name in ends)
         self._reader = Files()
         self._extents: dict[Chunk, Extent] = {}
         self._crcs: dict[Chunk, int] = {}
@@ -213,22 +225,6 @@ class MegatronWeights:
                 "give the config.json that belongs to these weights"
             )
         return self._saved[key]
-
-    def _check_files(self) -> list[Path]:
-        """Return the files. Raise WeightMappingError if a file is missing or too short for its chunks."""
-        ends: dict[str, int] = defaultdict(int)
-        for places in self._chunks.values():
-            for chunk in chain.from_iterable(places.values()):
-                ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
-        for name, end in ends.items():
-            path = self.folder / name
-            if not path.is_file():
-                raise WeightMappingError(f"{path} does not exist, but {METADATA} names it; fetch the missing file")
-            if path.stat().st_size < end:
-                raise WeightMappingError(
-                    f"{path} is cut short: {path.stat().st_size} bytes of {end}; fetch the file again"
-                )
-        return sorted(self.folder / name for name in ends)
 
 
 class _Section(io.RawIOBase):

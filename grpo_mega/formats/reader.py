@@ -24,7 +24,6 @@ from grpo_mega.formats.slices import (
     BLOCK_BYTES,
     ITEM_BYTES,
     TORCH_NAMES,
-    Extent,
     Files,
     SliceCopy,
     Target,
@@ -83,7 +82,9 @@ class Streamer:
 
     @torch.no_grad()
     def _fill_columns(self, place: Tensor, copy: SliceCopy, row: int) -> None:
-        """Fill `place` with the copy's columns of the extent's rows, starting at `row`."""
+        """Fill `place` with the copy's columns of the extent's rows, starting at `row`, times the scales of their
+        blocks.
+        """
         extent = copy.extent
         step = max(1, BLOCK_BYTES // max(1, extent.row_bytes))
         for start in range(0, place.shape[0], step):
@@ -94,20 +95,15 @@ class Streamer:
             stored = torch.frombuffer(rows, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
             values = stored[:, copy.column : copy.column + copy.columns]
             if extent.scale is not None:
-                values = values.float() * self._scales(extent, row + start, count, copy)
+                scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
+                first, last = (row + start) // height, (row + start + count - 1) // height
+                raw = bytearray((last - first + 1) * scales.row_bytes)
+                self._files.read_into(scales.path, scales.offset + first * scales.row_bytes, memoryview(raw))
+                blocks = torch.frombuffer(raw, dtype=torch_dtype(scales.dtype)).view(-1, scales.columns).float()
+                block_rows = torch.arange(row + start, row + start + count) // height - first
+                block_columns = torch.arange(copy.column, copy.column + copy.columns) // width
+                values = values.float() * blocks[block_rows][:, block_columns]
             place[start : start + count].copy_(values)
-
-    def _scales(self, extent: Extent, row: int, count: int, copy: SliceCopy) -> Tensor:
-        """Return the scales of the copy's columns in these rows, [count, copy.columns] float32."""
-        assert extent.scale is not None
-        scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
-        first, last = row // height, (row + count - 1) // height
-        raw = bytearray((last - first + 1) * scales.row_bytes)
-        self._files.read_into(scales.path, scales.offset + first * scales.row_bytes, memoryview(raw))
-        blocks = torch.frombuffer(raw, dtype=torch_dtype(scales.dtype)).view(-1, scales.columns).float()
-        rows = torch.arange(row, row + count) // height - first
-        columns = torch.arange(copy.column, copy.column + copy.columns) // width
-        return blocks[rows][:, columns]
 
 
 def _at_least(buffer: bytearray, length: int) -> bytearray:

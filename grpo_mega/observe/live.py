@@ -44,15 +44,15 @@ def watch(run_dir: Path, port: int = 0) -> None:
     check_run(run_dir)
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port={port}: must be from 0 to 65535; use another, or leave it out")
-    source, token = Source(run_dir), secrets.token_urlsafe(12)
     try:
-        server = _Server((HOST, port), _handler(source, token))
+        server = _Server((HOST, port), _Handler)
     except OSError as error:
         raise ConfigError(
             f"--port={port}: must be a free port ({error.strerror}); use another, or leave it out"
         ) from None
+    server.source, server.token = Source(run_dir), secrets.token_urlsafe(12)
     with server:
-        print(f"watching {run_dir}: http://{HOST}:{server.server_port}/{token}/ (Ctrl-C ends)", flush=True)
+        print(f"watching {run_dir}: http://{HOST}:{server.server_port}/{server.token}/ (Ctrl-C ends)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -87,47 +87,48 @@ class Source:
 
 
 class _Server(ThreadingHTTPServer):
+    source: Source
+    token: str
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing if a browser has left."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-def _handler(source: Source, token: str) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _IDLE_S
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _IDLE_S
 
-        def do_GET(self) -> None:
-            path, _, query = self.path.partition("?")
-            is_page, is_data = (
-                secrets.compare_digest(path.encode(), f"/{token}/{name}".encode()) for name in ("", "data")
-            )
-            if not (is_page or is_data):
-                self._send(HTTPStatus.NOT_FOUND, "not found")
-                return
-            try:
-                data = source.read()
-            except (OSError, ConfigError) as error:
-                self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-                return
-            if is_page:
-                self._send(HTTPStatus.OK, render_report(data), "text/html")
-            elif query == f"version={data['version']}":
-                self._send(HTTPStatus.NO_CONTENT)
-            else:
-                self._send(HTTPStatus.OK, embedded(data), "application/json")
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        is_page, is_data = (
+            secrets.compare_digest(path.encode(), f"/{self.server.token}/{name}".encode()) for name in ("", "data")
+        )
+        if not (is_page or is_data):
+            self._send(HTTPStatus.NOT_FOUND, "not found")
+            return
+        try:
+            data = self.server.source.read()
+        except (OSError, ConfigError) as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return
+        if is_page:
+            self._send(HTTPStatus.OK, render_report(data), "text/html")
+        elif query == f"version={data['version']}":
+            self._send(HTTPStatus.NO_CONTENT)
+        else:
+            self._send(HTTPStatus.OK, embedded(data), "application/json")
 
-        def _send(self, status: HTTPStatus, text: str = "", kind: str = "text/plain") -> None:
-            content = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(content)
+    def _send(self, status: HTTPStatus, text: str = "", kind: str = "text/plain") -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
 
-        def log_message(self, *arguments: object) -> None:
-            """Print nothing for a request."""
-
-    return Handler
+    def log_message(self, *arguments: object) -> None:
+        """Print nothing for a request."""

@@ -239,7 +239,14 @@ def _experts(path: Path) -> dict[str, Any] | None:
 
 def samples(path: Path) -> dict[str, Any]:
     """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
-    lines = _lines_by_step(path)
+    lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) of the lines of each step
+    offset = 0
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            match = _STEP.match(line)
+            if match and line.endswith(b"\n"):  # a last line may be half-written
+                lines[int(match[1])].append((offset, len(line)))
+            offset += len(line)
     steps = sorted(lines)
     if not steps:
         return {"steps": [], "note": ""}
@@ -306,21 +313,6 @@ def heldout(run_dir: Path) -> dict[str, Any]:
     notes += [f"{len(rows)} of {len(num_prompts)} answers"] if len(rows) < len(num_prompts) else []
     note = f"in this page: {', '.join(notes)}; all are in heldout-*.jsonl" if notes else ""
     return {"steps": steps, "rows": list(rows.values()), "note": note}
-
-
-def _lines_by_step(path: Path) -> dict[int, list[tuple[int, int]]]:
-    """Return (offset, length) of the lines of each step. Skip a half-written last line."""
-    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    if not path.exists():
-        return found
-    start = 0
-    with path.open("rb") as file:
-        for line in file:
-            match = _STEP.match(line)
-            if match and line.endswith(b"\n"):
-                found[int(match[1])].append((start, len(line)))
-            start += len(line)
-    return found
 
 
 def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

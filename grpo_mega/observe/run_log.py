@@ -111,41 +111,41 @@ class SampleRows:
     def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
         """Return the rows of the logged samples of a step."""
         flat = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
-        return [self._row(step, index, s, decode) for index, s in flat[: num_logged(groups, self._samples_per_step)]]
-
-    def _row(self, step: int, group_index: int, sample: Sample, decode: Decode) -> dict[str, Any]:
-        ids, response = sample.response_ids, decode(sample.response_ids)
-        for token in ids:
-            if token not in self._texts:
-                self._texts[token] = decode([token])
-        texts = [self._texts[token] for token in ids]
-        adds_up = "".join(texts) == response
-        advantages = sample.advantages.tolist() if sample.advantages is not None else []
-        row = {
-            "step": step,
-            "prompt_id": sample.prompt.id,
-            "group": group_index,
-            "index": sample.index,
-            "policy_version": sample.policy_version,
-            "prompt": sample.prompt.text,
-            "response": response,
-            "answer": sample.prompt.answer,
-            "finish_reason": sample.finish_reason,
-            "reward": sample.reward,
-            "rewards": sample.scores,
-            "verdicts": sample.verdicts,
-            "advantage": sum(advantages) / len(advantages) if advantages else None,
-            "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
-            "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
-        }
-        if len(sample.spans) > 1:
-            row["spans"] = [list(span) for span in sample.spans]
-        if len(set(advantages)) > 1:
-            row["advantages"] = [_short(v) for v in advantages]
-        if sample.old_logprobs is not None:
-            pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
-            row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
-        return row
+        rows = []
+        for index, sample in flat[: num_logged(groups, self._samples_per_step)]:
+            ids, response = sample.response_ids, decode(sample.response_ids)
+            for token in ids:
+                if token not in self._texts:
+                    self._texts[token] = decode([token])
+            texts = [self._texts[token] for token in ids]
+            adds_up = "".join(texts) == response
+            advantages = sample.advantages.tolist() if sample.advantages is not None else []
+            row = {
+                "step": step,
+                "prompt_id": sample.prompt.id,
+                "group": index,
+                "index": sample.index,
+                "policy_version": sample.policy_version,
+                "prompt": sample.prompt.text,
+                "response": response,
+                "answer": sample.prompt.answer,
+                "finish_reason": sample.finish_reason,
+                "reward": sample.reward,
+                "rewards": sample.scores,
+                "verdicts": sample.verdicts,
+                "advantage": sum(advantages) / len(advantages) if advantages else None,
+                "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
+                "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
+            }
+            if len(sample.spans) > 1:
+                row["spans"] = [list(span) for span in sample.spans]
+            if len(set(advantages)) > 1:
+                row["advantages"] = [_short(v) for v in advantages]
+            if sample.old_logprobs is not None:
+                pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
+                row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
+            rows.append(row)
+        return rows
 
 
 def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:

@@ -73,11 +73,14 @@ def choose(known: Sequence[Setting], model: Model, data: DataTokens, target: Tar
             f" shortest has {min(data.prompts)}; name a model with more positions"
         )
     has_split = any(s.key == "data.heldout" for s in known)
-    heldout = [] if has_split else _heldout(len(kept), target.is_gpu)
+    heldout = []
+    if not has_split and len(kept) >= 20:
+        size = min(256 if target.is_gpu else 16, len(kept) // 10)
+        heldout = [Setting("data.heldout_size", size, f"of the {len(kept)} prompts, never trained on; for eval/score")]
     num_prompts = len(kept) - sum(s.value for s in heldout)
     fixed = [*known, *lengths, *heldout, *_precision(target)]
     for batch in _batches(num_prompts, largest + lengths[1].value, target):
-        option = _fitting(_job([*fixed, *batch], model, fmean(kept), target), target)
+        option = _fitting([*fixed, *batch], model, fmean(kept), target)
         if option is not None:
             break
     else:
@@ -90,7 +93,11 @@ def choose(known: Sequence[Setting], model: Model, data: DataTokens, target: Tar
     chosen = [*lengths, *heldout, *_precision(target), *kept_batch, *changed.values()]
     chosen += _training(option, num_prompts, target)
     if heldout or has_split:
-        chosen += _evaluation(chosen, target)
+        steps = next(s.value for s in chosen if s.key == "steps")
+        chosen.append(Setting("eval.interval", max(1, steps // 5), "steps between evaluations on the held-out prompts"))
+    if has_split:
+        limit = 256 if target.is_gpu else 16
+        chosen.append(Setting("eval.num_prompts", limit, "per evaluation, to keep it short"))
     return chosen
 
 
@@ -116,13 +123,6 @@ def _lengths(data: DataTokens, positions: int | None, is_gpu: bool) -> list[Sett
             f"tokens; 95% of the gold answers have at most {answer}{reason}; raise it if response_length/cut is high",
         ),
     ]
-
-
-def _heldout(num_prompts: int, is_gpu: bool) -> list[Setting]:
-    if num_prompts < 20:
-        return []
-    size = min(256 if is_gpu else 16, num_prompts // 10)
-    return [Setting("data.heldout_size", size, f"of the {num_prompts} prompts, never trained on; for eval/score")]
 
 
 def _precision(target: Target) -> list[Setting]:
@@ -158,7 +158,8 @@ def _batches(num_prompts: int, longest: int, target: Target) -> Iterator[list[Se
             ]
 
 
-def _job(settings: Sequence[Setting], model: Model, mean_prompt: float, target: Target) -> PlannedJob:
+def _fitting(settings: Sequence[Setting], model: Model, mean_prompt: float, target: Target) -> Option | None:
+    """Return the layout to train in; None if none fits. On a CPU a step must also be short, unless it is the least."""
     raw = configs.nested({s.key: s.value for s in settings})
     raw["layout"] = {"dp": target.world_size}
     raw.setdefault("steps", 1)
@@ -174,14 +175,11 @@ def _job(settings: Sequence[Setting], model: Model, mean_prompt: float, target: 
         mean_response=ASSUMED.response_fill * config.rollout.max_response_length,
         uses_te=target.is_gpu,
     )
-    return job if target.rates is None else replace(job, assumed=cpu_assumptions(config, target.rates))
-
-
-def _fitting(job: PlannedJob, target: Target) -> Option | None:
-    """Return the layout to train in; None if none fits. On a CPU a step must also be short, unless it is the least."""
+    if target.rates is not None:
+        job = replace(job, assumed=cpu_assumptions(config, target.rates))
     if not target.is_gpu:
         plan = Plan(job)
-        samples = job.config.batch.prompts_per_step * job.config.algorithm.group_size
+        samples = config.batch.prompts_per_step * config.algorithm.group_size
         is_short = plan.timing.step <= SECONDS_PER_STEP or samples <= 8
         fits = plan.fits and plan.host.peak.gib <= (1 - MARGIN) * target.device.memory_gib
         return Option({}, plan) if fits and is_short else None
@@ -232,13 +230,6 @@ def _training(option: Option, num_prompts: int, target: Target) -> Iterator[Sett
         lr,
         f"usual for {billions:.2g}B parameters; raise it if the reward stays flat, lower it if KL jumps",
     )
-
-
-def _evaluation(chosen: Sequence[Setting], target: Target) -> Iterator[Setting]:
-    values = {s.key: s.value for s in chosen}
-    yield Setting("eval.interval", max(1, values["steps"] // 5), "steps between evaluations on the held-out prompts")
-    if "data.heldout_size" not in values:
-        yield Setting("eval.num_prompts", 256 if target.is_gpu else 16, "per evaluation, to keep it short")
 
 
 def _rounded(length: float) -> int:

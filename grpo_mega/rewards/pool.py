@@ -33,7 +33,7 @@ from typing import Any
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
-from grpo_mega.rewards.checks import Check, Checks, Texts
+from grpo_mega.rewards.checks import Check, Checks
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
@@ -113,7 +113,16 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
         """Queue one sample for all functions. `key` must be new; `collect` returns the result under it."""
         assert self._threads, "a pool without workers"
-        score, texts = self._judge_now(response, answer, extras) if self._is_judged else (None, None)
+        score, texts = None, None  # the accuracy Score if it is clear without a check, else the texts that determine it
+        if self._is_judged:
+            turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
+            score, texts = quick(turn, answer, reason, **self._options.get(ACCURACY, {}))
+            if score is None and texts is None:
+                marked = None
+                if reason != CUT:
+                    with contextlib.suppress(Exception):  # the check in the worker meets the same error and fails
+                        marked = locate_answer(turn)[0]
+                texts = _digest(answer), _digest(turn if marked is None else marked, reason)
         is_known = score is not None and not self._in_workers
         payload = b"" if is_known else pickle.dumps((prompt, response, answer, extras))
         with self._lock:
@@ -200,20 +209,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._failure = self._failure or text
             self._changed.notify_all()
             self._has_work.notify_all()
-
-    def _judge_now(self, response: str, answer: str, extras: Mapping[str, Any]) -> tuple[Score | None, Texts | None]:
-        """Return (the accuracy Score, None) if it is clear without a check, else (None, the texts on which it
-        depends).
-        """
-        turn, reason = whole_turn(response, extras), extras.get(FINISH_REASON)
-        score, texts = quick(turn, answer, reason, **self._options.get(ACCURACY, {}))
-        if score is not None or texts is not None:
-            return score, texts
-        marked = None
-        if reason != CUT:
-            with contextlib.suppress(Exception):  # the check in the worker meets the same error and fails
-                marked = locate_answer(turn)[0]
-        return None, (_digest(answer), _digest(turn if marked is None else marked, reason))
 
     def _queue(self, check: Check) -> None:
         self._checks.add(check)

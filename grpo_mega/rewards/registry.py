@@ -19,7 +19,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_type_hints
 
 from grpo_mega import user_code
@@ -137,7 +136,13 @@ def resolve_reward(name: str, code_dir: Path | None = None) -> RewardFunction:
     """
     check_name(name)
     if name in BUILT_IN and BUILT_IN[name].endswith(".py"):
-        return getattr(_example(name, BUILT_IN[name]), name)
+        file = Path(__file__).resolve().parents[2] / BUILT_IN[name]
+        if not file.is_file():
+            raise ConfigError(
+                f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the"
+                f" repository, or copy its {BUILT_IN[name]} to the config's folder and name {file.name}:{name}"
+            )
+        return getattr(user_code.import_file(file), name)
     if name in BUILT_IN:
         module_name, _, function_name = BUILT_IN[name].rpartition(".")
         return getattr(importlib.import_module(module_name), function_name)
@@ -146,19 +151,6 @@ def resolve_reward(name: str, code_dir: Path | None = None) -> RewardFunction:
     except ConfigError as error:
         raise ConfigError(f"reward function {error}") from error
     return function() if isinstance(function, type) else function  # ms-swift defines reward functions as classes
-
-
-def _example(name: str, path: str) -> ModuleType:
-    """Import the file of an example. `path` is relative to the repository. Raises ConfigError if there is no such
-    file.
-    """
-    file = Path(__file__).resolve().parents[2] / path
-    if not file.is_file():
-        raise ConfigError(
-            f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the"
-            f" repository, or copy its {path} to the config's folder and name {file.name}:{name}"
-        )
-    return user_code.import_file(file)
 
 
 def takes_groups(function: Callable[..., Any]) -> bool:

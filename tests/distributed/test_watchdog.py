@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.distributed.watchdog import EXIT_HANG, _on_nodes, _ranks
+from grpo_mega.distributed.watchdog import EXIT_HANG, _ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
@@ -164,6 +164,6 @@ def test_ranks_are_named_by_runs(numbers: list[int], text: str) -> None:
 
 
 def test_nodes_are_named_if_there_are_several() -> None:
-    assert _on_nodes([2, 3], ["n0", "n0", "n1", "n1"]) == " on n1"
-    assert _on_nodes([1, 2], ["n0", "n0", "n1", "n1"]) == " on n0, n1"
-    assert _on_nodes([1, 2], ["n0", "n0", "n0"]) == ""
+    assert _ranks([2, 3], ["n0", "n0", "n1", "n1"]) == "ranks 2-3 on n1"
+    assert _ranks([1, 2], ["n0", "n0", "n1", "n1"]) == "ranks 1-2 on n0, n1"
+    assert _ranks([1, 2], ["n0", "n0", "n0"]) == "ranks 1-2"

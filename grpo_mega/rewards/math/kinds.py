@@ -147,7 +147,15 @@ _LOOK = 40  # number of characters to search after the number
 def compare_kinds(gold: str, text: str) -> bool | None:
     """Return whether two normalized answers are the same; None if no kind decides it."""
     if "pmod" in gold or "pmod" in text:
-        return _same_residue(gold, text)
+        # Compare 3 mod 7 with 10 mod 7 by residue, and a residue with a plain number by the number.
+        sides = [
+            [int(part[:100]) for part in match.groups()] for side in (gold, text) if (match := _RESIDUE.fullmatch(side))
+        ]
+        if len(sides) == 2:
+            (residue, modulus), (other_residue, other_modulus) = sides
+            return modulus == other_modulus and modulus > 0 and not (residue - other_residue) % modulus
+        number = parse_number(gold) or parse_number(text)
+        return number.value == sides[0][0] if sides and number else None
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
         (minutes, half), (other_minutes, other_half) = gold_time, time
         if half == other_half or (not half and minutes == other_minutes and minutes < 13 * 60):
@@ -224,18 +232,6 @@ def values_agree(gold: Fraction, gold_unit: str, value: Fraction, unit: str) -> 
     (dimension, _, factor), (other, _, other_factor) = gold_unit.partition(":"), unit.partition(":")
     is_same = dimension == other or other in _ANY_OF.get(dimension, ()) or dimension in _ANY_OF.get(other, ())
     return is_same and gold * Fraction(factor) == value * Fraction(other_factor)
-
-
-def _same_residue(gold: str, text: str) -> bool | None:
-    """Compare 3 mod 7 with 10 mod 7 by residue. Compare a residue with a plain number by the number."""
-    sides = [
-        [int(part[:100]) for part in match.groups()] for side in (gold, text) if (match := _RESIDUE.fullmatch(side))
-    ]
-    if len(sides) == 2:
-        (residue, modulus), (other, other_modulus) = sides
-        return modulus == other_modulus and modulus > 0 and not (residue - other) % modulus
-    number = parse_number(gold) or parse_number(text)
-    return number.value == sides[0][0] if sides and number else None
 
 
 def _assigned(text: str) -> dict[str, str]:
