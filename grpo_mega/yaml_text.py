@@ -105,15 +105,10 @@ class _Reader:
         if node in self._open:
             raise ValueError(f"{_place(node, key)}: the value contains itself; write it out")
         self._open.add(node)
-        value: Any
-        if isinstance(node, yaml.MappingNode):
-            value = self._mapping(node, key)
-        else:
-            value = [self.value(item, f"{key}.{i}" if key else str(i)) for i, item in enumerate(node.value)]
-        self._open.remove(node)
-        return value
-
-    def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            items = [self.value(item, f"{key}.{i}" if key else str(i)) for i, item in enumerate(node.value)]
+            self._open.remove(node)
+            return items
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for name_node, value_node in node.value:
@@ -128,6 +123,7 @@ class _Reader:
                 raise ValueError(f"line {line}: key {inner!r} is given twice, first in line {lines[name]}")
             lines[name] = line
             values[name] = self.value(value_node, inner)
+        self._open.remove(node)
         return values
 
 

@@ -175,23 +175,7 @@ def _even_bins(lengths_N: Ints, num_bins: int, token_budget: int, length_multipl
         heapq.heapreplace(heap, heap[0] + added)
     bin_of_N = np.array(bins, dtype=np.int64)
     targets = [min(token_budget, -(-n // length_multiple) * length_multiple) for n in even]
-    _even_out(bin_of_N, falling_N, num_bins, targets)
-    result_N = np.empty_like(bin_of_N)
-    result_N[order_N] = bin_of_N
-    return result_N
-
-
-def _loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
-    """Return the tokens of each bin."""
-    return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
-
-
-def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[int]) -> None:
-    """Exchange samples between bins, in place, until no bin is longer than a target. Each target gets MAX_ROUNDS
-    rounds.
-
-    `falling_N` is sorted in falling order.
-    """
+    # Exchange samples between bins until no bin is longer than a target. Each target gets MAX_ROUNDS rounds.
     loads_B = _loads(bin_of_N, falling_N, num_bins)
     counts_B = np.bincount(bin_of_N, minlength=num_bins)
     by_bin_N = np.argsort(bin_of_N, kind="stable")
@@ -210,6 +194,14 @@ def _even_out(bin_of_N: Ints, falling_N: Ints, num_bins: int, targets: Sequence[
             num_idle = 0 if _exchange(loads_B, slots_BS, sizes_BS, target, round_index) else num_idle + 1
     bins_I, slots_I = np.nonzero(slots_BS >= 0)
     bin_of_N[slots_BS[bins_I, slots_I]] = bins_I
+    result_N = np.empty_like(bin_of_N)
+    result_N[order_N] = bin_of_N
+    return result_N
+
+
+def _loads(bin_of_N: Ints, lengths_N: Ints, num_bins: int) -> Ints:
+    """Return the tokens of each bin."""
+    return np.bincount(bin_of_N, weights=lengths_N, minlength=num_bins).astype(np.int64)
 
 
 def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target: int, round_index: int) -> int:

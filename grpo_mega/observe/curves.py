@@ -67,7 +67,22 @@ def read_curves(metrics_path: Path) -> Curves:
 
 def draw_curves(metrics_path: Path, out_png: Path) -> None:
     """Write the picture to `out_png`. Raises ConfigError if there are no metrics to draw."""
-    panels = _panels(read_curves(metrics_path))
+    found = read_curves(metrics_path)
+    functions = sorted(name.removeprefix("reward/") for name in found if name.startswith("reward/"))
+    rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
+    rewards |= {"held-out score": "eval/score"} if "eval/score" in found else {"held-out accuracy": "eval/accuracy"}
+    wanted = [("Reward", rewards)] + [(title, {name: name}) for title, name in _PANELS]
+    panels = [
+        (title, {label: found[name] for label, name in names.items() if name in found}) for title, names in wanted
+    ]
+    panels = [(title, lines) for title, lines in panels if lines]
+    # A curve shows something if a value changes or is not finite. Leave out panels that show nothing.
+    changing = [
+        (title, lines)
+        for title, lines in panels
+        if any(len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values())) for curve in lines.values())
+    ]
+    panels = changing or panels[:1]
     if not panels:
         raise ConfigError(f"{metrics_path} holds no step yet; draw it after the first step")
     import matplotlib
@@ -125,25 +140,6 @@ def by_step(found: Curves) -> dict[int, dict[str, float]]:
         for step, value in curve.items():
             steps.setdefault(step, {})[name] = value
     return steps
-
-
-def _panels(curves: Curves) -> list[tuple[str, dict[str, Curve]]]:
-    """Return the title and the curves by label of each panel, rewards first. Leave out panels that show nothing."""
-    functions = sorted(name.removeprefix("reward/") for name in curves if name.startswith("reward/"))
-    rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
-    rewards |= {"held-out score": "eval/score"} if "eval/score" in curves else {"held-out accuracy": "eval/accuracy"}
-    wanted = [("Reward", rewards)] + [(title, {name: name}) for title, name in _PANELS]
-    panels = [
-        (title, {label: curves[name] for label, name in names.items() if name in curves}) for title, names in wanted
-    ]
-    panels = [(title, lines) for title, lines in panels if lines]
-    # A curve shows something if a value changes or is not finite.
-    changing = [
-        (title, lines)
-        for title, lines in panels
-        if any(len(set(curve.values())) > 1 or not all(map(math.isfinite, curve.values())) for curve in lines.values())
-    ]
-    return changing or panels[:1]
 
 
 def _draw(axes: Any, title: str, lines: dict[str, Curve]) -> None:

@@ -25,7 +25,7 @@ from grpo_mega.observe.trackers import TensorBoardWriter, WandbWriter
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, ReportWriter, Writer
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import well_formed
-from grpo_mega.types import Group, Sample, StepMetrics
+from grpo_mega.types import Group, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -107,8 +107,24 @@ class RewardServer(Section):
     def score(self, texts: list[str]) -> list[float]:
         """Return the rewards of these texts, scaled. Raises NoScore."""
         deadline = time.monotonic() + self.timeout_s
+        body: dict[str, Any]
         if self.api == "chat":
-            values = [self._judgement(text, deadline) for text in texts]
+            values = []
+            for text in texts:  # the reward is the last number of the judge's reply
+                messages = [{"role": "user", "content": text}]
+                body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
+                reply = self._ask("/v1/chat/completions", body, deadline)
+                try:
+                    content = reply["choices"][0]["message"]["content"] or ""
+                except (TypeError, KeyError, IndexError):
+                    content = None
+                if not isinstance(content, str):
+                    raise self._failure("", f"gave {_shown(reply)}, not a message", "correct url or api")
+                numbers = _NUMBER.findall(content.rpartition("</think>")[2])
+                if not numbers:
+                    problem = f"replied without a number ({_one_line(content[-SHOWN:])})"
+                    raise self._failure("", problem, "ask for one in template")
+                values.append(self._finite(float(numbers[-1])))
         elif self.api == "classify":
             reply = self._ask("/classify", {"text": texts}, deadline)
             items = reply if isinstance(reply, list) else [reply]
@@ -118,7 +134,7 @@ class RewardServer(Section):
             values = [self._output_of(item.get("embedding")) for item in items]
         else:
             labels = [int(label) for label in str(self.labels).split(",") if label]
-            body: dict[str, Any] = {"model": self.model or "default", "query": "", "items": texts}
+            body = {"model": self.model or "default", "query": "", "items": texts}
             if labels:
                 body |= {"label_token_ids": labels, "apply_softmax": len(labels) > 1}
             reply = self._ask("/v1/score", body, deadline)
@@ -187,24 +203,6 @@ class RewardServer(Section):
                 "", f"gave the reward {number}", "see its log; its model may overflow in half precision"
             )
         return number
-
-    def _judgement(self, text: str, deadline: float) -> float:
-        """Return the last number of the judge's reply."""
-        messages = [{"role": "user", "content": text}]
-        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
-        reply = self._ask("/v1/chat/completions", body, deadline)
-        try:
-            content = reply["choices"][0]["message"]["content"] or ""
-        except (TypeError, KeyError, IndexError):
-            content = None
-        if not isinstance(content, str):
-            raise self._failure("", f"gave {_shown(reply)}, not a message", "correct url or api")
-        numbers = _NUMBER.findall(content.rpartition("</think>")[2])
-        if not numbers:
-            raise self._failure(
-                "", f"replied without a number ({_one_line(content[-SHOWN:])})", "ask for one in template"
-            )
-        return self._finite(float(numbers[-1]))
 
 
 def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any], **options: Any) -> Score:
