@@ -247,9 +247,18 @@ def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
 
 def _wait(ranks: list[Rank], caught: list[int]) -> int:
     """Wait until all ranks have ended. If a rank fails, end the other ranks. Return the exit code of the run."""
-    failed = _first_failure(ranks)
-    if failed is None:
-        return 0
+    read_at, failed = 0.0, None
+    while failed is None:
+        if time.monotonic() - read_at >= SECONDS_BETWEEN_READINGS:
+            read_at = time.monotonic()
+            for rank in ranks:
+                rank.resident = resident_bytes(rank.process.pid) or rank.resident
+        codes = [rank.process.poll() for rank in ranks]
+        failed = next((rank for rank, code in zip(ranks, codes, strict=True) if code), None)
+        if failed is None:
+            if None not in codes:
+                return 0
+            time.sleep(SECONDS_BETWEEN_LOOKS)
     if failed.process.returncode > 0 and not caught:
         _wait_for([r for r in ranks if r is not failed], SECONDS_FOR_A_KILLED_RANK)
         failed = next((rank for rank in ranks if (rank.process.returncode or 0) < 0), failed)
@@ -278,23 +287,6 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
             killed = f", probably out of memory (last seen {held}); see dmesg"
         print(f"grpo-mega: rank {failed.rank} {exit_description(code)}{killed}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
-
-
-def _first_failure(ranks: list[Rank]) -> Rank | None:
-    """Wait for a rank that ends with an exit code other than 0. Return None when all ranks have ended with 0."""
-    read_at = 0.0
-    while True:
-        if time.monotonic() - read_at >= SECONDS_BETWEEN_READINGS:
-            read_at = time.monotonic()
-            for rank in ranks:
-                rank.resident = resident_bytes(rank.process.pid) or rank.resident
-        codes = [rank.process.poll() for rank in ranks]
-        for rank, code in zip(ranks, codes, strict=True):
-            if code:
-                return rank
-        if None not in codes:
-            return None
-        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _wait_for(ranks: list[Rank], seconds: float) -> None:

@@ -173,7 +173,15 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         raise WeightMappingError(f"{path} is not a folder; name the folder of a checkpoint")
     if (problem := adapter_problem(path)) is not None:
         raise WeightMappingError(f"{path} {problem}")
-    state = _state_of(path)
+    candidates = [path, path / STATE]  # folders of Megatron's files, if `path` is one, a checkpoint, or above them
+    for folder in (path, path / CHECKPOINTS):
+        if (folder / LATEST).exists():
+            candidates.append(folder / _name_in(folder / LATEST) / STATE)
+    if (path / _TRACKER).exists():
+        iteration = _name_in(path / _TRACKER)
+        is_number = iteration.isascii() and iteration.isdigit()
+        candidates.append(path / (f"iter_{int(iteration):07d}" if is_number else iteration))
+    state = next((c for c in candidates if is_distributed_checkpoint(c)), None)
     manifest = None
     if state is not None and (state.parent / MANIFEST).exists():
         try:
@@ -298,19 +306,6 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
 
 def _is_hugging_face(path: Path) -> bool:
     return any((path / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
-
-
-def _state_of(path: Path) -> Path | None:
-    """Return the folder of Megatron's files. `path` may be it, a checkpoint, the folder of checkpoints, or a run."""
-    candidates = [path, path / STATE]
-    for folder in (path, path / CHECKPOINTS):
-        if (folder / LATEST).exists():
-            candidates.append(folder / _name_in(folder / LATEST) / STATE)
-    if (path / _TRACKER).exists():
-        iteration = _name_in(path / _TRACKER)
-        is_number = iteration.isascii() and iteration.isdigit()
-        candidates.append(path / (f"iter_{int(iteration):07d}" if is_number else iteration))
-    return next((c for c in candidates if is_distributed_checkpoint(c)), None)
 
 
 def _name_in(path: Path) -> str:

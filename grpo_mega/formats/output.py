@@ -134,7 +134,17 @@ def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True)
 
 def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_progress: bool) -> Report:
     started_at = time.monotonic()
-    done = _resumed(plan, partial, journal)
+    journal.seek(0)
+    fingerprint, *numbers = journal.read().decode().splitlines() or [""]
+    done: set[int] = set()  # the items that an earlier attempt wrote
+    if fingerprint == plan.fingerprint() and all((partial / name).exists() for name in plan.sizes):
+        done = {int(number) for number in numbers if number.isdigit()}
+    else:  # remove the remains of another conversion
+        for path in partial.iterdir():
+            if path.name != JOURNAL:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        journal.truncate(0)
+        journal.write(f"{plan.fingerprint()}\n".encode())
     if not done:
         needed, free = sum(plan.sizes.values()) + _SPARE_BYTES, shutil.disk_usage(partial).free
         if needed > free:
@@ -172,20 +182,6 @@ def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_p
     report.write_seconds, report.verify_seconds = written - started_at, time.monotonic() - written
     report.nonfinite.sort()
     return report
-
-
-def _resumed(plan: OutputPlan, partial: Path, journal: FileIO) -> set[int]:
-    """Return the items that an earlier attempt wrote. Remove the remains of another conversion."""
-    journal.seek(0)
-    fingerprint, *numbers = journal.read().decode().splitlines() or [""]
-    if fingerprint == plan.fingerprint() and all((partial / name).exists() for name in plan.sizes):
-        return {int(number) for number in numbers if number.isdigit()}
-    for path in partial.iterdir():
-        if path.name != JOURNAL:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    journal.truncate(0)
-    journal.write(f"{plan.fingerprint()}\n".encode())
-    return set()
 
 
 def publish_folder(partial: Path, out: Path, last: Mapping[str, bytes | Path]) -> None:

@@ -108,7 +108,18 @@ class Worker:
                 pickle.dump(job, stream)
             self.pid = forkserver.read_signed(self._status_fd)
             undo.callback(self.kill)
-            ready = self._ready()
+            try:
+                if not self._has_message(START_LIMIT_S):
+                    raise RewardError(
+                        f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
+                    )
+                ready: frozenset[str] | str = self._connection.recv()  # the names of group functions, or a problem
+            except (EOFError, OSError):
+                status = self._status()
+                if status is None:
+                    raise EOFError from None
+                problem = f"a worker ended with {status} while it imported its functions"
+                raise RewardError(f"{problem}; its standard error says why") from None
             if isinstance(ready, str):
                 raise RewardError(ready)
             self.of_groups = ready
@@ -149,18 +160,6 @@ class Worker:
         self.kill()
         self._connection.close()
         os.close(self._status_fd)
-
-    def _ready(self) -> frozenset[str] | str:
-        """Wait for the imports; return the names of group functions, or a problem. EOFError: the server has ended."""
-        try:
-            if self._has_message(START_LIMIT_S):
-                return self._connection.recv()
-        except (EOFError, OSError):
-            status = self._status()
-            if status is None:
-                raise EOFError from None
-            return f"a worker ended with {status} while it imported its functions; its standard error says why"
-        return f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
 
     def _has_message(self, seconds: float) -> bool:
         """Wait for a message. Raises EOFError if there is none and the process has ended."""
