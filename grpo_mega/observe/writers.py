@@ -190,6 +190,7 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
     """
     watched = [
         ("reward", "reward/mean", "{:.3f}".format),
+        ("loss", "loss/nll", "{:.4f}".format),
         ("kl", "kl/mean", "{:.4f}".format),
         ("length", "response_length/mean", _three_digits),
         ("cut", "response_length/cut", "{:.0%}".format),
