@@ -388,7 +388,7 @@ class Config(Section):
             share = f" over layout.cp={self.layout.cp} ranks" if self.layout.cp > 1 else ""
             yield (
                 f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
-                f"{self.algorithm.length_keys}={longest}{share}; raise it to at least {least}"
+                f"{self.algorithm.length_keys} = {longest}{share}; raise it to at least {least}"
             )
 
     def _needs(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -25,10 +26,12 @@ from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import mean_over_updates
 from grpo_mega.observe.progress import phase
+from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS
+from grpo_mega.paths import CHECKPOINTS, METRICS_FILE
 from grpo_mega.rollout.backlog import NO_BACKLOG
 from grpo_mega.run.batches import update_policy
 from grpo_mega.run.checkpoints import tell_latest
@@ -49,7 +52,8 @@ def run(config: Config) -> None:
     """
     with explained(config.run_dir), _open_job(config) as job, job.listening():
         first, tracer = job.resume(), job.tracer()
-        evaluate_if_due(job, first)
+        if not _is_evaluated(job, first):
+            evaluate_if_due(job, first)
         for step in range(first, config.steps):
             with tracer.step(step + 1):
                 train_step(job, step)
@@ -88,8 +92,7 @@ def pack(rows: Sequence[Prompt], policy: Policy) -> tuple[list[Sample], list[lis
     """
     samples, masks = [], []
     for row in rows:
-        assert isinstance(row, Demonstration)
-        for index, segment in enumerate(row.segments):
+        for index, segment in enumerate(cast("Demonstration", row).segments):
             mask = torch.zeros(len(segment.response_ids))
             for start, end in segment.trained:
                 mask[start:end] = 1.0
@@ -113,16 +116,28 @@ def evaluate_if_due(job: TrainingJob, step: int) -> None:
         return
     assert job.policy is not None
     metrics: StepMetrics = {}
-    for name, rows in job.heldout.items():
-        loss = torch.zeros(1, dtype=torch.float64, device=job.runtime.device.torch_device)
-        with job.timers("evaluation"):
-            for batch, logprobs in job.policy.evaluate(pack(rows, job.policy)[1]):
-                assert batch.nll_weights is not None
-                if job.runtime.tp_rank == 0:
-                    loss -= (logprobs.double() * batch.nll_weights).sum()
-            metrics[f"eval/{f'{name}/' if name else ''}loss"] = float(job.runtime.sum(loss))
+    with job.timers("evaluation"):
+        for name, rows in job.heldout.items():
+            metrics[f"eval/{f'{name}/' if name else ''}loss"] = mean_loss(rows, job.policy, job.runtime)
     if metrics:
         job.log.log_eval(step, metrics | {"seconds/evaluation": job.timers.lap()["seconds/step"]})
+
+
+def mean_loss(rows: Sequence[Prompt], policy: Policy, runtime: Runtime) -> float:
+    """Return the mean negative log-likelihood of the trained tokens. All ranks call it."""
+    loss = torch.zeros(1, dtype=torch.float64, device=runtime.device.torch_device)
+    for batch, logprobs in policy.evaluate(pack(rows, policy)[1]):
+        assert batch.nll_weights is not None
+        if runtime.tp_rank == 0:
+            loss -= (logprobs.double() * batch.nll_weights).sum()
+    return float(runtime.sum(loss))
+
+
+def _is_evaluated(job: TrainingJob, step: int) -> bool:
+    """Return True on all ranks if the log has an evaluation of `step`. A resumed run repeats none."""
+    rows = read_lines(job.config.run_dir / METRICS_FILE)[0] if job.is_main else []
+    is_done = any(row.get("step") == step and any(name.startswith("eval/") for name in row) for row in rows)
+    return bool(job.runtime.max(torch.tensor([float(is_done)], device=job.runtime.device.torch_device)))
 
 
 @contextmanager
