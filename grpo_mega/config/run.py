@@ -122,7 +122,7 @@ class LayoutConfig(Section):
 
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(
-        default=32, description="Number of prompts in a step. Each gets algorithm.group_size samples."
+        default=32, description="Number of prompts in a step, each with algorithm.group_size samples; rows in sft."
     )
     mini_batches: PositiveInt = Field(
         default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."

@@ -53,13 +53,7 @@ class Renderer:
 
         Raises ConfigError if the template refuses the messages, or omits the text of one of them.
         """
-        try:
-            text = _apply(self._tokenizer, messages, add_generation_prompt=True)
-        except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
-            raise ConfigError(
-                f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
-                "correct the row, or leave data.system_prompt out if the template takes no system message"
-            ) from None
+        text = self._apply_template(messages, place, add_generation_prompt=True)
         if surrogate := find_surrogate(text):
             raise ConfigError(
                 f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
@@ -85,7 +79,7 @@ class Renderer:
         `before` already has, and the text is the content of the message.
         """
         *_, message = messages
-        whole, content = _apply(self._tokenizer, messages), message["content"]
+        whole, content = self._apply_template(messages, place), message["content"]
         turn = whole.removeprefix(before) if whole.startswith(before) else None
         if turn is not None and all(part.strip() in turn for part in _ANY_TAG.split(content)):
             kept = turn.rpartition(closing)[0] if closing and closing in turn else turn.rstrip()
@@ -100,6 +94,17 @@ class Renderer:
         if opened and content.lstrip().startswith(opened.strip()):
             content = content.lstrip().removeprefix(opened.strip()).lstrip()
         return content + closing
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
+            raise ConfigError(
+                f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
+                "correct the row, or leave data.system_prompt out if the template takes no system message"
+            ) from None
 
     def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
         """Return the first message whose text the template always omits; None if there is none.

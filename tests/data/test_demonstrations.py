@@ -164,9 +164,12 @@ def test_a_row_that_trains_nothing_is_refused_in_one_line(
     assert expected in str(caught.value) and "\n" not in str(caught.value), caught.value
 
 
-def test_a_turn_without_the_thought_that_the_template_opens_is_refused(tmp_path: Path) -> None:
+def test_a_turn_that_the_template_refuses_or_opens_with_a_thought_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"message 1 has no text to train on, .* opens a thought \(<think>\)"):
         load(tmp_path, chat(("user", "q"), ("assistant", "a")), OPENS)
+    refuses = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no turn') }}{% endif %}" + LINES
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template refuses the messages \(no turn\)"):
+        load(tmp_path, chat(("user", "q"), ("assistant", "a")), refuses)
 
 
 def test_long_rows_are_dropped_and_a_turn_without_a_stop_token_is_noted(tmp_path: Path) -> None:

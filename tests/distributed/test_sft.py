@@ -126,4 +126,4 @@ def test_loss_and_gradients_equal_transformers(found: tuple[Path, Results, float
     trained = "".join(part for parts in TEXTS for part in parts[1::2])
     assert metrics["num_tokens"] == len(trained.replace("<eos>", "!"))
     assert (metrics["micro_batches"] > 1) == (budget == BUDGETS[0])
-    assert len(differences) > 40 and max(differences.values()) < 2e-6, differences
+    assert len(differences) > 36 and max(differences.values()) < 2e-6, differences
