@@ -164,7 +164,7 @@ def test_a_row_that_trains_nothing_is_refused_in_one_line(
     assert expected in str(caught.value) and "\n" not in str(caught.value), caught.value
 
 
-def test_a_turn_that_the_template_refuses_or_opens_with_a_thought_is_refused(tmp_path: Path) -> None:
+def test_a_turn_that_the_template_refuses_or_opens_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"message 1 has no text to train on, .* opens a thought \(<think>\)"):
         load(tmp_path, chat(("user", "q"), ("assistant", "a")), OPENS)
     refuses = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no turn') }}{% endif %}" + LINES
