@@ -81,8 +81,8 @@ class DataConfig(Section):
     messages_column: str | None = Field(
         default=None,
         description=(
-            "Used by sft. Column of whole chats, of which every assistant message is trained. None uses messages if "
-            "the data has it, or else prompt_column and completion_column."
+            "Used by sft. Column of chats, whose assistant messages are all trained. None uses messages if the data "
+            "has it and completion_column is None, or else prompt_column and completion_column."
         ),
     )
     completion_column: str | None = Field(

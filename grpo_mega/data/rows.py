@@ -89,21 +89,21 @@ def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversa
     rows = list(read_rows(source.path))
     if not rows:
         raise ConfigError(f"data set {source.path} is empty; it needs one row per chat")
-    chats, prompts, completions = config.messages_column, source.prompt_column or config.prompt_column, None
-    if chats is None and prompts is None and config.completion_column is None and MESSAGES_COLUMN in rows[0].values:
+    chats, completions, prompts = config.messages_column, config.completion_column or "", ""
+    if chats is None and not completions and MESSAGES_COLUMN in rows[0].values:
         chats = MESSAGES_COLUMN
     if chats is None:
-        prompts = prompts or _guess_column(rows[0], "prompt_column", PROMPT_COLUMNS)
-        completions = config.completion_column or _guess_column(rows[0], "completion_column", COMPLETION_COLUMNS)
+        given = source.prompt_column or config.prompt_column
+        prompts = given or _guess_column(rows[0], "prompt_column", PROMPT_COLUMNS)
+        completions = completions or _guess_column(rows[0], "completion_column", COMPLETION_COLUMNS)
     conversations = []
     for row in rows:
-        if chats is not None:
-            messages, num_given = chat_of(row, chats, config.system_prompt, key="messages_column"), 0
+        if chats:
+            messages, num_given = chat_of(row, chats, config.system_prompt, "messages_column"), 0
         else:
-            assert prompts is not None and completions is not None
             messages = messages_of(row, prompts, config.system_prompt)
             num_given = len(messages)
-            messages += chat_of(row, completions, None, key="completion_column", role="assistant")
+            messages += chat_of(row, completions, None, "completion_column", role="assistant")
         _check_trains(row, messages, num_given)
         conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, num_given))
     return conversations
@@ -206,7 +206,7 @@ def messages_of(row: DataRow, column: str, system_prompt: str | None) -> list[Me
 
 
 def chat_of(
-    row: DataRow, column: str, system_prompt: str | None, *, key: str = "prompt_column", role: str = "user"
+    row: DataRow, column: str, system_prompt: str | None, key: str = "prompt_column", *, role: str = "user"
 ) -> list[Message]:
     """Return the messages of a column. A text is a message of `role`. `key` of the config names the column."""
     value = _value(row, column, key)

@@ -171,10 +171,8 @@ class TrainingJob:
     def export(self) -> None:
         """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
         assert self.policy is not None, "a rank without a policy exports nothing"
-        folder, record = (
-            self.config.run_dir / EXPORT_DIR,
-            next_export_record(self.checkpoints.folder, self.config.steps),
-        )
+        folder = self.config.run_dir / EXPORT_DIR
+        record = next_export_record(self.checkpoints.folder, self.config.steps)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
         self.log.message(f"policy saved as a Hugging Face checkpoint in {folder}")
 

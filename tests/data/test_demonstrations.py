@@ -123,7 +123,7 @@ def test_a_stop_token_that_starts_the_next_turn_is_trained_once(tmp_path: Path) 
     ],
 )
 def test_only_the_completion_of_a_prompt_is_trained(tmp_path: Path, row: dict[str, Any]) -> None:
-    settings = {"prompt_column": "prompt"} if "messages" in row else {}
+    settings = {"completion_column": "completion"} if "messages" in row else {}
     assert marked(load(tmp_path, row, **settings)) == ["<user>q<assistant>[a<eos>]"]
     earlier = [{"role": role, "content": text} for role, text in (("user", "p"), ("assistant", "o"), ("user", "q"))]
     found = load(tmp_path, {"prompt": earlier, "completion": "a"}, system_prompt="s")
@@ -149,6 +149,7 @@ def test_no_token_has_text_of_both_prompt_and_turn(tmp_path: Path) -> None:
     [
         (chat(("user", "q"), ("assistant", " ")), {}, "message 1 is an empty assistant message"),
         (chat(("user", "q")), {}, "has no assistant message to train on"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "completion": "b"}, {}, "ends with an assistant message"),
         ({"prompt": "q", "completion": ""}, {}, "completion='' is neither a text nor a list of messages"),
         (chat(("user", "q")), {"messages_column": "chat"}, "messages_column='chat' is not a column of this row"),
         ({"prompt": "q"}, {}, "completion_column is not set, and none of completion, response is among the columns"),
