@@ -1,30 +1,24 @@
 """Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe]`.
 
-Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer),
-OUT/train.jsonl and OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}. No held-out prompt is used in
-training. A response adds one term per line inside <think> and ends with <answer>.
+Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer and random
+weights), OUT/train.jsonl and OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}, and OUT/sft.jsonl with a
+demonstration of each training prompt, {"prompt": ..., "completion": ...}. No held-out prompt is used in training. A
+response adds one term per line inside <think> and ends with <answer>.
 
-The SFT data is noisy on purpose: it often drops the carry of a large digit (CARRY_DROPPED) and sometimes leaves out the
-tags of the answer (TAGS_MISSING). So the model samples both right and wrong sums, and its greedy answer is right about
-half the time. GRPO teaches it to carry. The last line printed is the greedy held-out score: the share of right and
-well-formed answers. The output is deterministic for a given seed and thread count.
+The demonstrations are noisy on purpose: they often drop the carry of a large digit (CARRY_DROPPED) and sometimes leave
+out the tags of the answer (TAGS_MISSING). So after `grpo-mega sft` (quickstart_sft.yaml) the model samples both right
+and wrong sums, and its greedy answer is right about half the time. GRPO teaches it to carry. The output is
+deterministic for a given seed.
 """
 
 import argparse
 import json
-import os
 import random
-import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Must be set before torch is imported: threads that spin are ten times slower on a busy machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import (
     AddedToken,
     AutoModelForCausalLM,
@@ -66,18 +60,6 @@ NUM_HELDOUT = 256
 CARRY_DROPPED = {5: 0.1, 6: 0.2, 7: 0.3, 8: 0.7, 9: 0.8}
 TAGS_MISSING = 0.15
 
-BATCH_SIZE = 64
-MAX_STEPS = 1000
-PEAK_LR = 4e-3
-WARMUP_STEPS = 50
-EVAL_INTERVAL = 50
-EVAL_PROMPTS = 128
-TARGET_SCORE = 0.4
-COOLDOWN_STEPS = 150
-MAX_RESPONSE_TOKENS = 48
-
-WELL_FORMED = re.compile(r"<think>((?!</?think>|</?answer>).)*</think>\n?<answer>(\d+)</answer>", re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -98,11 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small arithmetic model and its data.")
     parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
     parser.add_argument("--moe", action="store_true", help="make an MoE model with 8 experts per layer and 2 per token")
     options = parser.parse_args()
-    started = time.monotonic()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     disable_progress_bar()  # Hugging Face draws a bar for each file it writes
     rng = random.Random(options.seed)
@@ -110,13 +89,9 @@ def main() -> None:
     train, heldout = make_problems(rng)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, has_experts=options.moe)
-    steps = train_supervised(model, tokenizer, train, rng)
-    score = greedy_score(model, tokenizer, heldout)
     save(options.out, model, tokenizer, train, heldout)
-    print(
-        f"held-out score {score:.3f} after {steps} supervised steps in {time.monotonic() - started:.0f} s; see"
-        f" {options.out}"
-    )
+    save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
+    print(f"a model with random weights, {NUM_TRAIN} demonstrations, and held-out sums are in {options.out}")
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
@@ -140,11 +115,6 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
         total = following
     answer = str(total) if rng.random() < TAGS_MISSING else f"<answer>{total}</answer>"
     return "<think>\n" + "\n".join(lines) + "\n</think>\n" + answer
-
-
-def is_right_and_well_formed(response: str, problem: Problem) -> bool:
-    match = WELL_FORMED.fullmatch(response)
-    return match is not None and match.group(2) == problem.answer
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
@@ -193,65 +163,6 @@ def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTr
     return model
 
 
-def train_supervised(
-    model: PreTrainedModel,
-    tokenizer: Qwen2Tokenizer,
-    train: Sequence[Problem],
-    rng: random.Random,
-    demonstrate: Callable[[Problem, random.Random], str] = demonstrate,
-    target_score: float = TARGET_SCORE,
-    max_tokens: int = MAX_RESPONSE_TOKENS,
-    is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
-) -> int:
-    """Train with AdamW on demonstrations until the greedy score on some training prompts reaches the target. Return the
-    steps.
-
-    Then the learning rate decays to 0 over COOLDOWN_STEPS, so the model's error rates approach the rates in the
-    demonstrations.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    columns = (TextColumn("supervised"), BarColumn(), TextColumn("{task.fields[status]}"), TimeElapsedColumn())
-    probe = train[:EVAL_PROMPTS]
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=MAX_STEPS, status="")
-        step, last_step = 0, MAX_STEPS
-        while step < last_step:
-            step += 1
-            for group in optimizer.param_groups:
-                group["lr"] = PEAK_LR * min(1.0, step / WARMUP_STEPS, (last_step - step + 1) / COOLDOWN_STEPS)
-            problems = [rng.choice(train) for _ in range(BATCH_SIZE)]
-            batch = tokenize_demonstrations(tokenizer, problems, [demonstrate(problem, rng) for problem in problems])
-            loss = model(**batch).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.update(task, advance=1)
-            if step % EVAL_INTERVAL == 0 and last_step == MAX_STEPS:
-                score = greedy_score(model, tokenizer, probe, max_tokens, is_right)
-                progress.update(task, status=f"step {step} loss {loss.item():.3f} score {score:.2f}")
-                if score >= target_score:
-                    last_step = step + COOLDOWN_STEPS
-                    progress.update(task, total=last_step)
-    if last_step == MAX_STEPS:
-        raise SystemExit(f"score {score:.2f} < {target_score} after {MAX_STEPS} supervised steps; try another --seed")
-    return step
-
-
-def tokenize_demonstrations(
-    tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], demonstrations: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """Return input_ids, attention_mask and labels, each [problems, tokens]; labels are -100 outside the response."""
-    prompts = render_prompts(tokenizer, problems)
-    responses = [text + "<eos>" for text in demonstrations]
-    encoded = tokenizer([p + r for p, r in zip(prompts, responses, strict=True)], padding=True, return_tensors="pt")
-    num_response = torch.tensor([len(tokenizer(response)["input_ids"]) for response in responses])
-    length = encoded["input_ids"].shape[1]
-    in_response = torch.arange(length) >= length - num_response[:, None]  # padding is on the left
-    labels = encoded["input_ids"].masked_fill(~in_response, -100)
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
-
-
 def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> list[str]:
     return [
         tokenizer.apply_chat_template(
@@ -259,26 +170,6 @@ def render_prompts(tokenizer: Qwen2Tokenizer, problems: Sequence[Problem]) -> li
         )
         for problem in problems
     ]
-
-
-def greedy_score(
-    model: PreTrainedModel,
-    tokenizer: Qwen2Tokenizer,
-    problems: Sequence[Problem],
-    max_tokens: int = MAX_RESPONSE_TOKENS,
-    is_right: Callable[[str, Problem], bool] = is_right_and_well_formed,
-) -> float:
-    """Return the share of problems whose greedy response is right."""
-    encoded = tokenizer(render_prompts(tokenizer, problems), padding=True, return_tensors="pt")
-    output = model.generate(
-        input_ids=encoded["input_ids"],
-        attention_mask=encoded["attention_mask"],
-        do_sample=False,
-        max_new_tokens=max_tokens,
-    )
-    responses = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    scores = [is_right(r, p) for r, p in zip(responses, problems, strict=True)]
-    return sum(scores) / len(scores)
 
 
 def save(
@@ -293,6 +184,11 @@ def save(
     for name, problems in (("train", train), ("heldout", heldout)):
         lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
         (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def save_demonstrations(out: Path, train: Sequence[Problem], completions: Sequence[str]) -> None:
+    rows = [{"prompt": p.prompt, "completion": text} for p, text in zip(train, completions, strict=True)]
+    (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

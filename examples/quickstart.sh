@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train a small arithmetic model with GRPO on this machine. Needs only Python and pip:
 #   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe] [--short]
-# It makes .venv and a Hugging Face checkpoint that answers about half of the prompts correctly, and trains the checkpoint on two
-# processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
+# It makes .venv and a small model, trains it by SFT until it answers about half of the prompts correctly, and trains the result with
+# GRPO on two processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
 # curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
 # experts on each process and with routing replay. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
 set -euo pipefail
@@ -34,9 +34,11 @@ ensure_env
 [[ "$engine" != sglang ]] || ensure_sglang
 started_at=$SECONDS
 "$VENV_PYTHON" "$ROOT/examples/arithmetic.py" "$out/task" --seed "$seed" ${moe:+--moe}
+"$VENV_PYTHON" -m grpo_mega.cli sft "$ROOT/examples/quickstart_sft.yaml" \
+    --set "run_dir=$out/task/sft" --set "seed=$seed" --set "model.path=$out/task/model" --set "data.train=$out/task/sft.jsonl"
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/quickstart.yaml" \
     --set "run_dir=$out/run" --set "seed=$seed" --set "layout={${layout//=/: }}" --set "rollout.engine=$engine" \
-    --set "model.path=$out/task/model" --set "data.train=$out/task/train.jsonl" --set "data.heldout=$out/task/heldout.jsonl" \
+    --set "model.path=$out/task/sft/hf" --set "data.train=$out/task/train.jsonl" --set "data.heldout=$out/task/heldout.jsonl" \
     ${moe:+--set rollout.routing_replay=true} ${short:+--set steps=4 --set eval.num_prompts=64}
 "$VENV_PYTHON" -m grpo_mega.cli report "$out/run"
 "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"

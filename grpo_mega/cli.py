@@ -101,6 +101,7 @@ def _in(command: str) -> Callable[[Any], int]:
 
 COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "init": (_in("init"), of.InitOptions, "write a first config for a model and a data set, with reasons"),
+    "sft": (_in("sft"), of.SftOptions, "fine-tune on demonstrations (SFT) with a YAML config"),
     "train": (_in("train"), of.TrainOptions, "train with a YAML config"),
     "grpo": (
         _in("trl"),

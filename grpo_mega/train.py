@@ -16,7 +16,6 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.observe.metrics import engine_mismatch, mean_over_updates, rollout_metrics
 from grpo_mega.observe.progress import phase
 from grpo_mega.observe.run_log import num_logged
-from grpo_mega.paths import EXPORT_DIR, TRACE
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.routes import share_live
@@ -31,13 +30,10 @@ from grpo_mega.run.batches import (
     staleness_metrics,
     update_policy,
 )
-from grpo_mega.run.checkpoints import next_export_record
 from grpo_mega.run.evaluation import evaluate_if_due
 from grpo_mega.run.folder import explained
 from grpo_mega.run.job import Job, open_job
-from grpo_mega.run.model_files import export_policy
 from grpo_mega.run.reward_model_refresh import keep_rollout, refresh_rewards_if_due
-from grpo_mega.run.tracing import Tracer
 from grpo_mega.types import Group, PackedBatch, StepMetrics
 
 
@@ -48,16 +44,7 @@ def run(config: Config) -> None:
     Ranks without a policy only generate, step by step.
     """
     with explained(config.run_dir), open_job(config) as job, job.saved_on_failure(), job.listening():
-        first, runtime = job.resume(), job.runtime
-        tracer = Tracer(
-            config.log.profiled_steps,
-            config.run_dir / TRACE,
-            runtime.rank,
-            runtime.device,
-            job.timers,
-            job.log,
-            runtime.everyone,
-        )
+        first, tracer = job.resume(), job.tracer()
         with phase("sending the weights to the engines", job.shows_progress):
             job.colocation.sync_weights(version=first)
         evaluate_if_due(job, first)
@@ -73,14 +60,7 @@ def run(config: Config) -> None:
             evaluate_if_due(job, step + 1)
         if job.policy is not None:
             with job.colocation.training():
-                export_policy(
-                    job.policy,
-                    job.model,
-                    config.run_dir / EXPORT_DIR,
-                    record=next_export_record(job.checkpoints.folder, config.steps),
-                    shows_progress=job.shows_progress,
-                )
-            job.log.message(f"policy saved as a Hugging Face checkpoint in {config.run_dir / EXPORT_DIR}")
+                job.export()
 
 
 def train_step(job: Job, step: int) -> None:

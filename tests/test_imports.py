@@ -42,6 +42,7 @@ WITHOUT = {
     "commands.verify": {"torch", "transformers", "numpy"},
     "commands.inspect": {"torch", "transformers", "numpy"},
     "commands.train": {"torch", "transformers", "numpy"},
+    "commands.sft": {"torch", "transformers"},
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},

@@ -62,6 +62,12 @@ class TrainOptions(RewardOptions):
 
 
 @dataclass(frozen=True)
+class SftOptions(ConfigOptions):
+    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
+    argv: Sequence[str] = ()  # the whole command line
+
+
+@dataclass(frozen=True)
 class InitOptions:
     model: Path = positional("folder of a Hugging Face checkpoint", "MODEL")
     data: str = positional("a file, a folder, or hub:owner/name; see examples/README.md", "DATA")

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from grpo_mega import config as configs
@@ -31,7 +32,10 @@ from grpo_mega.paths import LOGS
 def run(options: TrainOptions) -> int:
     """Train with a config file and its overrides. Return the exit code."""
     profile = [] if options.profile is None else [f"log.profile={options.profile}"]
-    return train(configs.load(options.config, [*overrides_of(options), *profile]), options.resume, options.argv)
+    config = configs.load(options.config, [*overrides_of(options), *profile])
+    if config.algorithm.is_sft:
+        raise ConfigError("algorithm.recipe=sft: must be left to grpo-mega sft; start that command, or use another one")
+    return train(config, options.resume, options.argv)
 
 
 def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
@@ -52,8 +56,8 @@ def train(config: Config, resume: bool, argv: Sequence[str]) -> int:
 def train_as_rank(config: Config) -> None:
     with ends_at_first("ending before the first step; nothing is lost", (signal.SIGINT,)):
         with rank_imports(config):
-            from grpo_mega import train
-        train.run(config)
+            program = import_module("grpo_mega.run.sft" if config.algorithm.is_sft else "grpo_mega.train")
+        program.run(config)
 
 
 def check_config(config: Config, recorded_dtype: str | None = None, *, trains: bool = True) -> Config:

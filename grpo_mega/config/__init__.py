@@ -62,6 +62,7 @@ __all__ = [
     "load",
     "nested",
     "problems_of",
+    "read",
     "validate",
 ]
 
@@ -82,7 +83,12 @@ _REMEDIES = {
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
-    """Read `path` (YAML), apply `overrides` ("a.b=c") in order, and validate. Raise ConfigError.
+    """Read and validate the config of `read`. Raise ConfigError."""
+    return validate(read(path, overrides or []))
+
+
+def read(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Read `path` (YAML) and apply `overrides` ("a.b=c") in order. Raise ConfigError.
 
     code_dir is the folder of `path`, unless the file or an override has the key.
     """
@@ -96,9 +102,9 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
         found = "nothing" if raw is None else type(raw).__name__
         raise ConfigError(f"config {path} holds {found}, not a mapping of keys; see examples/*.yaml")
     raw.setdefault("code_dir", str(path.absolute().parent))
-    for override in overrides or []:
+    for override in overrides:
         apply_override(raw, override)
-    return validate(raw)
+    return raw
 
 
 def validate(raw: dict[str, Any]) -> Config:

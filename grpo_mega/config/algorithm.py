@@ -296,6 +296,15 @@ class AlgorithmConfig(Section):
         return self.ratio_clip_eps if self.ratio_clip_eps_high is None else self.ratio_clip_eps_high
 
     @property
+    def is_sft(self) -> bool:
+        return self.recipe == "sft"
+
+    @property
+    def length_keys(self) -> str:
+        """The keys of the config that limit the tokens of a sample."""
+        return "data.max_length" if self.is_sft else "data.max_prompt_length + rollout.max_response_length"
+
+    @property
     def has_kl_loss(self) -> bool:
         return self.kl_beta > 0 and self.kl_in == "loss"
 

@@ -55,6 +55,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "decoupled_ppo": {"correction": {"importance": "icepop", "mask_low": 0.0, "mask_high": 5.0}},
     "opd": {"adv_type": "none", "distill_beta": 1.0, "loss_agg_func": "token-mean"},
     "partial": {"correction": {"importance": "token"}},  # truncated importance of stale tokens, for rollout.partial
+    "sft": {"positive_nll": 1.0},  # `grpo-mega sft` sets it; advantages are 0
 }
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mega.config.base import LIST, FilePath, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import LIST, MAX_COUNT, FilePath, PositiveFloat, PositiveInt, Section
 from grpo_mega.text import find_surrogate
 
 
@@ -78,6 +78,20 @@ class DataConfig(Section):
             "the data has. A dot reaches into nested columns."
         ),
     )
+    messages_column: str | None = Field(
+        default=None,
+        description=(
+            "Used by sft. Column of chats, whose assistant messages are all trained. None uses messages if the data "
+            "has it and completion_column is None, or else prompt_column and completion_column."
+        ),
+    )
+    completion_column: str | None = Field(
+        default=None,
+        description=(
+            "Used by sft. Column of the completions of the prompts: text, or a list of chat messages. None uses the "
+            "first of completion and response that the data has."
+        ),
+    )
     teacher_column: str | None = Field(
         default=None,
         description=(
@@ -89,6 +103,13 @@ class DataConfig(Section):
     )
     max_prompt_length: PositiveInt = Field(
         default=1024, description="Maximum number of tokens in a prompt. Longer prompts are dropped and counted."
+    )
+    max_length: Annotated[int, Field(gt=1, le=MAX_COUNT)] = Field(
+        default=2048,
+        description="Used by sft. Maximum number of tokens in a row. Longer rows are dropped and counted.",
+    )
+    epochs: PositiveFloat | None = Field(
+        default=None, description="Used by sft. Number of passes over the training rows, in place of steps."
     )
     shuffle: bool = Field(default=True, description="Shuffle the training prompts in every epoch.")
     replay_fraction: Annotated[float, Field(ge=0, le=1)] = Field(

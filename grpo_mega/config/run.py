@@ -122,7 +122,7 @@ class LayoutConfig(Section):
 
 class BatchConfig(Section):
     prompts_per_step: PositiveInt = Field(
-        default=32, description="Number of prompts in a step. Each gets algorithm.group_size samples."
+        default=32, description="Number of prompts in a step, each with algorithm.group_size samples; rows in sft."
     )
     mini_batches: PositiveInt = Field(
         default=1, description="Number of optimizer steps per pass over the rollout. Must divide prompts_per_step."
@@ -388,7 +388,7 @@ class Config(Section):
             share = f" over layout.cp={self.layout.cp} ranks" if self.layout.cp > 1 else ""
             yield (
                 f"batch.tokens_per_micro_batch={self.batch.tokens_per_micro_batch} cannot hold the longest sample, "
-                f"data.max_prompt_length + rollout.max_response_length = {longest}{share}; raise it to at least {least}"
+                f"{self.algorithm.length_keys} = {longest}{share}; raise it to at least {least}"
             )
 
     def _needs(self) -> Iterator[str]:

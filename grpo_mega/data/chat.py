@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ _ANSWER = {"role": "assistant", "content": _MARKER}
 _TAGS = "think|thinking|thought|reasoning"
 _OPEN_THOUGHT = re.compile(rf"<({_TAGS})>\s*\Z")
 _THOUGHT = re.compile(rf"<(?:{_TAGS})>.*?(?:</(?:{_TAGS})>|\Z)", re.DOTALL)
+_ANY_TAG = re.compile(rf"</?(?:{_TAGS})>")
 _END_OF_THOUGHT = re.compile(rf"</(?:{_TAGS})>")
 _JSON_START = re.compile(r'[\[{"]')
 
@@ -51,13 +53,7 @@ class Renderer:
 
         Raises ConfigError if the template refuses the messages, or omits the text of one of them.
         """
-        try:
-            text = _apply(self._tokenizer, messages, add_generation_prompt=True)
-        except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
-            raise ConfigError(
-                f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
-                "correct the row, or leave data.system_prompt out if the template takes no system message"
-            ) from None
+        text = self._apply_template(messages, place, add_generation_prompt=True)
         if surrogate := find_surrogate(text):
             raise ConfigError(
                 f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
@@ -74,6 +70,41 @@ class Renderer:
                 " message"
             )
         return text
+
+    def render_turn(self, messages: list[dict[str, Any]], before: str, closing: str, place: str) -> str:
+        """Return the text that sft trains as the last message, the assistant's: its content and `closing`.
+
+        It follows `before`, the rendered prompt of the messages before it. It is the template's text if that continues
+        `before` with the whole content. Otherwise the template removes a thought, or the opening tag of a thought that
+        `before` already has, and the text is the content of the message.
+        """
+        *_, message = messages
+        whole, content = self._apply_template(messages, place), message["content"]
+        turn = whole.removeprefix(before) if whole.startswith(before) else None
+        if turn is not None and all(part.strip() in turn for part in _ANY_TAG.split(content)):
+            kept = turn.rpartition(closing)[0] if closing and closing in turn else turn.rstrip()
+            return kept + closing
+        opened = match.group() if (match := _OPEN_THOUGHT.search(before)) else ""
+        if message.get("tool_calls") or (opened and not _END_OF_THOUGHT.search(content)):
+            problem = "changes its tool calls" if message.get("tool_calls") else f"opens a thought ({opened.strip()})"
+            raise ConfigError(
+                f"{place}: message {len(messages) - 1} has no text to train on, because the chat template {problem};"
+                " write the whole turn into its content, or remove the row"
+            )
+        if opened and content.lstrip().startswith(opened.strip()):
+            content = content.lstrip().removeprefix(opened.strip()).lstrip()
+        return content + closing
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
+    ) -> str:
+        try:
+            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
+            raise ConfigError(
+                f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
+                "correct the row, or leave data.system_prompt out if the template takes no system message"
+            ) from None
 
     def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
         """Return the first message whose text the template always omits; None if there is none.
@@ -176,6 +207,21 @@ def find_turn_end(tokenizer: Any) -> str:
         return _apply(tokenizer, [_QUESTION, _ANSWER]).partition(_MARKER)[2]
     except Exception:  # templates can raise any exception; `find_prefill` reports it
         return ""
+
+
+def find_closing(tokenizer: Any, stop_ids: Collection[int]) -> tuple[str, bool]:
+    """Return the text that ends an assistant turn, up to the first stop token, and True if it has a stop token.
+
+    The token may be the start of the next turn. Without a stop token it is the text of `find_turn_end`.
+    """
+    stops = [tokenizer.decode([token]) for token in stop_ids]
+    for messages in ([_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]):
+        with suppress(Exception):  # templates raise any exception; `find_prefill` reports it
+            end = _apply(tokenizer, messages).partition(_MARKER)[2]
+            if places := [(end.index(stop), stop) for stop in stops if stop and stop in end]:
+                place, stop = min(places)
+                return end[:place] + stop, True
+    return find_turn_end(tokenizer).rstrip(), False
 
 
 def _open_thought(opening: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 from grpo_mega.config import DataConfig, RolloutConfig
 from grpo_mega.config.data import DataSource
 from grpo_mega.data.chat import Renderer, find_prefill
-from grpo_mega.data.rows import is_same, read_conversations
+from grpo_mega.data.rows import is_same, read_conversations, read_demonstrations
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import read_json_lines
 from grpo_mega.types import Prompt
 
+LoadSet = Callable[..., tuple[list[Any], int, str]]  # load_prompts, or another function with its arguments
 IDS_PER_SET = 10**9  # ids of set n start at n times this, so they do not change when another set grows
 
 
@@ -55,20 +56,25 @@ class RunData:
             raise ConfigError(f"{error} ({others})" if others else str(error)) from None
 
 
-def load_data(config: DataConfig, tokenizer: Any) -> RunData:
-    """Read, render and tokenise all sets. Raises ConfigError for unusable data."""
+def load_data(config: DataConfig, tokenizer: Any, load: LoadSet | None = None) -> RunData:
+    """Read, render and tokenise all sets. Raises ConfigError for unusable data.
+
+    `load` loads one set of prompts. None: load_prompts.
+    """
+    limit = f"data.max_length={config.max_length}" if load else f"data.max_prompt_length={config.max_prompt_length}"
+    load = load or load_prompts
     sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
-        prompts, num_dropped, note = load_prompts(source, config, tokenizer, first_id=number * IDS_PER_SET)
+        prompts, num_dropped, note = load(source, config, tokenizer, first_id=number * IDS_PER_SET)
         sets.append(prompts)
         notes.append(note)
         digests[f"data.train={source.path}"] = _digest(prompts)
         num_too_long += num_dropped
-    dropped = {f"more are longer than data.max_prompt_length={config.max_prompt_length}": num_too_long}
+    dropped = {f"more are longer than {limit}": num_too_long}
     heldout_sets: dict[str, list[Prompt]] = {}
     size = config.heldout_size or round((config.heldout_fraction or 0.0) * sum(map(len, sets)))
     for number, (name, heldout_source) in enumerate(config.heldout_sources.items()):
-        heldout, _, note = load_prompts(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
+        heldout, _, note = load(heldout_source, config, tokenizer, first_id=number * IDS_PER_SET)
         heldout_sets[name] = heldout
         digests[f"data.heldout{name and f'_sets.{name}'}={heldout_source.path}"] = _digest(heldout)
         texts = {prompt.text for prompt in heldout}
@@ -163,8 +169,9 @@ def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt
     return train, heldout
 
 
-def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig) -> None:
+def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig, *, is_sft: bool = False) -> None:
     """Raise ConfigError for an unusable set or row, as far as this can be checked without a tokenizer."""
+    read = read_demonstrations if is_sft else read_conversations
     for name, heldout in config.heldout_sources.items():
         key = f"data.heldout_sets.{name}" if name else "data.heldout"
         for source in config.train:
@@ -173,9 +180,9 @@ def check_data(config: DataConfig, prompts_per_step: int, rollout: RolloutConfig
                     f"{key}={heldout.path} is also in data.train; name another set, or split prompts off with"
                     " data.heldout_size"
                 )
-    sizes = [len(read_conversations(source, config)) for source in config.train]
+    sizes = [len(read(source, config)) for source in config.train]
     for heldout in config.heldout_sources.values():
-        read_conversations(heldout, config)
+        read(heldout, config)
     if config.pass_rates is not None:
         read_pass_rates(config.pass_rates)
     make_sampler(config, sizes, prompts_per_step, 0, rollout)

@@ -41,6 +41,7 @@ Message = dict[str, Any]
 # Columns to try in this order if prompt_column or answer_column is not set. The last one is verl's.
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution", "reward_model.ground_truth")
+MESSAGES_COLUMN, COMPLETION_COLUMNS = "messages", ("completion", "response")  # columns to try for sft
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
 _NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
 
@@ -60,6 +61,7 @@ class Conversation:
     answer: str
     extras: dict[str, Any]  # other columns of the row
     raw_columns: dict[str, Any]  # see types.Prompt
+    num_given: int = 0  # sft trains the assistant's messages after so many messages
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
@@ -80,6 +82,44 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
         raw_columns["prompts"] = raw_columns[prompt_column] if is_text else messages
         conversations.append(Conversation(row.index, row.place, messages, answer, extras, raw_columns))
     return conversations
+
+
+def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversation]:
+    """Return the chats of a data set for sft, in order. Raises ConfigError for the first row that trains nothing."""
+    rows = list(read_rows(source.path))
+    if not rows:
+        raise ConfigError(f"data set {source.path} is empty; it needs one row per chat")
+    chats, completions, prompts = config.messages_column, config.completion_column or "", ""
+    if chats is None and not completions and MESSAGES_COLUMN in rows[0].values:
+        chats = MESSAGES_COLUMN
+    if chats is None:
+        given = source.prompt_column or config.prompt_column
+        prompts = given or _guess_column(rows[0], "prompt_column", PROMPT_COLUMNS)
+        completions = completions or _guess_column(rows[0], "completion_column", COMPLETION_COLUMNS)
+    conversations = []
+    for row in rows:
+        if chats:
+            messages, num_given = chat_of(row, chats, config.system_prompt, "messages_column"), 0
+        else:
+            messages = messages_of(row, prompts, config.system_prompt)
+            num_given = len(messages)
+            messages += chat_of(row, completions, None, "completion_column", role="assistant")
+        _check_trains(row, messages, num_given)
+        conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, num_given))
+    return conversations
+
+
+def _check_trains(row: DataRow, messages: list[Message], num_given: int) -> None:
+    """Raise ConfigError if no assistant message follows the given messages, or if one of them is empty."""
+    trained = [(i, m) for i, m in enumerate(messages) if i >= num_given and m["role"] == "assistant"]
+    if not trained:
+        raise ConfigError(f"{row.place}: has no assistant message to train on; correct or remove the row")
+    for number, message in trained:
+        if not message["content"].strip() and not message.get("tool_calls"):
+            raise ConfigError(
+                f"{row.place}: message {number} is an empty assistant message, so only the end of a turn would be"
+                " trained; correct or remove the row"
+            )
 
 
 def read_rows(path: str) -> Iterator[DataRow]:
@@ -157,19 +197,27 @@ def _guess_column(first: DataRow, key: str, usual: Sequence[str]) -> str:
 
 def messages_of(row: DataRow, column: str, system_prompt: str | None) -> list[Message]:
     """Return the conversation that the model must continue."""
-    value = _value(row, column, "prompt_column")
+    messages = chat_of(row, column, system_prompt)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{row.place}: {column} ends with an assistant message; end it with the message that the model must answer"
+        )
+    return messages
+
+
+def chat_of(
+    row: DataRow, column: str, system_prompt: str | None, key: str = "prompt_column", *, role: str = "user"
+) -> list[Message]:
+    """Return the messages of a column. A text is a message of `role`. `key` of the config names the column."""
+    value = _value(row, column, key)
     if isinstance(value, str) and value:
-        messages = [{"role": "user", "content": value}]
+        messages = [{"role": role, "content": value}]
     elif isinstance(value, list) and value:
         messages = [_message(row, f"{column}[{number}]", message) for number, message in enumerate(value)]
     else:
         raise ConfigError(
             f"{row.place}: {column}={_short(value)} is neither a text nor a list of messages with role and content; "
             "correct or remove the row"
-        )
-    if messages[-1]["role"] == "assistant":
-        raise ConfigError(
-            f"{row.place}: {column} ends with an assistant message; end it with the message that the model must answer"
         )
     if system_prompt is None:
         return messages

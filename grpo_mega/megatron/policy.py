@@ -243,6 +243,13 @@ class Policy:
                     batch.ref_logprobs = values
         return batches
 
+    def evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
+        """Return the batches on the device with their log-probs [T]; an empty list except on the last stage."""
+        self.memory.onload_weights()
+        return self._evaluate(
+            [[to_device(b, self._runtime.device.torch_device) for b in mini] for mini in mini_batches]
+        )
+
     def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
         """Take all optimizer steps of one rollout. Return the metrics of each step."""
         self.memory.onload()

@@ -29,6 +29,7 @@ _DRIFT, _DRIFT_ENDS = 2.0, 5  # ratio of two mean lengths, each over this many s
 _MANY_RETRACTED = 0.05
 _MOSTLY_IDLE, _LONG_PHASE = 0.6, 0.3  # idle share of engines, and share of generation in the time of steps
 _PAID_BUT_WRONG = 0.01
+_RISEN_LOSS = 1.25
 
 
 class Rule(NamedTuple):
@@ -230,6 +231,16 @@ def _idle(steps: Sequence[Metrics], keys: Keys) -> str | None:
     )
 
 
+def _rising(steps: Sequence[Metrics], keys: Keys) -> str | None:
+    before, after = (_mean(part, "loss/nll") for part in (steps[:_DRIFT_ENDS], steps[-_DRIFT_ENDS:]))
+    if "epoch" not in steps[-1] or not after > _RISEN_LOSS * before:  # only sft logs epochs
+        return None
+    return (
+        f"the loss rose from {before:.3g} to {after:.3g} in the last {len(steps)} steps; lower"
+        f" {_key(keys, 'optimizer.lr')}, or raise {_key(keys, 'optimizer.warmup_steps')}"
+    )
+
+
 def _not_finite(steps: Sequence[Metrics], keys: Keys) -> str | None:
     names = sorted(name for name, value in steps[-1].items() if not math.isfinite(value))
     return f"not finite: {', '.join(names)}; lower {_key(keys, 'optimizer.lr')}" if names else None
@@ -275,6 +286,7 @@ RULES = (
     Rule("cache", 5, _cache),
     Rule("idle", 5, _idle),
     Rule("wrong", 1, _wrong),
+    Rule("rising", 20, _rising),
     Rule("not finite", 1, _not_finite),
     Rule("dropped", 1, _dropped, is_logged_elsewhere=True),
     Rule("checks", 1, _checks, is_logged_elsewhere=True),

@@ -29,6 +29,7 @@ from grpo_mega.types import Group, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]
 
+SECONDS_BETWEEN_SFT_STEPS = 2.0  # a step of sft may take milliseconds
 _LOGPROB_DIGITS = 5  # decimal places
 _REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 
@@ -84,7 +85,7 @@ def open_run_log(config: Config, rank: int) -> RunLog:
     steps_before = by_step(curves(read_lines(config.run_dir / METRICS_FILE)[0]))
     for step in sorted(steps_before):
         monitor.observe(step, steps_before[step])  # an earlier start has logged these warnings
-    console = ConsoleWriter(get_console(), config.steps)
+    console = ConsoleWriter(get_console(), config.steps, SECONDS_BETWEEN_SFT_STEPS if config.algorithm.is_sft else 0.0)
     log = RunLog([console, JsonLinesWriter(config.run_dir)], config.log.samples_per_step, monitor)
     if config.log.wandb:
         log.writers.append(WandbWriter(config, log=console.write_message))

@@ -64,10 +64,15 @@ class Writer:
 class ConsoleWriter(Writer):
     """Prints one line per step of at most 120 columns, styled on a terminal, plain elsewhere."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
-        self._console, self._num_steps = console, num_steps
+    def __init__(self, console: Console, num_steps: int, seconds_between: float = 0.0) -> None:
+        """Print a step only if it is the last one, or if `seconds_between` have passed since another one."""
+        self._console, self._num_steps, self._seconds_between = console, num_steps, seconds_between
+        self._shown_at = -seconds_between
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
+        if step < self._num_steps and time.monotonic() < self._shown_at + self._seconds_between:
+            return
+        self._shown_at = time.monotonic()
         head = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
         self._print(head, step_line(metrics, LINE_WIDTH - len(head) - 2), "bold")
 
@@ -182,6 +187,7 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
     """
     watched = [
         ("reward", "reward/mean", "{:.3f}".format),
+        ("loss", "loss/nll", "{:.4f}".format),
         ("kl", "kl/mean", "{:.4f}".format),
         ("length", "response_length/mean", _three_digits),
         ("cut", "response_length/cut", "{:.0%}".format),

@@ -179,7 +179,9 @@ def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
     missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
     if missing and not machine.is_here:
         findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
-    elif findings.run(lambda: check_data(config.data, config.batch.prompts_per_step, config.rollout)):
+        return
+    prompts_per_step, is_sft = config.batch.prompts_per_step, config.algorithm.is_sft
+    if findings.run(lambda: check_data(config.data, prompts_per_step, config.rollout, is_sft=is_sft)):
         findings.take(row_problems(config))
 
 

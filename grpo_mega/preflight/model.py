@@ -250,8 +250,8 @@ def position_problems(config: Config, fields: dict[str, Any]) -> Iterator[str]:
     positions = num_positions(fields)
     if positions is not None and longest_sample > positions:
         yield (
-            f"data.max_prompt_length + rollout.max_response_length={longest_sample}: must be at most the model's "
-            f"max_position_embeddings={positions}; lower one of them"
+            f"{config.algorithm.length_keys}={longest_sample}: must be at most the model's"
+            f" max_position_embeddings={positions}; lower {'it' if config.algorithm.is_sft else 'one of them'}"
         )
 
 

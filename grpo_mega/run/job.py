@@ -7,7 +7,6 @@ policy: they only generate, and the other ranks save for them.
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.data.demonstrations import load_demonstrations
 from grpo_mega.data.load import RunData, load_data
 from grpo_mega.data.sampler import Sampler
 from grpo_mega.distributed.device import PeakMemory
@@ -27,54 +27,55 @@ from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest
-from grpo_mega.errors import EngineError, MismatchError, NonFiniteError, RefreshError, ResumeError
+from grpo_mega.errors import EngineError, RefreshError, ResumeError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.metrics import engine_mismatch
 from grpo_mega.observe.progress import Pace, phase, progress
 from grpo_mega.observe.report import as_text
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE
+from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE, TRACE
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
-from grpo_mega.run.checkpoints import check_model, latest, tell_latest
+from grpo_mega.run.checkpoints import check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import build_engine, build_sync, make_room
 from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.health import Health
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,
     build_policy,
     decoder,
+    export_policy,
     read_model_files,
     read_tokenizer,
     training_sampling,
 )
 from grpo_mega.run.saving import Checkpoints, verify_files
-from grpo_mega.types import Prompt, Sample, StepMetrics, Turn
+from grpo_mega.run.tracing import Tracer
+from grpo_mega.types import Prompt, StepMetrics, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
-_MOST_NAMED = 8  # maximum number of samples in a warning
 _MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
-@dataclass
-class Job:
+@dataclass(kw_only=True)
+class TrainingJob:
+    """The parts of a job without an engine."""
+
     config: Config
     runtime: Runtime
     model: ModelFiles
     data: RunData
     sampler: Sampler
     policy: Policy | None  # None on a rank that only generates
-    colocation: Colocation
-    rollouts: Rollouts
     checkpoints: Checkpoints
     inputs: InputDigests
     log: RunLog
@@ -162,25 +163,18 @@ class Job:
             self.backlog,
         )
 
-    @contextmanager
-    def saved_on_failure(self) -> Iterator[None]:
-        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails.
+    def tracer(self) -> Tracer:
+        """Return the tracer of log.profile."""
+        folder, device, ranks = self.config.run_dir / TRACE, self.runtime.device, self.runtime.everyone
+        return Tracer(self.config.log.profiled_steps, folder, self.runtime.rank, device, self.timers, self.log, ranks)
 
-        A rank without a policy waits until the other ranks have saved it.
-        """
-        try:
-            yield
-        except (EngineError, RefreshError) as error:
-            self.colocation.engine.close()  # the policy may need the engine's memory
-            if self.policy is None:
-                self._wait_until_saved()
-                raise
-            self.save(self.steps_done)
-            self.checkpoints.finish()
-            self._wait_until_saved()
-            raise type(error)(
-                f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
-            ) from None
+    def export(self) -> None:
+        """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
+        assert self.policy is not None, "a rank without a policy exports nothing"
+        folder = self.config.run_dir / EXPORT_DIR
+        record = next_export_record(self.checkpoints.folder, self.config.steps)
+        export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
+        self.log.message(f"policy saved as a Hugging Face checkpoint in {folder}")
 
     def listening(self) -> AbstractContextManager[None]:
         """Return a context in which a first signal stops the run after its step."""
@@ -192,11 +186,6 @@ class Job:
 
         The first rank decides. All ranks call it.
         """
-        if self.runtime.num_engine_ranks:
-            agreed = self.rollouts.rendezvous.all_gather(
-                "the end of a step", self.is_stopping, self.config.hang_deadline_s
-            )
-            self.is_stopping = agreed[0]
         if not self.is_stopping and step < self.config.steps:
             self.checkpoints.poll()
             return False
@@ -266,6 +255,42 @@ class Job:
                 f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target"
             )
 
+
+@dataclass(kw_only=True)
+class Job(TrainingJob):
+    """A job with an engine."""
+
+    colocation: Colocation
+    rollouts: Rollouts
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails.
+
+        A rank without a policy waits until the other ranks have saved it.
+        """
+        try:
+            yield
+        except (EngineError, RefreshError) as error:
+            self.colocation.engine.close()  # the policy may need the engine's memory
+            if self.policy is None:
+                self._wait_until_saved()
+                raise
+            self.save(self.steps_done)
+            self.checkpoints.finish()
+            self._wait_until_saved()
+            raise type(error)(
+                f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
+            ) from None
+
+    def stops_after(self, step: int) -> bool:
+        if self.runtime.num_engine_ranks:
+            agreed = self.rollouts.rendezvous.all_gather(
+                "the end of a step", self.is_stopping, self.config.hang_deadline_s
+            )
+            self.is_stopping = agreed[0]
+        return super().stops_after(step)
+
     def _wait_until_saved(self) -> None:
         """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is
         gone.
@@ -273,51 +298,6 @@ class Job:
         if self.runtime.num_engine_ranks:
             with suppress(EngineError):
                 self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
-
-
-@dataclass
-class Health:
-    """Counts consecutive steps with updates that were dropped because of infinities or NaN."""
-
-    max_nonfinite_steps: int
-    mismatch_stop: float | None
-    nonfinite_steps: int = 0
-
-    @property
-    def has_diverged(self) -> bool:
-        """Return True if there were too many such steps. The run must then end after this step, with a checkpoint."""
-        return self.nonfinite_steps >= self.max_nonfinite_steps
-
-    def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
-        """Count the update of `step`. If part of it was dropped, return a warning with the samples that caused it."""
-        if not metrics.get("nonfinite_mini_batches"):
-            self.nonfinite_steps = 0
-            return []
-        self.nonfinite_steps += 1
-        names = [f"prompt {sample.prompt.id} sample {sample.index}" for sample in blamed[:_MOST_NAMED]]
-        blame = f"from {', '.join(names)}" if names else "from the gradient alone"
-        return [f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped"]
-
-    def check(self, step: int, metrics: StepMetrics, checkpoints: Path) -> None:
-        """Raise an error if the run must end. The step has been logged.
-
-        Raise NonFiniteError after too many steps with dropped updates; the last step is saved in `checkpoints`. Raise
-        MismatchError if the token probabilities of engine and trainer differ too much.
-        """
-        if self.has_diverged:
-            raise NonFiniteError(
-                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a"
-                f" checkpoint is in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher"
-                " max_nonfinite_steps"
-            )
-        k3, limit = engine_mismatch(metrics), self.mismatch_stop
-        # NaN from the trainer is a nonfinite step, not a mismatch.
-        is_counted = math.isnan(k3) and self.nonfinite_steps > 0
-        if limit is not None and not is_counted and not k3 <= limit:
-            raise MismatchError(
-                f"step {step}: the KL (k3) between engine and trainer is {k3:.3g} nats per token, above "
-                f"rollout.mismatch_stop={limit}; continue from an earlier checkpoint, or raise the limit"
-            )
 
 
 @contextmanager
@@ -332,7 +312,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         pool = stack.enter_context(_reward_pool(config))
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         with shown("reading the tokenizer and the data"):
-            model, tokenizer, data, sampler = _read_inputs(config)
+            model, tokenizer, data, sampler = read_inputs(config)
         with shown("starting the reward workers"):
             pool.wait_until_ready()
         with shown("connecting the ranks"):
@@ -348,7 +328,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        log = _open_log(config, runtime, data.notes)
+        log = open_log(config, runtime, data.notes)
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
         last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
@@ -383,11 +363,14 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         )
 
 
-def _read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
+def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
     """Return the model's files, the tokenizer, the data, and the order of its prompts."""
     model = read_model_files(config)
     tokenizer = read_tokenizer(model.folder, model.shape.vocab)
-    data = load_data(config.data, tokenizer)
+    load = None
+    if config.algorithm.is_sft:
+        load = partial(load_demonstrations, stop_ids=training_sampling(config, model, tokenizer).stop_token_ids)
+    data = load_data(config.data, tokenizer, load)
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
 
@@ -401,7 +384,7 @@ def _reward_pool(config: Config) -> RewardPool:
     return RewardPool(config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
-def _open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
+def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
     Log the kernels in use, the settings that differ from the defaults, notes on the data, and the settings that a

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[[int], StepMetrics], str]] = {
         lambda step: {"reward/paid_but_wrong": 0.03},
         "step 1: 3.0% of the paid responses were wrong; change rewards.functions",
     ),
+    "rising": (
+        lambda step: {"loss/nll": 1.05**step, "epoch": 0.0},
+        "step 20: the loss rose from 1.16 to 2.41 in the last 20 steps; lower optimizer.lr=1e-06, or raise"
+        " optimizer.warmup_steps=0",
+    ),
     "not finite": (
         lambda step: {"kl/mean": float("nan"), "grad_norm": float("inf")} if step == 2 else {},
         "step 2: not finite: grad_norm, kl/mean; lower optimizer.lr=1e-06",

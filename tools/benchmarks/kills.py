@@ -129,9 +129,11 @@ def write_inputs(
     return path
 
 
-def start(config: Path, run_dir: Path, arguments: list[str], output: int | None = None) -> subprocess.Popen[str]:
-    """Start a run. Its output goes to `output`, or to log_of(run_dir)."""
-    command = [sys.executable, "-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={run_dir}", *arguments]
+def start(
+    config: Path, run_dir: Path, arguments: list[str], output: int | None = None, name: str = "train"
+) -> subprocess.Popen[str]:
+    """Start a run by the command `name`. Its output goes to `output`, or to log_of(run_dir)."""
+    command = [sys.executable, "-m", "grpo_mega.cli", name, str(config), "--set", f"run_dir={run_dir}", *arguments]
     environment = os.environ | {"PYTHONPATH": str(harness.ROOT), "OMP_NUM_THREADS": "1"}
     with log_of(run_dir).open("a") as log:
         to = log if output is None else output

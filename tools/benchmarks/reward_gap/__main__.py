@@ -84,10 +84,15 @@ def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated:
     out.mkdir(parents=True, exist_ok=True)
     gaps: dict[str, Gap] = {}
     for task, reward in runs:
-        if not (out / task / "heldout.jsonl").exists():  # this file is written last
+        if not (out / task / "sft" / "hf").exists():  # this folder is written last
             print(f"+ {task}", file=sys.stderr, flush=True)
-            if subprocess.run([sys.executable, str(TASKS[task]), str(out / task)]).returncode:
-                raise harness.RunFailed(f"{TASKS[task]} failed; see above")
+            settings = (
+                f"run_dir={out / task / 'sft'} model.path={out / task / 'model'} data.train={out / task / 'sft.jsonl'}"
+            )
+            sft = ["-m", "grpo_mega.cli", "sft", str(ROOT / "examples" / "quickstart_sft.yaml")]
+            for program in ([str(TASKS[task]), str(out / task)], [*sft, *(f"--set={one}" for one in settings.split())]):
+                if subprocess.run([sys.executable, *program]).returncode:
+                    raise harness.RunFailed(f"{program[0]} failed for {task}; see above")
         run = out / f"{task}-{reward}{'-unevaluated' if unevaluated else ''}"
         print(f"+ {run.name}", file=sys.stderr, flush=True)
         train(run, out / task, reward, steps, unevaluated)
@@ -135,7 +140,7 @@ def train(run: Path, task: Path, reward: str, steps: int, unevaluated: bool) -> 
     settings: dict[str, object] = {
         "steps": steps,
         "layout": "{tp: 1}",
-        "model.path": task / "model",
+        "model.path": task / "sft" / "hf",
         "data.train": task / "train.jsonl",
         "data.heldout": task / "heldout.jsonl",
         "eval.interval": 0,

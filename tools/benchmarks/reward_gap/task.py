@@ -36,10 +36,8 @@ def main() -> None:
     train, heldout = arithmetic.make_problems(rng)
     tokenizer = arithmetic.make_tokenizer()
     model = arithmetic.make_model(tokenizer)
-    arithmetic.train_supervised(
-        model, tokenizer, train, rng, demonstrate, max_tokens=MAX_RESPONSE_TOKENS, is_right=is_right
-    )
     arithmetic.save(options.out, model, tokenizer, train, heldout)
+    arithmetic.save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
@@ -49,10 +47,6 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
         return lines
     unfinished, equals, _ = lines.rpartition("=")
     return unfinished + rng.choice(("", equals))
-
-
-def is_right(response: str, problem: Problem) -> bool:
-    return response.rpartition("=")[2] == problem.answer
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Supervised fine-tuning (SFT), top to bottom: draw rows, pack, update, save.
+
+The loss of a step is the mean negative log-likelihood of all trained tokens of its rows, in nats per token. It is the
+loss of train with advantages of 0 and positive_nll, so it depends on no layout, packing or micro-batch.
+
+A step trains batch.prompts_per_step rows in one optimizer step. The rows are the draws of data/sampler.py, a function
+of seed and step: each row once per epoch, and a step may take the last rows of an epoch and the first of the next.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from typing import cast
+
+import torch
+
+from grpo_mega.batching.layout import from_samples
+from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.config import Config
+from grpo_mega.data.demonstrations import Demonstration
+from grpo_mega.distributed.device import PeakMemory
+from grpo_mega.distributed.launch import current_rank
+from grpo_mega.distributed.watchdog import HangWatch, StopRequest
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.metrics import mean_over_updates
+from grpo_mega.observe.progress import phase
+from grpo_mega.observe.report import read_lines
+from grpo_mega.observe.timers import Timers
+from grpo_mega.paths import CHECKPOINTS, METRICS_FILE
+from grpo_mega.rollout.backlog import NO_BACKLOG
+from grpo_mega.run.batches import update_policy
+from grpo_mega.run.checkpoints import tell_latest
+from grpo_mega.run.folder import explained
+from grpo_mega.run.health import Health
+from grpo_mega.run.job import TrainingJob, open_log, read_inputs
+from grpo_mega.run.model_files import InputDigests, build_policy
+from grpo_mega.run.saving import Checkpoints
+from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
+
+_OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
+
+
+def run(config: Config) -> None:
+    """Train from the run's last checkpoint to config.steps, with evaluations, and export the policy to RUN_DIR/hf.
+
+    If asked to stop, save a checkpoint after the current step and end.
+    """
+    with explained(config.run_dir), _open_job(config) as job, job.listening():
+        first, tracer = job.resume(), job.tracer()
+        if not _is_evaluated(job, first):
+            evaluate_if_due(job, first)
+        for step in range(first, config.steps):
+            with tracer.step(step + 1):
+                train_step(job, step)
+            if step == first:
+                job.log_peak_memory()
+            if job.stops_after(step + 1):
+                return
+            evaluate_if_due(job, step + 1)
+        job.export()
+
+
+def train_step(job: TrainingJob, step: int) -> None:
+    """Take one optimizer step on the rows of `step`, and save a checkpoint if one is due."""
+    policy, turns = job.policy, job.draw(step)
+    assert policy is not None
+    with job.timers("pack"):
+        samples, batches = pack([turn.prompt for turn in turns], policy)
+    with job.timers("update"):
+        batches = policy.attach_logprobs(batches)
+        passes = update_policy(job.config, policy, batches, job.pace, job.shows_progress)
+    metrics = {n: v for n, v in mean_over_updates(passes).items() if not n.startswith(_OF_POLICY_LOSS)}
+    metrics |= {"rows": float(len(turns)), "epoch": float(max(turn.epoch for turn in turns))}
+    job.log.log_loads(step + 1, policy.routers.loads)
+    blamed = [samples[i] for i in sorted(policy.nonfinite_samples)]
+    for message in (*job.health.observe(step + 1, metrics, blamed), *policy.watch(step + 1, 0.0)):
+        job.log.warn(message)
+    job.save_if_due(step + 1, NO_BACKLOG)
+    job.log.log_step(step + 1, metrics | job.timers.lap())
+    job.check_health(step + 1, metrics)
+
+
+def pack(rows: Sequence[Prompt], policy: Policy) -> tuple[list[Sample], list[list[PackedBatch]]]:
+    """Return a sample for each segment of the rows, and this rank's micro-batches of one mini-batch.
+
+    The trained tokens of a micro-batch have loss_mask 1 and nll_weights 1 / the trained tokens of all rows.
+    """
+    samples, masks = [], []
+    for row in rows:
+        for index, segment in enumerate(cast("Demonstration", row).segments):
+            mask = torch.zeros(len(segment.response_ids))
+            for start, end in segment.trained:
+                mask[start:end] = 1.0
+            prompt = Prompt(row.id, "", segment.prompt_ids, "")
+            sample = Sample(prompt, index, segment.response_ids, [0.0] * len(mask), "stop")
+            sample.advantages = torch.zeros_like(mask)
+            samples.append(sample)
+            masks.append(mask)
+    num_trained = sum(float(mask.sum(dtype=torch.float64)) for mask in masks)
+    batches = pack_mini_batches([samples], [[1.0] * len(samples)], policy.packing)
+    for batch in batches[0]:
+        batch.loss_mask = from_samples(masks, batch, samples)
+        batch.nll_weights = batch.loss_mask / num_trained
+    return samples, batches
+
+
+def evaluate_if_due(job: TrainingJob, step: int) -> None:
+    """Log the mean loss of each held-out set before the first step, after the last, and every eval.interval steps."""
+    interval = job.config.eval.interval
+    if step not in (0, job.config.steps) and not (interval > 0 and step % interval == 0):
+        return
+    assert job.policy is not None
+    metrics: StepMetrics = {}
+    with job.timers("evaluation"):
+        for name, rows in job.heldout.items():
+            metrics[f"eval/{f'{name}/' if name else ''}loss"] = mean_loss(rows, job.policy, job.runtime)
+    if metrics:
+        job.log.log_eval(step, metrics | {"seconds/evaluation": job.timers.lap()["seconds/step"]})
+
+
+def mean_loss(rows: Sequence[Prompt], policy: Policy, runtime: Runtime) -> float:
+    """Return the mean negative log-likelihood of the trained tokens. All ranks call it."""
+    loss = torch.zeros(1, dtype=torch.float64, device=runtime.device.torch_device)
+    for batch, logprobs in policy.evaluate(pack(rows, policy)[1]):
+        assert batch.nll_weights is not None
+        if runtime.tp_rank == 0:
+            loss -= (logprobs.double() * batch.nll_weights).sum()
+    return float(runtime.sum(loss))
+
+
+def _is_evaluated(job: TrainingJob, step: int) -> bool:
+    """Return True on all ranks if the log has an evaluation of `step`. A resumed run repeats none."""
+    rows = read_lines(job.config.run_dir / METRICS_FILE)[0] if job.is_main else []
+    is_done = any(row.get("step") == step and any(name.startswith("eval/") for name in row) for row in rows)
+    return bool(job.runtime.max(torch.tensor([float(is_done)], device=job.runtime.device.torch_device)))
+
+
+@contextmanager
+def _open_job(config: Config) -> Iterator[TrainingJob]:
+    """Prepare the job for its first step. The end of the context always closes files and process groups."""
+    with ExitStack() as stack:
+        shown = partial(phase, enabled=config.log.progress and not current_rank())
+        with shown("reading the tokenizer and the data"):
+            model, _, data, sampler = read_inputs(config)
+        with shown("connecting the ranks"):
+            runtime = runtimes.start(config)
+            stack.callback(runtimes.stop)
+        timers = Timers(take_peak=PeakMemory(runtime.device).take)
+        policy = build_policy(config, model, runtime)
+        log = open_log(config, runtime, data.notes)
+        stack.callback(log.close)
+        gc.freeze()  # Megatron collects garbage in every save
+        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
+        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
+        yield TrainingJob(
+            config=config,
+            runtime=runtime,
+            model=model,
+            data=data,
+            sampler=sampler,
+            policy=policy,
+            checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
+            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+            log=log,
+            timers=timers,
+            stop=StopRequest(config.run_dir),
+            health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
+        )
