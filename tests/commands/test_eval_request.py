@@ -203,9 +203,9 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"data": "d", "train_set": True}, "--data d and --train-set name two sets; give one of them"),
         ({"samples": 4, "ks": [2, 8]}, "eval.ks=[2, 8] has 8, above eval.samples=4; raise samples"),
         ({"samples": 0, "greedy": False}, "eval.greedy=false and eval.samples=0 leave nothing to evaluate"),
-        ({"temperature": 0.0}, "eval.temperature=0.0: input should be greater than 0"),
-        ({"top_p": 1.5}, "eval.top_p=1.5: input should be less than or equal to 1"),
-        ({"samples": -1}, "eval.samples=-1: input should be greater than or equal to 0"),
+        ({"temperature": 0.0}, "eval.temperature=0.0: must be above 0; raise it"),
+        ({"top_p": 1.5}, "eval.top_p=1.5: must be at most 1; lower it"),
+        ({"samples": -1}, "eval.samples=-1: must be at least 0; raise it"),
         ({"out": Path("none/rows.jsonl")}, "--out none/rows.jsonl: there is no folder none; make it first"),
         ({"out": Path(__file__)}, "test_eval_request.py exists; name a file that does not"),
         (

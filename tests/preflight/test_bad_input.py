@@ -84,7 +84,7 @@ CASES = [
     Case("misspelt key", ("'algorithm.group_sise'", "did you mean 'group_size'"), ("algorithm.group_sise=8",)),
     Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
     Case("wrong type", ("steps='many'", "whole number; write"), ("steps=many",)),
-    Case("out of range", ("rollout.top_p=1.5", "less than or equal to 1"), ("rollout.top_p=1.5",)),
+    Case("out of range", ("rollout.top_p=1.5", "must be at most 1"), ("rollout.top_p=1.5",)),
     Case(
         "mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")
     ),
@@ -93,7 +93,7 @@ CASES = [
     Case("--set of a value's part", ("--set 'steps.x=1'", "'steps' is a value, not a section"), ("steps.x=1",)),
     Case("--set not YAML", ("--set 'steps=['", "not a YAML value"), ("steps=[",)),
     # the layout
-    Case("layout unknown order", ("layout.order='dp-tp-pp'", "should be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
+    Case("layout unknown order", ("layout.order='dp-tp-pp'", "must be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
     Case("layout heads", ("layout.tp=3", "4 attention heads; use 1, 2, 4"), ("layout.tp=3",)),
     Case(
         "layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)
