@@ -74,7 +74,7 @@ CASES = [
     # the config
     Case(
         "config missing",
-        ("none.yaml", "name an existing YAML file"),
+        ("none.yaml: there is no such file or folder", "train takes a YAML file"),
         spoil=lambda f: (f / "config.yaml").rename(f / "none"),
     ),
     Case("config not YAML", ("config.yaml: not YAML", "correct the file"), spoil=write("config.yaml", "a: [1\nb")),
@@ -360,17 +360,22 @@ CASES = [
     Case("reward unknown", ("'acuracy'", "did you mean accuracy"), ("rewards.functions=[{name: acuracy}]",)),
     Case("reward's module", ("'no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: no_such.f}]",)),
     Case("reward's file", ("'pack.no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: pack.no_such.f}]",)),
-    Case(
-        "reward import",
-        ("ValueError: broken", "importable"),
-        ("rewards.functions=[{name: pack.broken.f}]",),
-        in_rank=True,
-    ),
+    Case("reward import", ("ValueError: broken", "importable"), ("rewards.functions=[{name: pack.broken.f}]",)),
     Case(
         "reward missing",
-        ("no function g", "check the name"),
-        ("rewards.functions=[{name: pack.raises.g}]",),
-        in_rank=True,
+        ("'pack.raises.missing': pack.raises has no function missing; check the name",),
+        ("rewards.functions=[{name: pack.raises.missing}]",),
+    ),
+    Case(
+        "reward misspelt",
+        ("pack.raises has no function ff; did you mean f? check the name",),
+        ("rewards.functions=[{name: pack.raises.ff}]",),
+    ),
+    Case(
+        "reward ends the process",
+        ("'leaves.py:f': the import ended the process with code 3 (goodbye); correct it",),
+        ("rewards.functions=[{name: 'leaves.py:f'}]",),
+        write("leaves.py", "import os, sys\nprint('goodbye', file=sys.stderr, flush=True)\nos._exit(3)\n"),
     ),
     Case(
         "reward raises every time",
@@ -384,7 +389,7 @@ CASES = [
         ("precision.fp8='hybrid'", "install it or leave precision.fp8 out"),
         ("precision.fp8=hybrid", "model.dtype=bfloat16"),
     ),
-    Case("no GPU", ("device='cuda'", "use device=auto or device=cpu"), ("device=cuda",), in_rank=True),
+    Case("no GPU", ("device=cuda", "use device=auto or device=cpu"), ("device=cuda",)),
 ]
 NEEDS = {"fp8": importlib.util.find_spec("transformer_engine") is None, "no GPU": not torch.cuda.is_available()}
 
