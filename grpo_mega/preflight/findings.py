@@ -23,7 +23,7 @@ from grpo_mega import user_code
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
-from grpo_mega.distributed.environment import unusable_gpu_problems
+from grpo_mega.distributed.environment import unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.kernels import Machine
@@ -33,6 +33,7 @@ from grpo_mega.preflight.layout import (
     engine_problems,
     engine_rank_problems,
     layout_problems,
+    padding_problems,
     served_card_problems,
     world_size_problems,
 )
@@ -109,6 +110,8 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
         findings.notes += [] if model.note is None else [model.note]
         findings.take(position_problems(config, model.fields))
     findings.take(job_problems(config, model.shape if model else None, machine))
+    if machine.is_here and model is not None and config.rollout.is_served and not uses_gpu(config.device, os.environ):
+        findings.take(padding_problems(model.shape, config.rollout.tp))
     _check_packages(config, machine, findings)
     if model is not None and model.is_here:
         _check_files(config, model.shape, machine, findings)

@@ -177,8 +177,7 @@ CASES = [
     Case(
         "positions",
         ("max_response_length=68", "max_position_embeddings=67", "lower one"),
-        ("rollout.engine=sglang",),
-        model(max_position_embeddings=67),
+        spoil=model(max_position_embeddings=67),
     ),
     Case(
         "FP8 blocks",
