@@ -14,6 +14,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import ConfigError
+
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json have tens of MB
 MAX_NAME_BYTES = 4096
 
@@ -59,6 +61,14 @@ def hub_hint(path: Path) -> str:
         if is_name and path.suffix not in _SUFFIXES
         else ""
     )
+
+
+def check_free(out: Path) -> None:
+    """Raise ConfigError unless the output can be created there."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists; remove it or name another output")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}, the parent of {out.name}, is not a folder; make it or name another output")
 
 
 def rank_log(rank: int | str) -> str:

@@ -2,7 +2,6 @@
 launcher.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -19,8 +18,7 @@ from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
 from grpo_mega.preflight import Findings
 from grpo_mega.preflight.layout import world_size_problems
-
-HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
+from tests.helpers.commands import HEAVY, imported, run_command
 
 
 @pytest.fixture
@@ -57,24 +55,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     monkeypatch.setattr("grpo_mega.train", module, raising=False)
     monkeypatch.setattr("grpo_mega.planner.this_machine.find_all", lambda config, machine: Findings())
     return configs
-
-
-def run_command(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a new Python. The last line of its output lists the modules that it imported."""
-    program = (
-        "import sys, json\n"
-        "from grpo_mega import cli\n"
-        "try: code = cli.main(sys.argv[1:])\n"
-        "except SystemExit as end: code = end.code\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
-        "sys.exit(code)"
-    )
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
-
-
-def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
-    """Return the top-level modules that a command has imported at its end."""
-    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_help_imports_nothing_heavy() -> None:
