@@ -4,8 +4,8 @@ It takes the path of `grpo-mega eval`: a config that trains nothing, the policy 
 rewards. A model without a run is sampled by the embedded engine, in float32 on a CPU, and scored by accuracy.
 
 With --prompt or --data, responses are printed prompt by prompt, and --out gets a JSON line per response. A chat has one
-rank, which reads the terminal. It keeps the conversation, and prints a reply
-while the embedded engine samples it. Ctrl-C ends a reply; Ctrl-D or /quit ends the chat.
+rank, which reads the terminal. It keeps the conversation, and prints a reply while the embedded engine samples it.
+Ctrl-C ends a reply; Ctrl-D or /quit ends the chat.
 """
 
 from __future__ import annotations
