@@ -15,6 +15,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import grpo_mega
 from grpo_mega import console
 from grpo_mega.commands import options as of
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
@@ -44,14 +45,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="grpo-mega", description="Train language models with GRPO on Megatron-core.")
+    parser.add_argument("--version", action="version", version=f"grpo-mega {grpo_mega.__version__}")
     parser.set_defaults(argv=arguments)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name, (_, options, text) in COMMANDS.items():
         listed: dict[str, Any] = {} if text is None else {"help": text}
-        of.add_options(commands.add_parser(name, **listed), options)
-    parsed = parser.parse_args(arguments[:1] if arguments[:1] == ["grpo"] else arguments)  # grpo reads its own flags
-    run, options, _ = COMMANDS[parsed.command]
-    return run(of.read_options(options, parsed))
+        parsers[name] = commands.add_parser(name, **listed)
+        of.add_options(parsers[name], options)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        of.refuse_command(arguments[0], [name for name, (_, _, text) in COMMANDS.items() if text is not None])
+    # grpo reads its own flags
+    parsed, unknown = parser.parse_known_args(arguments[:1] if arguments[:1] == ["grpo"] else arguments)
+    if unknown:
+        parsers[parsed.command].error(of.unknown_argument(unknown[0], parsed, parsers[parsed.command]))
+    run, kind, _ = COMMANDS[parsed.command]
+    options = of.read_options(kind, parsed)
+    of.check_paths(parsed.command, options)
+    return run(options)
 
 
 def _refuse(lines: list[str]) -> int:
@@ -88,8 +99,10 @@ def _report(options: of.ReportOptions) -> int:
 
 
 def _rank(options: of.NoOptions) -> int:
-    from grpo_mega.distributed.launch import run_request
+    from grpo_mega.distributed.launch import current_rank, run_request
 
+    if current_rank() is None:
+        raise ConfigError("rank: must be started by a launcher; use train, eval, sample or check")
     run_request()
     return 0
 

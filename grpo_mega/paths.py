@@ -9,9 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
+
+from grpo_mega.errors import ConfigError
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json have tens of MB
 MAX_NAME_BYTES = 4096
@@ -42,10 +45,30 @@ STATE = "state"  # in a checkpoint: the folder of Megatron's files and the backl
 EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
 EXPORT_FILE = "grpo_mega.json"  # in EXPORT_DIR: the step of the policy, and the time of writing
 
+_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".parquet")  # a path with one of them is no name on the hub
+
 
 def user_path(path: str | Path) -> Path:
     """Return a path with ~ as the user's home. A path with an unknown home stays as it is."""
     return Path(os.path.expanduser(path))
+
+
+def hub_hint(path: Path) -> str:
+    """Return how to download a model if a path that does not exist looks like a name on the hub; else an empty text."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None
+    return (
+        f"; for a model of the hub, `hf download {path} --local-dir FOLDER`"
+        if is_name and path.suffix not in _SUFFIXES
+        else ""
+    )
+
+
+def check_free(out: Path) -> None:
+    """Raise ConfigError unless the output can be created there."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists; remove it or name another output")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}, the parent of {out.name}, is not a folder; make it or name another output")
 
 
 def rank_log(rank: int | str) -> str:

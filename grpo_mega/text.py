@@ -9,10 +9,11 @@ U+0085. These are escaped on writing, and are text on reading. A byte order mark
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def find_surrogate(value: Any) -> str | None:
         return match and f"U+{ord(match[0]):04X} at character {match.start()}"
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next((found for item in items if (found := find_surrogate(item))), None)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "did you mean X? " for the known name that is most similar; an empty text if none is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def num_common(a: str, b: str) -> int:

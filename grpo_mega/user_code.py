@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import user_path
+from grpo_mega.text import nearest
 
 FORMS = "my_package.my_module.my_function or my_file.py:my_function"
 
@@ -59,7 +60,10 @@ def load_function(name: str, code_dir: Path | None) -> Callable[..., Any]:
             " must be importable from the current folder, the config's folder or PYTHONPATH"
         ) from error
     if not callable(function):
-        raise ConfigError(f"{name!r}: {file} has no function {function_name}; check the name")
+        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise ConfigError(
+            f"{name!r}: {file} has no function {function_name}; {nearest(function_name, known)}check the name"
+        )
     return function
 
 

@@ -2,7 +2,6 @@
 launcher.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -19,8 +18,7 @@ from grpo_mega.distributed.launch import rank_environments
 from grpo_mega.errors import RewardError
 from grpo_mega.preflight import Findings
 from grpo_mega.preflight.layout import world_size_problems
-
-HEAVY = {"torch", "transformers", "megatron", "numpy", "matplotlib", "wandb", "rich", "sglang"}
+from tests.helpers.commands import HEAVY, imported, run_command
 
 
 @pytest.fixture
@@ -59,33 +57,19 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return configs
 
 
-def modules_after(arguments: list[str]) -> tuple[set[str], int]:
-    """Return the top-level modules that the command line has imported at its end, and its exit code."""
-    program = (
-        "import sys, json\n"
-        "from grpo_mega import cli\n"
-        "try: code = cli.main(sys.argv[1:])\n"
-        "except SystemExit as end: code = end.code\n"
-        "print(json.dumps([sorted({name.partition('.')[0] for name in sys.modules}), code]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
-    modules, code = json.loads(done.stdout.splitlines()[-1])
-    return set(modules), code
-
-
 def test_help_imports_nothing_heavy() -> None:
     for arguments in (["--help"], ["train", "--help"], ["sample", "--help"], ["convert", "--help"]):
-        modules, code = modules_after(arguments)
-        assert code == 0
-        assert not modules & (HEAVY | {"pydantic", "yaml"})
+        done = run_command(arguments)
+        assert done.returncode == 0
+        assert not imported(done) & (HEAVY | {"pydantic", "yaml"})
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "check --layouts tp=2"])
 def test_a_config_error_is_found_without_importing_anything_heavy(config_file: Path, command: str) -> None:
     name, *more = command.split()
-    modules, code = modules_after([name, str(config_file), *more, "--set", "steps=0"])
-    assert code == 2
-    assert not modules & HEAVY
+    done = run_command([name, str(config_file), *more, "--set", "steps=0"])
+    assert done.returncode == 2
+    assert not imported(done) & HEAVY
 
 
 def test_a_user_error_is_one_line_with_exit_code_2(
@@ -96,6 +80,57 @@ def test_a_user_error_is_one_line_with_exit_code_2(
     assert output.out == ""
     assert output.err.startswith("grpo-mega: error: unknown key 'optimizer.learning_rate'; ")
     assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("trian c.yaml", "'trian' is not a command; did you mean train? use one of init, train, "),
+        ("rank", "rank: must be started by a launcher; use train, eval, sample or check"),
+        ("train {config} --setp steps=3", "unknown argument --setp; did you mean --set? see --help"),
+        ("train {config} --unknown", "unknown argument --unknown; see --help"),
+        ("train {config} --set steps 3", "unknown argument 3; write --set steps=3"),
+        ("train {config} steps=3", "unknown argument steps=3; write --set steps=3"),
+        ("eval {config} --optimizer.lr=1", "unknown argument --optimizer.lr; write --set optimizer.lr=VALUE"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_likely_one(
+    config_file: Path, no_rank: None, arguments: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments.split()[0]
+    try:
+        code = cli.main(arguments.format(config=config_file).split())
+    except SystemExit as end:  # argparse, after the command's usage
+        code = end.code
+    output = capsys.readouterr()
+    usage, _, last = output.err.rstrip("\n").rpartition("\n")
+    assert (code, output.out) == (2, "") and problem in last and "'rank'" not in output.err
+    assert "unknown argument" not in problem or usage.startswith(f"usage: grpo-mega {command} [-h]")
+
+
+@pytest.mark.parametrize(
+    ("command", "takes"),
+    [
+        ("train", "a YAML file; see examples/"),
+        ("check --layouts tp=2", "a YAML file; see examples/"),
+        ("plan", "a YAML file; see examples/"),
+        ("eval", "a run's folder, or a config file"),
+        ("sample", "a model's folder, a run's folder, or a config file"),
+        ("export out", "the run_dir of a run's config"),
+        ("report", "the run_dir of a run's config"),
+    ],
+)
+def test_a_missing_path_is_answered_with_what_the_command_takes(command: str, takes: str) -> None:
+    name, *more = command.split()
+    done = run_command([name, "nowhere", *more])
+    problem = f"grpo-mega: error: nowhere: there is no such file or folder; {name} takes {takes}"
+    assert done.returncode == 2 and done.stderr.startswith(problem) and done.stderr.count("\n") == 1
+    assert not imported(done) & (HEAVY | {"pydantic", "yaml"})
+
+
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "Qwen/Qwen2.5-0.5B"]) == 2
+    assert "`hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER`" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_an_error_before_any_process_starts(

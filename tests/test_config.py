@@ -2,6 +2,7 @@
 
 # ruff: noqa: RUF001 - the comments of RLinf's block are Chinese
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from grpo_mega import config
+from grpo_mega.commands.config import find_keys
 from grpo_mega.config import data as config_data
 from grpo_mega.errors import ConfigError
 
@@ -167,21 +169,24 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "unknown key 'rewards.functions.0.wait'; did you mean 'weight'?",
         ),
         ("layout.zzz=1", "unknown key 'layout.zzz'; known keys here: tp, pp, vpp"),
+        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'temperature'?"),
+        ("temperature=1", "unknown key 'temperature'; did you mean 'rollout.temperature'?"),
+        ("rollout.group_size=8", "unknown key 'rollout.group_size'; did you mean 'algorithm.group_size'?"),
         # values that are invalid by themselves
-        ("steps=0", "steps=0: input should be greater than 0"),
+        ("steps=0", "steps=0: must be above 0; raise it"),
         ("steps=many", "steps='many': must be a whole number; write it in digits"),
-        ("seed=-1", "seed=-1: input should be greater than or equal to 0"),
-        ("algorithm.group_size=1", "algorithm.group_size=1: input should be greater than or equal to 2"),
+        ("seed=-1", "seed=-1: must be at least 0; raise it"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: must be at least 2; raise it"),
         (
             "algorithm.kl_penalty_type=full",
-            "algorithm.kl_penalty_type='full': input should be 'low_var_kl', 'low_var_kl_weighted', 'low_var_kl+', ",
+            "algorithm.kl_penalty_type='full': must be 'low_var_kl', 'low_var_kl_weighted', 'low_var_kl+', ",
         ),
         ("algorithm.n_minibatches=4", "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
-        ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': input should be 'token-mean'"),
-        ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: input should be less than or equal to 1"),
-        ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: input should be greater than or equal to 0"),
-        ("rollout.top_p=1.5", "rollout.top_p=1.5: input should be less than or equal to 1"),
-        ("rollout.oversample=0.9", "rollout.oversample=0.9: input should be greater than or equal to 1"),
+        ("algorithm.loss_agg_func=mean", "algorithm.loss_agg_func='mean': must be 'token-mean'"),
+        ("algorithm.ratio_clip_eps=1.5", "algorithm.ratio_clip_eps=1.5: must be at most 1; lower it"),
+        ("algorithm.kl_beta=-0.1", "algorithm.kl_beta=-0.1: must be at least 0; raise it"),
+        ("rollout.top_p=1.5", "rollout.top_p=1.5: must be at most 1; lower it"),
+        ("rollout.oversample=0.9", "rollout.oversample=0.9: must be at least 1; raise it"),
         (
             "rollout={longest_first: true, oversample: 1.5}",
             "rollout.longest_first=true: must not be with oversample=1.5, because it aborts the groups that start last",
@@ -192,22 +197,35 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "rollout.partial=true",
             "rollout.partial=true needs rollout.oversample > 1, or nothing is left to continue; use 1.25",
         ),
-        ("rollout.max_staleness=-1", "rollout.max_staleness=-1: input should be greater than or equal to 0"),
+        ("rollout.max_staleness=-1", "rollout.max_staleness=-1: must be at least 0; raise it"),
         (
             "rollout.placement=separate",
             "rollout.placement=separate and layout.engine_ranks=0 contradict one another; set",
         ),
         ("layout.engine_ranks=2", "rollout.placement=colocated and layout.engine_ranks=2 contradict one another; set"),
-        ("rollout.temperature=0", "rollout.temperature=0: input should be greater than 0"),
-        ("optimizer.lr=.inf", "optimizer.lr=inf: input should be a finite number"),
-        ("algorithm.entropy_bonus=.nan", "algorithm.entropy_bonus=nan: input should be a finite number"),
-        ("model.dtype=fp16", "model.dtype='fp16': input should be 'float32' or 'bfloat16'"),
-        ("device=tpu", "device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        ("rollout.temperature=0", "rollout.temperature=0: must be above 0; raise it"),
+        ("optimizer.lr=.inf", "optimizer.lr=inf: must be a finite number; write"),
+        ("algorithm.entropy_bonus=.nan", "algorithm.entropy_bonus=nan: must be a finite number; write"),
+        ("model.dtype=fp16", "model.dtype='fp16': must be 'float32' or 'bfloat16'"),
+        ("rollout.engine=sglan", "rollout.engine='sglan': must be 'embedded' or 'sglang'; did you mean 'sglang'?"),
+        ("rollout.engine=vllm", "rollout.engine='vllm': must be 'embedded' or 'sglang'; use one of them"),
+        ("model=m", "model='m': must be a section of keys; write it like {path: m}"),
+        (
+            "rewards.functions=accuracy",
+            "rewards.functions='accuracy': must be a list; write it like [{name: accuracy}]",
+        ),
+        (
+            "rewards.functions=[accuracy]",
+            "rewards.functions.0='accuracy': must be a section of keys; write it like {name: accuracy}",
+        ),
+        ("rollout.stop_token_ids=5", "rollout.stop_token_ids=5: must be a list; write it like [5]"),
+        ("rollout.server_args=5", "rollout.server_args=5: must be a section of keys; write it like {NAME: 5}"),
+        ("device=tpu", "device='tpu': must be 'auto', 'cpu' or 'cuda'"),
         ("model=null", "model=None: "),
         ("model={}", "model.path is missing; it has no default"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1 is missing"),
-        ("rewards.num_workers=0", "rewards.num_workers=0: input should be greater than 0"),
-        ("rewards.deadline_s=0", "rewards.deadline_s=0: input should be greater than 0"),
+        ("rewards.num_workers=0", "rewards.num_workers=0: must be above 0; raise it"),
+        ("rewards.deadline_s=0", "rewards.deadline_s=0: must be above 0; raise it"),
         ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
         ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
         # values that contradict other values
@@ -224,8 +242,8 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "layout={cp: 2, dp: 3, ep: 4}",
             "layout.ep=4 does not divide layout.dp=3 times layout.cp=2; use 1, 2, 3 or 6",
         ),
-        ("layout.cp_comm_type=all_gather", "layout.cp_comm_type='all_gather': input should be 'p2p' or 'a2a'"),
-        ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': input should be 'p2p' or 'a2a'"),
+        ("layout.cp_comm_type=all_gather", "layout.cp_comm_type='all_gather': must be 'p2p' or 'a2a'"),
+        ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': must be 'p2p' or 'a2a'"),
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),
         ("layout.overlap_param_gather=true", "layout.overlap_param_gather=true needs layout.overlap_grad_reduce=true"),
         (
@@ -262,7 +280,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         (
             "algorithm.correction={reject: token_k1}",
-            "algorithm.correction.reject='token_k1': input should be 'none'",
+            "algorithm.correction.reject='token_k1': must be 'none'",
         ),
         (
             "algorithm={kl_in: reward, adv_type: gdpo}",
@@ -310,7 +328,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
             "model.router.z_loss_coeff=0.1 contradicts model.router.freeze=true; remove one of them",
         ),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 is above optimizer.lr=1e-06; lower it"),
-        ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: input should be less than 1"),
+        ("data.heldout_fraction=1.0", "data.heldout_fraction=1.0: must be below 1; lower it"),
         (
             "data={train: a, heldout: b, heldout_size: 3}",
             "data.heldout=b and data.heldout_size=3 are set; give one of them",
@@ -319,7 +337,7 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("data.train=[a, {path: a}]", "data.train names 'a' twice; give it once, with its total weight"),
         ("data.train=[{path: a, wait: 1}]", "unknown key 'data.train.0.wait'; did you mean 'weight'?"),
         ("data.train=[{weight: 1}]", "data.train.0.path is missing; it has no default"),
-        ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: input should be greater than 0"),
+        ("data.train=[{path: a, weight: 0}]", "data.train.0.weight=0: must be above 0; raise it"),
         (
             "data.heldout={path: a, weight: 1}",
             "unknown key 'data.heldout.weight'; known keys here: path, prompt_column",
@@ -357,6 +375,41 @@ def test_all_broken_rules_of_values_and_sections_are_listed(tmp_path: Path) -> N
         load(tmp_path, overrides)
     keys = [line.split()[0] for line in found.value.lines]
     assert keys == ["steps=0:", "layout.sequence_parallel=true", "layout.vpp=2", "unknown", "eval.ks=[9]"]
+
+
+@pytest.mark.parametrize(
+    "value", ["zzz", -1e30, 0, [], [1], {"zzz": 1}, None, 1.5, 1e40, 10**12, True, "", [[]], float("nan")], ids=repr
+)
+def test_every_key_refuses_a_wrong_value_in_our_words(value: Any) -> None:
+    """A line has the key, its value, what it must be, and a remedy. None is in the words of pydantic."""
+    lines = []
+    for key in find_keys(config.Config):
+        raw = json.loads(json.dumps(MINIMAL))
+        *sections, leaf = key.name.replace("NAME", "x").split(".")
+        node: Any = raw
+        for name in sections:
+            node = node.setdefault(name.removesuffix("[]"), [{}] if name.endswith("[]") else {})
+            node = node[0] if name.endswith("[]") and isinstance(node, list) else node
+        if isinstance(node, dict):
+            node[leaf.removesuffix("[]")] = value
+            try:
+                config.validate(raw)
+            except ConfigError as error:
+                lines += error.lines
+    assert len(lines) > 40
+    assert not [line for line in lines if re.search("input should|valid (integer|number|string)|permitted", line)]
+    assert not [line for line in lines if ": must " in line and not re.search("^[a-z_.0-9x]+=.*: must .*; ", line)]
+
+
+def test_a_folder_in_place_of_a_config_is_an_error_with_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r": is a folder; name a YAML file$"):
+        config.load(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"it is a model, so write a config for it by `grpo-mega init .* DATA`"):
+        config.load(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"name the config in it, .*/config\.yaml$"):
+        config.load(tmp_path)
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from grpo_mega.megatron.runtime import Runtime
 
 UPDATES = 3
+LAYOUTS = '"tp=2 pp=2 tp=2,pp=2"'
 SampleKey = tuple[int, int]  # prompt id, index in its group; it does not depend on the order of packing
 # Covers the rounding of sharp models; a wrong layout is off by far more.
 TOLERANCE = {
@@ -116,14 +118,17 @@ def run(options: CheckOptions) -> int:
     """Print how far each layout's numbers are from a single rank's. Return 1 if rounding does not explain a
     difference.
     """
-    config = configs.load(options.config, list(options.overrides))
+    config, layouts = configs.load(options.config, list(options.overrides)), options.layouts.split()
+    if not layouts:
+        raise ConfigError(f"--layouts={options.layouts!r}: must name a layout; write it like {LAYOUTS}")
+    layout_configs(config, layouts)  # a wrong layout is found before the imports
     print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
     from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
 
     config, note = resolve_dtype(config, uses_gpu(config.device, os.environ))
     if note is not None:
         print_notes([note])
-    differences, tolerance = check(config, options.layouts.split()), TOLERANCE[config.model.resolved_dtype]
+    differences, tolerance = check(config, layouts), TOLERANCE[config.model.resolved_dtype]
     print(outcome_table(differences, tolerance))
     return 0 if all(d.is_within(tolerance) for d in differences) else 1
 
@@ -150,22 +155,30 @@ def find_cases(config: Config, layouts: Sequence[str]) -> list[Case]:
     from grpo_mega import preflight
     from grpo_mega.planner import this_machine
 
-    cases: list[Case] = []
+    cases = [Case("one rank", with_layout(config, "tp=1"))]
+    cases += [Case(name, one) for name, one in layout_configs(config, layouts).items()]
     problems: list[str] = []
     notes: dict[str, None] = {}  # each once, in order
-    for name, text in [("one rank", "tp=1"), *((text, text) for text in layouts)]:
-        try:
-            case = Case(name, with_layout(config, text))
-        except ConfigError as error:
-            problems += error.lines
-            continue
+    for case in cases:
         found = this_machine.find_all(case.config, preflight.this_machine(case.config.layout))
         problems += found.violations
         notes |= dict.fromkeys(found.notes)
-        cases.append(case)
     raise_all(problems)
     print_notes(notes)
     return cases
+
+
+def layout_configs(config: Config, layouts: Sequence[str]) -> dict[str, Config]:
+    """Return the config of each layout. Raise ConfigError with the problems of all of them."""
+    found: dict[str, Config] = {}
+    problems: list[str] = []
+    for text in layouts:
+        try:
+            found[text] = with_layout(config, text)
+        except ConfigError as error:
+            problems += error.lines
+    raise_all(problems)
+    return found
 
 
 def with_layout(config: Config, text: str) -> Config:
@@ -175,6 +188,8 @@ def with_layout(config: Config, text: str) -> Config:
     raw = config.model_dump(mode="json")
     raw["layout"], raw["rollout"]["placement"] = {}, "colocated"
     for part in text.split(","):  # commas within a list are written as ";"
+        if not re.fullmatch("[a-z_]+=.+", part.strip()):
+            raise ConfigError(f"--layouts {text}: {part!r} must be like tp=2; write layouts like {LAYOUTS}")
         configs.apply_override(raw, f"layout.{part.strip().replace(';', ',')}")
     return configs.validate(raw)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from grpo_mega.commands.options import ConvertOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError
+from grpo_mega.paths import check_free
 
 if TYPE_CHECKING:
     from grpo_mega.formats.output import Report
@@ -158,6 +159,7 @@ def _ends(options: ConvertOptions) -> tuple[Path, Path]:
             f"--layout={options.layout}: must go with --dry, because a checkpoint loads in any layout; leave it out"
         )
     check_workers(options.workers)
+    check_free(options.out)
     return options.source, options.out
 
 

@@ -125,7 +125,9 @@ def make_request(options: EvalOptions) -> EvalRequest:
         raise ConfigError(f"--prompts {options.prompts} leaves nothing to evaluate; give at least 1")
     is_run = options.target.is_dir()
     if is_run and not (options.target / CONFIG_FILE).is_file():
-        raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file")
+        is_model = (options.target / "config.json").is_file()
+        hint = f"; for a model without a run use `grpo-mega sample {options.target} --data FILE`" * is_model
+        raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file{hint}")
     path = options.target / CONFIG_FILE if is_run else options.target
     config = configs.load(path, ["run_dir=unused", *options.overrides])
     saved = _saved_policy(options, is_run)

@@ -28,6 +28,7 @@ from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.memory import host_room
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
+from grpo_mega.observe.progress import phase
 from grpo_mega.paths import write_atomically
 from grpo_mega.planner.choose import DataTokens, Setting, Target, choose
 from grpo_mega.planner.this_machine import Rates, cpu_card, measure_rates
@@ -51,6 +52,7 @@ def run(options: InitOptions) -> int:
     """Write the config and print the next command. Return the exit code."""
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a file that does not")
+    print(f"reading {options.model} and {options.data}", flush=True)
     target = find_target(options)
     required = {"run_dir": "unused", "steps": 1, "model": {"path": str(options.model)}, "data": {"train": options.data}}
     least = configs.validate(required)
@@ -61,7 +63,8 @@ def run(options: InitOptions) -> int:
         print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
         rates = measure_rates(resolve_dtype(least, is_gpu=False)[0], model.shape, target.world_size)
         target = replace(target, device=cpu_card(target.world_size, host_room(), rates), rates=rates)
-    data, system_prompt = _count_tokens(options, known, model)
+    with phase(f"counting the tokens of {options.data}"):
+        data, system_prompt = _count_tokens(options, known, model)
     settings = [*known, *system_prompt, *choose([*known, *system_prompt], model, data, target)]
     text = config_text(options, settings, target)
     config = configs.validate(parse_yaml(text))

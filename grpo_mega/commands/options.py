@@ -11,16 +11,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from grpo_mega.paths import user_path
+from grpo_mega.errors import ConfigError
+from grpo_mega.paths import hub_hint, user_path
+from grpo_mega.text import nearest
 
 Options = TypeVar("Options")
 TYPES = {"int": int, "float": float, "str": str, "Path": user_path}
 
 
-def positional(help: str, metavar: str, **default: Any) -> Any:
-    return field(**default, metadata={"help": help, "metavar": metavar})
+def positional(help: str, metavar: str, *, takes: str | None = None, **default: Any) -> Any:
+    """Return the field of an argument without a flag. With `takes`, what it takes in words, its path must exist."""
+    return field(**default, metadata={"help": help, "metavar": metavar, "takes": takes})
 
 
 def flag(help: str, metavar: str | None = None, default: Any = None, *, names: str = "", **settings: Any) -> Any:
@@ -37,7 +40,7 @@ def overrides() -> Any:
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    config: Path = positional("YAML file; see examples/*.yaml", "CONFIG")
+    config: Path = positional("YAML file; see examples/*.yaml", "CONFIG", takes="a YAML file; see examples/*.yaml")
     overrides: Sequence[str] = overrides()
 
 
@@ -93,7 +96,7 @@ class CheckOptions(ConfigOptions):
 
 @dataclass(frozen=True)
 class RunOptions:
-    run_dir: Path = positional("the run_dir of its config", "RUN_DIR")
+    run_dir: Path = positional("the run_dir of its config", "RUN_DIR", takes="the run_dir of a run's config")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,11 @@ class NoOptions:
 class EvalOptions:
     """The options of eval. None means: as in the config."""
 
-    target: Path = positional("a run's folder: its checkpoint, or its hf; a config: its model", "RUN_DIR_OR_CONFIG")
+    target: Path = positional(
+        "a run's folder: its checkpoint, or its hf; a config: its model",
+        "RUN_DIR_OR_CONFIG",
+        takes="a run's folder, or a config file",
+    )
     overrides: Sequence[str] = overrides()
     step: int | None = flag("the run's checkpoint after this step; default: the latest")
     model: Path | None = flag("checkpoint folder to evaluate in place of the run's", "FOLDER")
@@ -184,7 +191,11 @@ class EvalOptions:
 class SampleOptions:
     """The options of sample. None means: as in the run's config, or a default for a model without a run."""
 
-    target: Path = positional("a model's folder, a run's folder, or a config with a model", "MODEL_OR_RUN_DIR")
+    target: Path = positional(
+        "a model's folder, a run's folder, or a config with a model",
+        "MODEL_OR_RUN_DIR",
+        takes="a model's folder, a run's folder, or a config file",
+    )
     overrides: Sequence[str] = overrides()
     prompt: str | None = flag("text of a user message to answer; without --prompt and --data a chat starts", "TEXT")
     answer: str | None = flag("gold answer of --prompt, for its rewards", "TEXT")
@@ -226,7 +237,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     """Add an argument for each field of `options` that has help. Its type is read from the annotation."""
     for one in (one for one in fields(options) if one.metadata):
         settings = {name: value for name, value in one.metadata.items() if value is not None}
-        names = settings.pop("names", None)
+        names, _ = settings.pop("names", None), settings.pop("takes", None)
         (kind,) = re.findall("bool|int|float|str|Path", str(one.type))
         if kind != "bool":
             settings["type"] = TYPES[kind]
@@ -247,3 +258,28 @@ def read_options(options: type[Options], parsed: argparse.Namespace) -> Options:
     """Return the options from the arguments that argparse read."""
     given = {one.name: getattr(parsed, one.name) for one in fields(options)}  # type: ignore[arg-type]
     return options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def check_paths(command: str, options: Any) -> None:
+    """Raise ConfigError if a path that must exist does not."""
+    for one in fields(options):
+        path, takes = getattr(options, one.name), one.metadata.get("takes")
+        if takes is not None and not path.exists():
+            raise ConfigError(f"{path}: there is no such file or folder; {command} takes {takes}{hub_hint(path)}")
+
+
+def refuse_command(name: str, known: Sequence[str]) -> NoReturn:
+    raise ConfigError(f"{name!r} is not a command; {nearest(name, known)}use one of {', '.join(known)}")
+
+
+def unknown_argument(argument: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """Return the error for an argument that a command does not take, with the argument that may be meant."""
+    given, name = getattr(parsed, "overrides", None), argument.partition("=")[0]
+    if given is not None and not argument.startswith("-"):
+        if "=" in argument:
+            return f"unknown argument {argument}; write --set {argument}"
+        if given and "=" not in given[-1]:
+            return f"unknown argument {argument}; write --set {given[-1]}={argument}"
+    if given is not None and "." in name:
+        return f"unknown argument {name}; write --set {name.lstrip('-')}=VALUE"
+    return f"unknown argument {name}; {nearest(name, re.findall(r'--[a-z][a-z_-]+', parser.format_usage()))}see --help"

@@ -17,7 +17,7 @@ from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob, plan_on
 from grpo_mega.planner.known_models import known_model, read_planned_model, read_teachers
 from grpo_mega.planner.plan import Plan, suggest
-from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype
+from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.preflight.cards import ASSUMED, CPU, card_of
 from grpo_mega.preflight.model import Model
 
@@ -84,6 +84,7 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     if (model := findings.model) is None:
         return None, findings
     findings.notes += [] if dtype_note is None else [dtype_note]
+    findings.notes += [] if is_here else start_notes(config)
     nodes, rest = divmod(world_size, machine.ranks_per_node)
     if nodes and rest:
         findings.notes.append(f"{world_size} GPUs fill {nodes} nodes of {options.gpus_per_node} and part of another")

@@ -4,7 +4,8 @@ It takes the path of `grpo-mega eval`: a config that trains nothing, the policy 
 rewards. A model without a run is sampled by the embedded engine, in float32 on a CPU, and scored by accuracy.
 
 With --prompt or --data, responses are printed prompt by prompt, and --out gets a JSON line per response. A chat has one
-rank, which reads the terminal. It keeps the conversation. Ctrl-C ends a reply; Ctrl-D or /quit ends the chat.
+rank, which reads the terminal. It keeps the conversation, and prints a reply while the embedded engine samples it.
+Ctrl-C ends a reply; Ctrl-D or /quit ends the chat.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -352,14 +353,41 @@ class Chat:
         print("\nmodel: ", end="", flush=True)
         before = Group(Prompt(self._num_replies, rendered, token_ids, ""), [])
         self._num_replies += 1
-        request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop)
+        shown = ReplyStream(self._job.rollouts.decode)
+        request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop, on_token=shown.add)
         group = self._job.colocation.engine.generate(request).get(0, before)
-        content = "".join(self._job.rollouts.decode(sample.response_ids) for sample in group.samples)
+        reply = [token for sample in group.samples for token in sample.response_ids]
+        shown.finish(reply)
+        content = self._job.rollouts.decode(reply)
         figures = [_logprob(sample) for sample in group.samples] or ["ended by you, before the first token"]
-        print(f"{content}\n[{figures[0]}]", flush=True)
+        print(f"\n[{figures[0]}]", flush=True)
         self._messages.append({"role": "assistant", "content": content})
 
     def _render(self) -> tuple[str, tuple[int, ...]]:
         """Return the conversation as text and as tokens."""
         rendered = self._renderer.render(self._messages, "the chat")
         return rendered, tuple(self._tokenizer([rendered], add_special_tokens=False)["input_ids"][0])
+
+
+class ReplyStream:
+    """Prints a reply while it is sampled. A token that ends within a character waits for the next ones."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._token_ids: list[int] = []
+        self._first = self._num_shown = 0  # the tokens between them are decoded again, as context of the next one
+
+    def add(self, token_id: int) -> None:
+        self._token_ids.append(token_id)
+        if not (text := self._rest()).endswith("\ufffd"):
+            print(text, end="", flush=True)
+            self._first, self._num_shown = self._num_shown, len(self._token_ids)
+
+    def finish(self, token_ids: Sequence[int]) -> None:
+        """Print what is not yet printed of the whole reply. An engine without `on_token` has printed nothing."""
+        self._token_ids = list(token_ids)
+        print(self._rest(), end="", flush=True)
+
+    def _rest(self) -> str:
+        before = self._decode(self._token_ids[self._first : self._num_shown])
+        return self._decode(self._token_ids[self._first :])[len(before) :]

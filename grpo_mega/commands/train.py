@@ -69,13 +69,12 @@ def check_config(config: Config, recorded_dtype: str | None = None, *, trains: b
     Training also needs enough memory. Evaluation has no optimizer, so its memory is not estimated.
     """
     rank = current_rank()
-    from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy
+    with phase("checking the config, the model's files and the data", config.log.progress and not rank):
+        from grpo_mega import preflight  # an error of the config itself is found without numpy
 
-    config, note = resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
-    if rank:
-        return config
-    with phase("checking the config, the model's files and the data", config.log.progress):
-        from grpo_mega import preflight
+        config, note = preflight.resolve_dtype(config, uses_gpu(config.device, os.environ), recorded_dtype)
+        if rank:
+            return config
         from grpo_mega.planner import this_machine
 
         machine = preflight.this_machine(config.layout, None if rank is None else os.environ)

@@ -19,6 +19,7 @@ from grpo_mega.commands.options import TrlOptions
 from grpo_mega.commands.train import reward_override, train
 from grpo_mega.commands.trl_flags import FLAGS, LOSS_TYPES, Values, parse_flags
 from grpo_mega.config import Config
+from grpo_mega.data.hub import use_cache_if_unreachable
 from grpo_mega.data.rows import read_rows
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.errors import ConfigError
@@ -86,6 +87,7 @@ def find_model(name: str, revision: str | None) -> Path:
         raise ConfigError(
             f"--model_name_or_path {name} is no folder; name one, or a model of the Hugging Face hub (owner/name)"
         )
+    use_cache_if_unreachable()
     from huggingface_hub import snapshot_download
 
     try:

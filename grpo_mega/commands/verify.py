@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from grpo_mega.commands.convert import check_workers
 from grpo_mega.commands.options import VerifyOptions
 from grpo_mega.errors import ConfigError
+from grpo_mega.observe.progress import phase
 
 if TYPE_CHECKING:
     from grpo_mega.formats.detect import Checkpoint, FileDifference
@@ -31,7 +32,8 @@ def run(options: VerifyOptions) -> int:
     for note in (a.note, b.note):
         if note is not None:
             print(note)
-    difference = compare_checkpoints(a, b, options.workers)
+    with phase("comparing configs and tensors"):
+        difference = compare_checkpoints(a, b, options.workers)
     print_difference(difference)
     is_same = not difference
     can_run = not (difference.missing or difference.extra or difference.other)
@@ -57,17 +59,21 @@ def print_difference(difference: FileDifference) -> None:
             print(f"{kind}: {name}")
         if len(names) > _SHOWN:
             print(f"{kind}: {len(names) - _SHOWN} more")
-    print(f"{difference.num_equal} tensors equal bit for bit")
+    print(f"{difference.num_equal} tensors equal bit for bit", flush=True)
 
 
 def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
-    from grpo_mega.commands import verify_outputs
+    with phase("importing torch and Megatron-core to run both models"):
+        from grpo_mega.commands import verify_outputs
 
     if not (verify_outputs.fits(a) and verify_outputs.fits(b)):
         print("logits: not computed, the model does not fit into memory")
         return True
     try:
-        ours, theirs = verify_outputs.outputs(a), verify_outputs.outputs(b)
+        with phase(f"computing the outputs of A, {a.path}"):
+            ours = verify_outputs.outputs(a)
+        with phase(f"computing the outputs of B, {b.path}"):
+            theirs = verify_outputs.outputs(b)
     except ConfigError as error:
         print(f"logits: not computed ({error})")
         return True

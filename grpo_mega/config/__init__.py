@@ -11,6 +11,7 @@ line with the key, its value and the fix.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -34,7 +35,7 @@ from grpo_mega.config.run import (
     OptimizerConfig,
 )
 from grpo_mega.errors import ConfigError
-from grpo_mega.paths import read_file
+from grpo_mega.paths import CONFIG_FILE, read_file
 from grpo_mega.yaml_text import dump_yaml, parse_value, parse_yaml
 
 __all__ = [
@@ -70,15 +71,22 @@ MAX_BYTES = 4 << 20  # the largest config file that is read
 _MAX_SHOWN = 200
 _UNION_LABELS = ("bool", "literal['reference']")  # pydantic adds these labels for a key with several types
 _RENAMED = {"sync.prove": "sync.verify"}  # old names of keys
-_REMEDIES = {
+_REMEDIES = {  # by pydantic's error type; {gt}, {expected}, ... are its values, {form} is the result of _form
     "bool_type": "must be true or false; write one of them",
     "int_type": "must be a whole number; write it in digits, like 16",
     "float_type": "must be a number; write it like 0.5 or 1e-6",
     "string_type": "must be text; put it in quotes",
     "path_type": "must be the name of a file or folder; put it in quotes",
-    "tuple_type": "must be a list; write it like [1, 2]",
-    "model_type": "must be a section of keys; write it like {key: value}",
-    "dict_type": "must be a section of keys; write it like {key: value}",
+    "tuple_type": "must be a list; write it like [{form}]",
+    "model_type": "must be a section of keys; write it like {form}",
+    "dict_type": "must be a section of keys; write it like {form}",
+    "finite_number": "must be a finite number; write it like 0.5 or 1e-6",
+    "greater_than": "must be above {gt}; raise it",
+    "greater_than_equal": "must be at least {ge}; raise it",
+    "less_than": "must be below {lt}; lower it",
+    "less_than_equal": "must be at most {le}; lower it",
+    "string_too_short": "must not be empty; give a text",
+    "literal_error": "must be {expected}; {nearest}",
 }
 
 
@@ -92,6 +100,8 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
 
     code_dir is the folder of `path`, unless the file or an override has the key.
     """
+    if path.is_dir():
+        raise ConfigError(f"config {path}: is a folder; {_file_in(path)}")
     try:
         raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -105,6 +115,15 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(raw, override)
     return raw
+
+
+def _file_in(folder: Path) -> str:
+    """Return what to name in place of a folder that was named as a config."""
+    if (folder / CONFIG_FILE).is_file():
+        return f"name the config in it, {folder / CONFIG_FILE}"
+    if (folder / "config.json").is_file():
+        return f"it is a model, so write a config for it by `grpo-mega init {folder} DATA`, and name that"
+    return "name a YAML file"
 
 
 def validate(raw: dict[str, Any]) -> Config:
@@ -219,8 +238,30 @@ def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not message.startswith("must "):
         return message.split(SEPARATOR)  # the messages already name the key
-    message = _REMEDIES.get(problem["type"], message)
+    if problem["type"] in _REMEDIES:
+        message = _REMEDIES[problem["type"]].format_map(_values_of(schema, problem))
     return [f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"]
+
+
+def _values_of(schema: type[BaseModel], problem: ErrorDetails) -> dict[str, str]:
+    """Return the values for the remedy of a problem."""
+    values = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in problem.get("ctx", {}).items()}
+    close = difflib.get_close_matches(str(problem["input"]), re.findall("'([^']*)'", values.get("expected", "")), n=1)
+    return values | {
+        "nearest": f"did you mean {close[0]!r}?" if close else "use one of them",
+        "form": _form(schema, problem),
+    }
+
+
+def _form(schema: type[BaseModel], problem: ErrorDetails) -> str:
+    """Return the form of a section, or of a list's item. The given value is its first key that has no default."""
+    given = problem["input"]
+    value = str(given) if isinstance(given, str | int | float) else "VALUE"
+    section = _section_at(schema, problem["loc"])
+    if section is None or problem["type"] == "dict_type":
+        return value if problem["type"] == "tuple_type" else f"{{NAME: {value}}}"
+    required = (name for name, field in section.model_fields.items() if field.is_required())
+    return f"{{{next(required, next(iter(section.model_fields)))}: {value}}}"
 
 
 def _shown(value: object) -> str:
@@ -232,12 +273,21 @@ def _shown(value: object) -> str:
 
 
 def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    section: Any = schema
-    for part in location[:-1]:
-        if (
-            isinstance(part, str) and part in section.model_fields
-        ):  # other parts are an index, or a name that the user chose
-            section = inner_section(section.model_fields[part].annotation)
+    section, leaf = _section_at(schema, location[:-1]), str(location[-1])
+    assert section is not None
     names = list(section.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
+    others = {name: inner_section(field.annotation) for name, field in schema.model_fields.items()}
+    homes = [f"{name}.{leaf}" for name, other in others.items() if other is not None and leaf in other.model_fields]
+    close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
+    close = close or homes or difflib.get_close_matches(leaf, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
+
+
+def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """Return the section at a place of the schema, or the section of a list's items; None if there is none."""
+    section: type[BaseModel] | None = schema
+    for part in location:
+        # Other parts are an index, or a name that the user chose.
+        if section is not None and isinstance(part, str) and part in section.model_fields:
+            section = inner_section(section.model_fields[part].annotation)
+    return section

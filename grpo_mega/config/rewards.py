@@ -1,6 +1,6 @@
 """The section `rewards` of the config: the functions that score a response, with their weights and options.
 
-preflight/ checks names and options of functions. Workers check the user's own functions when they import them.
+preflight/ checks names and options of functions, and imports the user's own functions in a child process.
 """
 
 from __future__ import annotations

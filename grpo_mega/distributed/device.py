@@ -71,8 +71,6 @@ def select(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
     has_cuda = torch.cuda.is_available()
     for problem in unusable_gpu_problems(choice, os.environ, sees_gpu=has_cuda):
         raise ConfigError(problem)
-    if choice == "cuda" and not has_cuda:
-        raise ConfigError("device='cuda', but torch sees no GPU here; use device=auto or device=cpu")
     if choice == "cpu" and has_cuda:
         raise ConfigError("device='cpu' on a machine with a GPU: hide the GPU instead (CUDA_VISIBLE_DEVICES='')")
     if not has_cuda:

@@ -222,18 +222,23 @@ def uses_gpu(device: str, environ: Mapping[str, str]) -> bool:
 
 
 def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: bool | None = None) -> Iterator[str]:
-    """Yield the problem if device=auto and torch does not see a GPU. If `sees_gpu` is None, ask torch in another
-    process.
+    """Yield the problem if torch does not see the GPU that `device` needs (cuda) or that this machine has (auto).
+
+    If `sees_gpu` is None, ask torch in another process.
     """
-    sign = gpu_sign(environ) if device == "auto" else None
-    if sign is None:
+    sign = gpu_sign(environ)
+    if device == "cpu" or (device == "auto" and sign is None):
         return
-    if sees_gpu is None:
-        sees_gpu = torch_sees_gpu()
-    if not sees_gpu:
+    if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDDEN:
+        yield f"device={device}: CUDA_VISIBLE_DEVICES hides all GPUs; unset it, or use device=auto or device=cpu"
+    elif torch_sees_gpu() if sees_gpu is None else sees_gpu:
+        return
+    elif sign is None:
+        yield f"device={device}: torch sees no GPU here; use device=auto or device=cpu"
+    else:
         yield (
-            f"device=auto: this machine has {sign}, but torch sees no GPU; fix the driver (nvidia-smi shows its state)"
-            " or the installed torch (it may be a build for the CPU), or train on the CPU by device: cpu"
+            f"device={device}: this machine has {sign}, but torch sees no GPU; fix the driver (nvidia-smi shows its"
+            " state) or the installed torch (it may be a build for the CPU), or train on the CPU by device: cpu"
         )
 
 

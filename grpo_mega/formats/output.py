@@ -26,7 +26,7 @@ from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.reader import Streamer, is_finite, torch_dtype
 from grpo_mega.formats.slices import Files, Target
 from grpo_mega.observe.progress import Bar, progress
-from grpo_mega.paths import sync_to_disk
+from grpo_mega.paths import check_free, sync_to_disk
 
 JOURNAL = "journal"
 _SPARE_BYTES = 64 << 20  # space to leave free on the disk
@@ -93,14 +93,6 @@ class Report:
     write_seconds: float = 0.0
     verify_seconds: float = 0.0
     nonfinite: list[str] = field(default_factory=list)  # names of tensors with NaN or infinity
-
-
-def check_free(out: Path) -> None:
-    """Raise ConfigError unless the output can be created there."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists; remove it or name another output")
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent}, the parent of {out.name}, is not a folder; make it or name another output")
 
 
 def write(plan: OutputPlan, out: Path, workers: int, show_progress: bool = True) -> Report:

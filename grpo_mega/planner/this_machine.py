@@ -27,7 +27,7 @@ from grpo_mega.planner.job import PlannedJob, plan_on
 from grpo_mega.planner.known_models import read_teachers
 from grpo_mega.planner.memory import host_memory
 from grpo_mega.planner.plan import Plan
-from grpo_mega.preflight import Findings, Machine, job_problems
+from grpo_mega.preflight import Findings, Machine, job_problems, start_notes
 from grpo_mega.preflight import find_all as find_broken_rules
 from grpo_mega.preflight.cards import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
 from grpo_mega.preflight.model import Model, read_model
@@ -76,6 +76,7 @@ class Rates:
 def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] = read_model) -> Findings:
     """Return everything wrong with a job that runs here: broken rules, and too little memory."""
     findings = find_broken_rules(config, machine, read)
+    findings.notes += start_notes(config)
     model = findings.model
     if model is None or any(job_problems(config, model.shape, machine)):
         return findings  # there are no ranks to count the memory of

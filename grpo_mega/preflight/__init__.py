@@ -6,7 +6,7 @@ them, for every command, and has the rules of rewards and teachers (`findings.py
 device. A rule that needs only the config is in `config/`.
 """
 
-from grpo_mega.preflight.findings import Findings, check_config, find_all, find_problems, job_problems
+from grpo_mega.preflight.findings import Findings, check_config, find_all, find_problems, job_problems, start_notes
 from grpo_mega.preflight.kernels import Machine, this_machine
 from grpo_mega.preflight.precision import resolve_dtype
 
@@ -18,5 +18,6 @@ __all__ = [
     "find_problems",
     "job_problems",
     "resolve_dtype",
+    "start_notes",
     "this_machine",
 ]

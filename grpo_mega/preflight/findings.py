@@ -1,12 +1,13 @@
 """Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports
 torch.
 
-A child process renders the chat template. Another one asks torch if it sees a GPU when `device: auto` finds one.
+Child processes render the chat template, import the user's reward functions, and ask torch if it sees a GPU that
+`device` needs or finds.
 
 If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here
 breaks a rule. A plan for other machines may be made on a laptop, so it only gets a note. If something is here and
-broken, both break a rule. Checks that need the tokenizer itself, the weights' values or the user's code run on the
-ranks before the first step.
+broken, both break a rule. Checks that need the tokenizer itself or the weights' values run on the ranks before the
+first step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grpo_mega import user_code
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
-from grpo_mega.distributed.environment import unusable_gpu_problems
+from grpo_mega.distributed.environment import unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.kernels import Machine
@@ -32,6 +33,7 @@ from grpo_mega.preflight.layout import (
     engine_problems,
     engine_rank_problems,
     layout_problems,
+    padding_problems,
     served_card_problems,
     world_size_problems,
 )
@@ -46,6 +48,7 @@ from grpo_mega.preflight.model import (
 from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
+from grpo_mega.rewards.import_check import import_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -107,6 +110,8 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
         findings.notes += [] if model.note is None else [model.note]
         findings.take(position_problems(config, model.fields))
     findings.take(job_problems(config, model.shape if model else None, machine))
+    if machine.is_here and model is not None and config.rollout.is_served and not uses_gpu(config.device, os.environ):
+        findings.take(padding_problems(model.shape, config.rollout.tp))
     _check_packages(config, machine, findings)
     if model is not None and model.is_here:
         _check_files(config, model.shape, machine, findings)
@@ -186,7 +191,8 @@ def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
 
 
 def reward_problems(rewards: RewardsConfig, code_dir: Path | None) -> Iterator[str]:
-    """Yield problems of each reward function's name, module or options."""
+    """Yield problems of each reward function's name, module or options. Import user functions in a child process."""
+    to_import = []
     for function in rewards.functions:
         try:
             registry.check_rewards(function.name, function.options, rewards.step_splitter, rewards.deadline_s)
@@ -196,8 +202,11 @@ def reward_problems(rewards: RewardsConfig, code_dir: Path | None) -> Iterator[s
         if function.name not in registry.BUILT_IN:
             try:
                 user_code.check_exists(function.name, code_dir)
+                to_import.append(function)
             except UserError as error:
                 yield from (f"reward function {line}" for line in error.lines)
+    if to_import:
+        yield from import_problems(to_import, rewards.step_splitter, code_dir)
 
 
 def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -242,6 +251,16 @@ def row_problems(config: Config) -> Iterator[str]:
             if str(value) not in config.teachers:
                 yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
                 break
+
+
+def start_notes(config: Config) -> list[str]:
+    """Return the note that a run leaves the weights of its model unread."""
+    path = config.model.path
+    if config.model.init != "random" or not _has_weights(path):
+        return []
+    return [
+        f"model.init=random: the weights in {path} are not read, and training starts from random ones; leave it out"
+    ]
 
 
 def _has_weights(folder: Path) -> bool:

@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR
+from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, hub_hint
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -79,9 +78,9 @@ def check_model_files(model: ModelConfig) -> ModelShape:
 def _read_folder(folder: Path) -> Model:
     """Read the model in a folder with a valid config.json."""
     if not folder.is_dir():
-        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) is not None
-        remedy = f"; for a model of the hub, `hf download {folder} --local-dir FOLDER`" if is_hub_name else ""
-        raise ConfigError(f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint{remedy}")
+        raise ConfigError(
+            f"model.path={folder} is not a folder; name the folder of a Hugging Face checkpoint{hub_hint(folder)}"
+        )
     if (problem := adapter_problem(folder)) is not None:
         raise ConfigError(f"model.path={folder} {problem}")
     if not (folder / "config.json").is_file():

@@ -1,9 +1,10 @@
 """Find reward functions by name: one of BUILT_IN, or a user function by the rule of user_code.py.
 
 `check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the
-function's module. A user's function is user code, so only worker processes do it. Options are the keyword
-arguments that a function takes after (prompt, response, answer, extras), or in addition to the arguments that
-`call_group` passes. A function that takes `step_splitter` gets rewards.step_splitter unless its options set another.
+function's module. A user's function is user code, so only workers and the child of import_check.py do it. Options are
+the keyword arguments that a function takes after (prompt, response, answer, extras), or in addition to the arguments
+that `call_group` passes. A function that takes `step_splitter` gets rewards.step_splitter unless its options set
+another.
 
 A function has TRL's signature, `(completions, solution, **kwargs) -> list`, if it names completions, prompts or
 completion_ids. It is called on all samples of a prompt (`call_group`). It gets lists with one entry per sample: these
@@ -13,7 +14,6 @@ if the prompts are messages. The function may be a coroutine function.
 """
 
 import asyncio
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +24,7 @@ from typing import Any, get_type_hints
 from grpo_mega import user_code
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import RewardFunction, Score, splitter
+from grpo_mega.text import nearest
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
@@ -71,8 +72,7 @@ def check_name(name: str) -> None:
             f"reward function {name!r}: is not a reward function here; set algorithm.overlong_buffer and"
             " overlong_penalty"
         )
-    nearest = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    hint = nearest(name.lower(), BUILT_IN, 0.5)
     raise ConfigError(
         f"reward function {name!r} is unknown; {hint}use one of {', '.join(sorted(BUILT_IN))}, or "
         f"your own function, like {user_code.FORMS}"
@@ -113,9 +113,8 @@ def bind(name: str, options: Mapping[str, Any], step_splitter: str, code_dir: Pa
     if (accepted := _options_of(function)) is not None:
         for option in given:
             if option not in accepted:
-                nearest = difflib.get_close_matches(option, accepted, n=1, cutoff=0.5)
-                hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(accepted) or 'none'}"
-                raise ConfigError(f"reward function {name!r} has no option {option!r}; {hint}")
+                hint = nearest(option, accepted, 0.5) or f"it takes {', '.join(accepted) or 'none'}"
+                raise ConfigError(f"reward function {name!r} has no option {option!r}; {hint.rstrip()}")
         if "step_splitter" in accepted:
             given.setdefault("step_splitter", step_splitter)
         for option, is_required in accepted.items():

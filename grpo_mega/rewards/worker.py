@@ -31,7 +31,7 @@ from pathlib import Path
 
 from grpo_mega import processes
 from grpo_mega.config.rewards import RewardsConfig
-from grpo_mega.errors import RewardError
+from grpo_mega.errors import RewardError, UserError
 from grpo_mega.processes import descendants, die_with_parent
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import NoScore, RewardFunction, Score, as_score
@@ -207,7 +207,7 @@ class CheckJob:
             try:
                 functions = self._import()
             except BaseException as error:
-                pool.send(describe_error(error))
+                pool.send(str(error) if isinstance(error, UserError) else describe_error(error))
                 return 0
             pool.send(frozenset(name for name, function in functions.items() if registry.takes_groups(function)))
             forms = {f.name: "text" if f.name in registry.BUILT_IN else f.completions for f in self.rewards.functions}

@@ -154,6 +154,8 @@ class RolloutRequest:
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
     usage: Usage = field(default_factory=Usage)
+    # It gets each token of a request's only sample as it is drawn. Only the embedded engine calls it.
+    on_token: Callable[[int], None] | None = None
 
 
 class Engine(ABC):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_mega.errors import WeightMappingError
+from grpo_mega.text import nearest
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard, Span, padded_vocab, round_up
 
@@ -277,5 +278,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(model_type: str) -> Family:
     """Return the family of a model type. Raise WeightMappingError if the model type has no table."""
     if model_type not in FAMILIES:
-        raise WeightMappingError(f"model_type {model_type!r} is not known; known are {', '.join(sorted(FAMILIES))}")
+        hint = nearest(str(model_type), FAMILIES)
+        raise WeightMappingError(
+            f"model_type {model_type!r} is not known; {hint}known are {', '.join(sorted(FAMILIES))}"
+        )
     return FAMILIES[model_type]

@@ -203,9 +203,9 @@ def test_ks_are_powers_of_two_up_to_the_samples(samples: int, ks: tuple[int, ...
         ({"data": "d", "train_set": True}, "--data d and --train-set name two sets; give one of them"),
         ({"samples": 4, "ks": [2, 8]}, "eval.ks=[2, 8] has 8, above eval.samples=4; raise samples"),
         ({"samples": 0, "greedy": False}, "eval.greedy=false and eval.samples=0 leave nothing to evaluate"),
-        ({"temperature": 0.0}, "eval.temperature=0.0: input should be greater than 0"),
-        ({"top_p": 1.5}, "eval.top_p=1.5: input should be less than or equal to 1"),
-        ({"samples": -1}, "eval.samples=-1: input should be greater than or equal to 0"),
+        ({"temperature": 0.0}, "eval.temperature=0.0: must be above 0; raise it"),
+        ({"top_p": 1.5}, "eval.top_p=1.5: must be at most 1; lower it"),
+        ({"samples": -1}, "eval.samples=-1: must be at least 0; raise it"),
         ({"out": Path("none/rows.jsonl")}, "--out none/rows.jsonl: there is no folder none; make it first"),
         ({"out": Path(__file__)}, "test_eval_request.py exists; name a file that does not"),
         (
@@ -222,6 +222,9 @@ def test_an_invalid_request_is_a_one_line_error(run_dir: Path, options: dict[str
 
 def test_a_target_that_is_neither_run_nor_config_is_a_one_line_error(config_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.yaml; name the run_dir of a run, or a config file"):
+        make_request(EvalOptions(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"; for a model without a run use `grpo-mega sample .* --data FILE`$"):
         make_request(EvalOptions(tmp_path))
     with pytest.raises(
         ConfigError, match=r"--step 2 is an option for a run, but .*c\.yaml is a file; name the run's folder"

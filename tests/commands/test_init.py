@@ -148,7 +148,10 @@ def test_bad_input_is_one_line_and_writes_nothing(
         (folder / "no_tokenizer" / name).unlink(missing_ok=True)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert cli.main(["init", *arguments.split()]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    output = capfd.readouterr()
+    model, data, *flags = arguments.split()
+    assert output.out == f"reading {model} and {data}\n" * ("--out" not in flags)
+    (line,) = output.err.splitlines()
     assert re.search(f"^grpo-mega: error: .*{words}", line)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 

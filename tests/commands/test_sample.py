@@ -19,7 +19,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega import cli
+from grpo_mega.commands.sample import ReplyStream
 from grpo_mega.run.model_files import decoder
+from grpo_mega.text import printable
 from tests.helpers.runs import run
 from tools.benchmarks import kills
 
@@ -131,7 +133,7 @@ def test_a_chat_keeps_the_conversation_and_ends_by_quit_or_end_of_file(run_dir: 
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
     decode = decoder(tokenizer)
-    text, expected = "", []
+    text, expected, replies = "", [], []
     for message in ("Hello", "Again"):
         text += f"<user>{message}<end><assistant>"
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -139,11 +141,13 @@ def test_a_chat_keeps_the_conversation_and_ends_by_quit_or_end_of_file(run_dir: 
             out = model.generate(**inputs, do_sample=False, max_new_tokens=20, pad_token_id=0)
         prompt, reply = inputs["input_ids"][0].tolist(), out[0, inputs["input_ids"].shape[1] :].tolist()
         expected.append(f"[log-prob {sum(logprobs_of(model, prompt, reply)):.3f}, ")
+        replies.append(f"\nmodel: {printable(decode(reply))}\n[log-prob ")
         text += decode(reply) + "<end>"
     with started(run_dir, str(run_dir / "hf"), "--temperature", "0", "--max-response-length", "20") as process:
         output = process.communicate(b"Hello\n\nAgain\n/quit\nnever read\n")[0].decode(errors="replace")
         assert process.returncode == 0, output
     assert re.findall(r"\[log-prob -[0-9.]+, ", output) == expected
+    assert all(reply in output for reply in replies), (replies, output)
     with started(run_dir, str(run_dir / "hf")) as process:
         assert "you: " in process.communicate(b"")[0].decode() and process.returncode == 0
 
@@ -168,11 +172,46 @@ def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
             read_until(process, "/quit or Ctrl-D ends the chat\n\nyou: ")
         process.stdin.write(b"Hello\n")
         process.stdin.flush()
-        read_until(process, "model: ")
+        read_until(process, r"model: (?s:.){20}")  # the reply is printed while it is sampled
         process.send_signal(signal.SIGINT)
         assert "ended by you" in read_until(process, "\n\nyou: ")
         process.stdin.close()
         assert process.wait(timeout=60) == 0
+
+
+def test_a_character_of_several_tokens_is_printed_once_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    token_ids = list("Ünïcödé 漢字 ok".encode())  # a token per byte
+    shown, parts = ReplyStream(lambda ids: bytes(ids).decode(errors="replace")), []
+    for token in token_ids[:-1]:
+        shown.add(token)
+        parts.append(capsys.readouterr().out)
+    shown.finish(token_ids)
+    assert "".join(parts) + capsys.readouterr().out == "Ünïcödé 漢字 ok"
+    assert parts[:3] == ["", "Ü", "n"] and "\ufffd" not in "".join(parts)
+
+
+SERVER = ("rollout.cache_tokens=16384", "rollout.max_concurrent=8", "rollout.start_deadline_s=300")
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+def test_a_server_samples_and_chats_like_transformers(run_dir: Path, tmp_path: Path) -> None:
+    out, model = tmp_path / "rows.jsonl", str(run_dir / "hf")
+    server = ("--engine", "sglang", "--max-response-length", "6", *(word for key in SERVER for word in ("--set", key)))
+    output = sampled(run_dir, model, "--prompt", "Hello", "--n", "2", "--out", str(out), *server)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 and json.loads(output.splitlines()[-1])["responses"] == 2
+    tokenizer, oracle = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    prompt = tokenizer("<user>Hello<end><assistant>", add_special_tokens=False)["input_ids"]
+    for row in rows:
+        assert row["logprobs"] == pytest.approx(logprobs_of(oracle, prompt, row["token_ids"]), abs=1e-3)
+    inputs = torch.tensor([prompt])
+    with torch.inference_mode():
+        reply = oracle.generate(inputs, do_sample=False, max_new_tokens=6, pad_token_id=0)[0, len(prompt) :].tolist()
+    with started(run_dir, model, "--temperature", "0", *server) as process:
+        output = process.communicate(b"Hello\n/quit\n")[0].decode(errors="replace")
+        assert process.returncode == 0, output
+    assert f"\nmodel: {printable(decoder(tokenizer)(reply))}\n[log-prob " in output
 
 
 @pytest.mark.parametrize(
@@ -188,13 +227,13 @@ def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
         (["--prompt", "a", "--step", "1"], "--step=1: must go with a run's folder"),
         (["--prompt", "a", "--set", "model.size=1"], "unknown key 'model.size'"),
         (["--data", "none.jsonl"], "data set none.jsonl does not exist"),
-        (["--prompt", "a"], "model.path="),
+        (["--prompt", "a"], "holds no config.json; name the folder of a Hugging Face checkpoint"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(
     arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["sample", str(tmp_path / "none"), *arguments]) == 2
+    assert cli.main(["sample", str(tmp_path), *arguments]) == 2
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if "error: " in line]
     assert output.out == "" and sum(problem in line for line in lines) == 1

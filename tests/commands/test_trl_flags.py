@@ -287,7 +287,7 @@ BAD = {
     "--steps_per_generation 3 --gradient_accumulation_steps 2": ("does not divide the 3 passes", "raise these to 4"),
     "--generation_batch_size 12": ("--generation_batch_size 12", "use 8 or 16"),
     "--num_train_epochs 0": ("--num_train_epochs 0", "--max_steps"),
-    "--num_generations 1": ("algorithm.group_size=1", "greater than or equal to 2"),
+    "--num_generations 1": ("algorithm.group_size=1", "must be at least 2"),
     "--set optimizer.learning_rate=1": ("unknown key 'optimizer.learning_rate'",),
     "--dataset_config main": ("--dataset_config main", "math_dataset is a path"),
     "--model_revision main": ("--model_revision main", "base is a folder"),

@@ -3,7 +3,11 @@ remedy.
 """
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from grpo_mega.data import hub
 from grpo_mega.data.rows import is_same, read_rows
 from grpo_mega.errors import ConfigError
 
@@ -142,6 +147,7 @@ def test_a_hub_name_has_owner_name_config_and_split(
         return ROWS
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "use_cache_if_unreachable", lambda: False)
     assert rows_of(path) == ROWS
     assert asked == [arguments]
 
@@ -191,9 +197,31 @@ def test_a_hub_set_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch: p
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "use_cache_if_unreachable", lambda: False)
     message = "data set hub:o/n cannot be loaded (ConnectionError: Couldn't reach the hub); check name"
     with pytest.raises(ConfigError, match=re.escape(message)):
         rows_of("hub:o/n")
+
+
+@pytest.mark.parametrize("address", ["refuses", "never answers"])
+def test_a_hub_that_does_not_answer_is_one_line_without_retries(address: str, tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if address == "never answers":
+            server.listen(1)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        program = "from grpo_mega.data.rows import read_rows; list(read_rows('hub:some/set'))"
+        variables = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=variables | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    last = done.stderr.splitlines()[-1]
+    assert f"ConfigError: data set hub:some/set cannot be loaded ({url} is not reachable, and the cache lacks" in last
+    assert "Retry" not in done.stderr + done.stdout
 
 
 def test_two_paths_to_one_data_set_are_equal(tmp_path: Path) -> None:

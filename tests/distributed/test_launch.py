@@ -237,6 +237,7 @@ def test_a_rank_killed_by_sigkill_is_reported_with_its_memory(
 ) -> None:
     """Rank 1 holds 500 MB and is killed as the kernel does it. Rank 0 misses it a moment before it has ended."""
     monkeypatch.setattr("grpo_mega.distributed.launch.SECONDS_BETWEEN_READINGS", 0.1)
+    monkeypatch.setattr("grpo_mega.distributed.launch.SECONDS_FOR_A_KILLED_RANK", 60)
     program = write_pid(tmp_path) + (
         "is_held = os.environ['RANK'] == '1'\n"
         f"while not is_held and not os.path.exists('{tmp_path}/missed'): time.sleep(0.02)\n"

@@ -74,7 +74,7 @@ CASES = [
     # the config
     Case(
         "config missing",
-        ("none.yaml", "name an existing YAML file"),
+        ("none.yaml: there is no such file or folder", "train takes a YAML file"),
         spoil=lambda f: (f / "config.yaml").rename(f / "none"),
     ),
     Case("config not YAML", ("config.yaml: not YAML", "correct the file"), spoil=write("config.yaml", "a: [1\nb")),
@@ -84,7 +84,7 @@ CASES = [
     Case("misspelt key", ("'algorithm.group_sise'", "did you mean 'group_size'"), ("algorithm.group_sise=8",)),
     Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
     Case("wrong type", ("steps='many'", "whole number; write"), ("steps=many",)),
-    Case("out of range", ("rollout.top_p=1.5", "less than or equal to 1"), ("rollout.top_p=1.5",)),
+    Case("out of range", ("rollout.top_p=1.5", "must be at most 1"), ("rollout.top_p=1.5",)),
     Case(
         "mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")
     ),
@@ -93,7 +93,7 @@ CASES = [
     Case("--set of a value's part", ("--set 'steps.x=1'", "'steps' is a value, not a section"), ("steps.x=1",)),
     Case("--set not YAML", ("--set 'steps=['", "not a YAML value"), ("steps=[",)),
     # the layout
-    Case("layout unknown order", ("layout.order='dp-tp-pp'", "should be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
+    Case("layout unknown order", ("layout.order='dp-tp-pp'", "must be 'tp-dp-pp'"), ("layout.order=dp-tp-pp",)),
     Case("layout heads", ("layout.tp=3", "4 attention heads; use 1, 2, 4"), ("layout.tp=3",)),
     Case(
         "layout MLP", ("layout.tp=4", "50 rows of the MLP; use"), ("layout.tp=4", *RANDOM), model(intermediate_size=50)
@@ -177,8 +177,7 @@ CASES = [
     Case(
         "positions",
         ("max_response_length=68", "max_position_embeddings=67", "lower one"),
-        ("rollout.engine=sglang",),
-        model(max_position_embeddings=67),
+        spoil=model(max_position_embeddings=67),
     ),
     Case(
         "FP8 blocks",
@@ -360,17 +359,22 @@ CASES = [
     Case("reward unknown", ("'acuracy'", "did you mean accuracy"), ("rewards.functions=[{name: acuracy}]",)),
     Case("reward's module", ("'no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: no_such.f}]",)),
     Case("reward's file", ("'pack.no_such.f'", "set PYTHONPATH"), ("rewards.functions=[{name: pack.no_such.f}]",)),
-    Case(
-        "reward import",
-        ("ValueError: broken", "importable"),
-        ("rewards.functions=[{name: pack.broken.f}]",),
-        in_rank=True,
-    ),
+    Case("reward import", ("ValueError: broken", "importable"), ("rewards.functions=[{name: pack.broken.f}]",)),
     Case(
         "reward missing",
-        ("no function g", "check the name"),
-        ("rewards.functions=[{name: pack.raises.g}]",),
-        in_rank=True,
+        ("'pack.raises.missing': pack.raises has no function missing; check the name",),
+        ("rewards.functions=[{name: pack.raises.missing}]",),
+    ),
+    Case(
+        "reward misspelt",
+        ("pack.raises has no function ff; did you mean f? check the name",),
+        ("rewards.functions=[{name: pack.raises.ff}]",),
+    ),
+    Case(
+        "reward ends the process",
+        ("'leaves.py:f': the import ended the process with code 3 (goodbye); correct it",),
+        ("rewards.functions=[{name: 'leaves.py:f'}]",),
+        write("leaves.py", "import os, sys\nprint('goodbye', file=sys.stderr, flush=True)\nos._exit(3)\n"),
     ),
     Case(
         "reward raises every time",
@@ -384,7 +388,7 @@ CASES = [
         ("precision.fp8='hybrid'", "install it or leave precision.fp8 out"),
         ("precision.fp8=hybrid", "model.dtype=bfloat16"),
     ),
-    Case("no GPU", ("device='cuda'", "use device=auto or device=cpu"), ("device=cuda",), in_rank=True),
+    Case("no GPU", ("device=cuda", "use device=auto or device=cpu"), ("device=cuda",)),
 ]
 NEEDS = {"fp8": importlib.util.find_spec("transformer_engine") is None, "no GPU": not torch.cuda.is_available()}
 

@@ -154,6 +154,8 @@ class EmbeddedEngine(Engine):
                     state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
                 )
                 tokens_BT[rows, position] = state.tokens
+                if request.on_token is not None:
+                    request.on_token(int(state.tokens[0]))
                 is_stopped = is_stop[state.tokens]
                 ended = (is_stopped | (positions + 1 == longest)) & state.is_live
                 for row, stopped in zip(rows[ended].tolist(), is_stopped[ended].tolist(), strict=True):
