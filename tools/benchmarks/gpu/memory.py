@@ -9,6 +9,7 @@ every micro-batch. The trainer sets expandable segments (distributed/environment
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ def run(options: Options) -> list[Figure]:
             options.say("memory: no GPU here: memory is not pinned")
             continue
         head = torch.empty(rows, width, dtype=torch.bfloat16, pin_memory=is_pinned)
-        seconds = seconds_of(lambda head=head: head.to(device, non_blocking=True, copy=True), device, options.repeat)
+        seconds = seconds_of(partial(head.to, device, non_blocking=True, copy=True), device, options.repeat)
         case, target = (
             f"{rows:,} x {width:,}, {'pinned' if is_pinned else 'pageable'}",
             RATE_TARGET if is_pinned else None,
