@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mega.config.base import FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import LIST, FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+RecomputedPart = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"]
 
 
 class RouterConfig(Section):
@@ -67,8 +69,23 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
         description=(
-            "Activations to recompute in the backward pass to save memory. selective recomputes core attention "
-            "and the MLP, full recomputes every layer."
+            "Activations to recompute in the backward pass to save memory. selective recomputes the parts in "
+            "recompute_modules, full recomputes whole layers."
+        ),
+    )
+    recompute_modules: Annotated[tuple[RecomputedPart, ...], LIST] | None = Field(
+        default=None,
+        description=(
+            "Parts of a layer that recompute=selective recomputes. None selects mlp and moe, and without Transformer "
+            "Engine's layers also core_attn. moe_act is the experts' activation function. layernorm has no effect on "
+            "norms that Transformer Engine fuses into a linear layer."
+        ),
+    )
+    recompute_num_layers: PositiveInt | None = Field(
+        default=None,
+        description=(
+            "With recompute=full, recompute only this many layers of each model chunk, the first ones. None recomputes "
+            "all layers."
         ),
     )
     router: RouterConfig = Field(default=RouterConfig(), description="Training of the routers of MoE models.")
@@ -79,6 +96,32 @@ class ModelConfig(Section):
         default=False,
         description="Use fused kernels to send tokens to their experts and back. Needs Transformer Engine.",
     )
+
+    def recomputed(self, *, uses_te: bool) -> tuple[str, ...]:
+        """Return the parts of a layer that recompute=selective recomputes; () otherwise."""
+        if self.recompute != "selective":
+            return ()
+        # Transformer Engine's attention keeps no scores, so recomputing it saves nearly nothing.
+        return self.recompute_modules or (("mlp", "moe") if uses_te else ("core_attn", "mlp", "moe"))
+
+    def _problems(self) -> Iterator[str]:
+        parts = self.recompute_modules
+        if parts is not None and self.recompute != "selective":
+            yield (
+                f"model.recompute_modules={list(parts)} needs model.recompute=selective; set it, or leave"
+                " recompute_modules out"
+            )
+        if parts is not None and (not parts or len(set(parts)) < len(parts)):
+            yield f"model.recompute_modules={list(parts)}: must name at least one part, each once; leave it out"
+        if parts is not None and "moe_act" in parts and not self.grouped_experts:
+            yield (
+                f"model.recompute_modules={list(parts)}: moe_act needs model.grouped_experts=true; set it, or use moe"
+            )
+        if self.recompute_num_layers is not None and self.recompute != "full":
+            yield (
+                f"model.recompute_num_layers={self.recompute_num_layers} needs model.recompute=full; set it, or leave"
+                " recompute_num_layers out"
+            )
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -46,6 +47,8 @@ DETERMINISTIC = {
     "NCCL_ALGO": "Ring",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+NVIDIA, DISPLAYS = "0x10de", "0x03"  # vendor on the PCI bus; class of display and 3D controllers
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # variables of torch's allocator; torch reads the first
 HIDDEN = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES that select the CPU
 SECONDS_TO_ASK = 120.0
 CORES_VARIABLE = "GRPO_MEGA_CORES"  # the cores of a rank before it was bound to some; its server uses all of them
@@ -83,6 +86,10 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if gpu_sign(
         environ
     ):  # keep compiled kernels for later runs; the default is in TMPDIR, which is removed with the rank
+        # Rows of changing length, and storages that are freed and allocated in turn, leave gaps that no fixed segment
+        # fills. The server does not inherit this, because its memory saver needs fixed segments.
+        if not environ.keys() & ALLOCATOR:
+            values["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
 
@@ -244,13 +251,18 @@ def unusable_gpu_problems(device: str, environ: Mapping[str, str], sees_gpu: boo
 
 def gpu_sign(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """Return the path of a sign of an NVIDIA GPU or driver; None if there is none or CUDA_VISIBLE_DEVICES hides all
-    GPUs.
+    GPUs. A card on the PCI bus is a sign too: it may have no driver, or a container may lack its device files.
     """
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDDEN:
         return None
     for pattern in ("dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*", "proc/driver/nvidia/version"):
         if found := next(iter(sorted(root.glob(pattern))), None):
             return f"/{found.relative_to(root)}"
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        with suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            if vendor == NVIDIA and kind.startswith(DISPLAYS):
+                return f"/{device.relative_to(root)}"
     return shutil.which("nvidia-smi", path=environ.get("PATH", ""))
 
 

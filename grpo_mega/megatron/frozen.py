@@ -105,8 +105,8 @@ class Teacher:
             uses_te=uses_transformer_engine(shape, runtime),
         )
         self._parameters |= biases_of(self._models)
-        # On the last stage: the output layer's rows that the policy has on this rank. The teacher's own shard may
-        # differ.
+        # On the last stage: the output layer's rows that the policy has on this rank, in host memory. The teacher's own
+        # shard may differ.
         self.head_VG = torch.empty(0)
         head = (family.embedding if shape.tied else family.output).hf[0]
         width = padded_vocab(vocab_size, runtime.layout.tp) // runtime.layout.tp
@@ -121,7 +121,8 @@ class Teacher:
         with self._runtime.raise_on_all_ranks(), torch.no_grad():
             load_shards(self._holding, self._parameters, read)
             if self._head is not None:
-                self.head_VG = torch.zeros(self._head_size, dtype=next(iter(self._parameters.values())).dtype)
+                dtype, is_pinned = next(iter(self._parameters.values())).dtype, self._runtime.device.is_cuda
+                self.head_VG = torch.zeros(self._head_size, dtype=dtype, pin_memory=is_pinned)
                 self.head_VG[: self._head.shape[0]] = read(self._head)
         self._host.take(storages_of(self._parameters.values()))
         self._host.drop()

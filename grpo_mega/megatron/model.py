@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from grpo_mega.config import Config
+from grpo_mega.config import Config, ModelConfig
 from grpo_mega.megatron import compat, routers
 from grpo_mega.megatron.attention import LatentRotary, PackedAttention, PackedRotary, RMSNorm
 from grpo_mega.megatron.loaded_kernels import in_use
@@ -46,12 +46,6 @@ from grpo_mega.weights.layout import ShardLayout, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
 
 _BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
-
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
@@ -124,8 +118,21 @@ def transformer_config(
         # With gloo and interleaving at pp=2, batched p2p swaps the previous and the next stage.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        **_RECOMPUTE[config.model.recompute],
+        **_recompute_settings(config.model, uses_te=use_te),
     )
+
+
+def _recompute_settings(model: ModelConfig, *, uses_te: bool) -> dict[str, Any]:
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recomputed(uses_te=uses_te))}
+    if model.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            # block: the first layers of each chunk; uniform: all layers, one at a time
+            "recompute_method": "block" if model.recompute_num_layers else "uniform",
+            "recompute_num_layers": model.recompute_num_layers or 1,
+        }
+    return {}
 
 
 def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runtime) -> dict[str, Any]:

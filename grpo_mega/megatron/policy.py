@@ -97,6 +97,9 @@ class Policy:
         )
         self._reference: Reference | None = None
         self.teachers: dict[str, Teacher] = {}  # models to distill from, by name
+        self._heads: dict[str, Tensor] = {}  # during an update: the teachers' output layers [vocab / tp, G], by name
+        # Called when an update runs out of GPU memory. Returns True if there is more room now.
+        self.make_room: Callable[[], bool] = lambda: False
         self._seen: list[
             tuple[PackedBatch, Tensor]
         ] = []  # micro-batches of the current mini-batch, with their log-probs
@@ -253,20 +256,43 @@ class Policy:
     def update(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[StepMetrics]:
         """Take all optimizer steps of one rollout. Return the metrics of each step."""
         self.memory.onload()
+        device = self._runtime.device.torch_device
+        self._heads = {name: one.head_VG.to(device, non_blocking=True) for name, one in self.teachers.items()}
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
         self.nonfinite_samples, self._layer_norms = set(), []
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
-                self._seen = []
-                metrics = self._reduced(self.pipeline.forward_backward(batches, self._loss)) | self.routers.metrics()
+                metrics = self._reduced(self._forward_backward(batches)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # NaN does not stop early
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
                 else:
                     metrics |= self._optimizer_update(metrics["loss/total"], metrics["ratio/mean"])
                 passes.append(metrics)
+        self._heads = {}
         return passes
+
+    @property
+    def can_repeat_passes(self) -> bool:
+        """Return True if a mini-batch's passes on this rank wait for no other rank, so that it can run them again
+        alone.
+        """
+        layout = self._runtime.layout
+        is_whole = layout.tp == layout.pp == layout.cp == 1 and not self._shape.num_experts
+        return is_whole and not self._config.layout.overlap_grad_reduce
+
+    def _forward_backward(self, batches: Sequence[PackedBatch]) -> list[LossOutputs]:
+        """Run a mini-batch. If it runs out of GPU memory and `make_room` makes room, run it again."""
+        self._seen = []
+        try:
+            return self.pipeline.forward_backward(batches, self._loss)
+        except torch.OutOfMemoryError:
+            if not self.make_room():
+                raise
+        # The error is gone here. Its traceback held the activations.
+        self._seen = []
+        return self.pipeline.forward_backward(batches, self._loss)
 
     def watch(self, step: int, mismatch: float) -> Sequence[str]:
         """Let the guard judge the update of `step` and set the precision of the next step. Return its log messages."""
@@ -366,7 +392,7 @@ class Policy:
                     hidden_TH,
                     weight_VH,
                     teacher_hidden_NG.to(hidden_TH.device),
-                    self.teachers[name].head_VG.to(hidden_TH.device),
+                    self._heads[name],
                     is_reverse=self.algorithm.distill_kl == "reverse",
                     needed_T=is_taught_T,
                     **self._vocab_arguments(weight_VH),

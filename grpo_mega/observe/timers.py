@@ -6,13 +6,58 @@ time, even if they are nested, and "other" shows the time outside all phases. Pe
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from grpo_mega.types import StepMetrics
 
+GIB = 2**30
+
 _OTHER = "other"
+
+
+class FreeMemory:
+    """The smallest free memory of the device in each phase of a step, beside the plan's figure.
+
+    The driver's figure counts every process on the device, and NCCL's buffers. The phases are generation, asleep (both
+    policy and engine are on the host), training and sync.
+    """
+
+    PHASES = ("generation", "asleep", "training", "sync")
+
+    def __init__(self, read: Callable[[], int], smallest: Callable[[list[float]], list[float]]) -> None:
+        """`read()` returns the free bytes now. `smallest` returns the minimum of each value over all ranks."""
+        self.planned: Mapping[str, float] = {}  # GiB by phase
+        self.lowest: dict[str, float] = {}  # GiB by phase, over all steps and ranks
+        self._read, self._smallest = read, smallest
+        self._step: dict[str, float] = {}
+
+    def note(self, phase: str) -> None:
+        assert phase in self.PHASES
+        self._step[phase] = min(self._step.get(phase, math.inf), self._read() / GIB)
+
+    def take(self) -> StepMetrics:
+        """Return the metrics since the last call. All ranks call it together."""
+        found = self._smallest([self._step.get(phase, math.inf) for phase in self.PHASES])
+        self._step = {}
+        metrics: StepMetrics = {}
+        for phase, free in zip(self.PHASES, found, strict=True):
+            if free < math.inf:
+                metrics[f"memory/free_{phase}_gib"] = free
+                self.lowest[phase] = min(self.lowest.get(phase, math.inf), free)
+                if phase in self.planned:
+                    metrics[f"memory/planned_free_{phase}_gib"] = self.planned[phase]
+        return metrics
+
+    def summary(self) -> str:
+        """Return the lowest figures so far, each with the plan's."""
+        parts = (
+            f"{phase} {free:.1f}" + (f" (plan {self.planned[phase]:.1f})" if phase in self.planned else "")
+            for phase, free in self.lowest.items()
+        )
+        return f"free memory of a GPU by phase, smallest over ranks, GiB: {', '.join(parts)}"
 
 
 class Timers:
@@ -55,7 +100,7 @@ class Timers:
         metrics = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items() if phase != _OTHER}
         metrics["seconds/other"] = self._seconds[_OTHER]
         metrics["seconds/step"] = self._mark - self._lap_began
-        metrics |= {f"memory/{phase}_gib": peak / 2**30 for phase, peak in self._lap_peaks.items()}
+        metrics |= {f"memory/{phase}_gib": peak / GIB for phase, peak in self._lap_peaks.items()}
         self._seconds, self._lap_peaks = {}, {}
         self._lap_began = self._mark
         return metrics

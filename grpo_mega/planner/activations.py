@@ -16,6 +16,7 @@ it keeps the input.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from grpo_mega.planner.figures import TracedNumber, Trust, figure, product
@@ -61,11 +62,10 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
         setup.layout.tp,
     )
     q, _, f, _, share, _ = _sizes(setup)
-    precision, recompute, layers = (
-        setup.config.precision,
-        setup.config.model.recompute,
-        layers_in_flight(setup, pp_rank),
-    )
+    precision, recompute = setup.config.precision, setup.config.model.recompute
+    # Layers in flight that are recomputed whole, and the other layers.
+    again = layers_in_flight(setup, pp_rank, setup.num_recomputed)
+    others = layers_in_flight(setup, pp_rank) - again
     trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
     if setup.uses_te:
         parts, whole, selective = _te_layer(setup, pp_rank)
@@ -74,9 +74,10 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     else:
         parts, whole, selective = _local_layer(setup, padding)
     full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
-    layer = {"none": whole, "selective": selective, "full": full}[recompute]
-    shown = [*parts, whole] if recompute == "none" else [*parts, whole, layer]
-    kept = 0 if recompute == "full" else layer
+    layer = selective if recompute == "selective" else whole
+    shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]
+    # When the backward pass reaches the recomputed layers, those that are kept, later in the chunk, are freed already.
+    kept = 0 if recompute == "full" and not others else layer
     # The final norm's tensors; its output is part of the log-probs' memory.
     final = 0.0 if pp_rank < setup.layout.pp - 1 else 2.0 if setup.uses_te else 8 / b
     wide = max(share, 1)  # tokens in the MLP relative to tokens in the micro-batch
@@ -84,7 +85,9 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     combined = share * (1 + (4 / b if tp > 1 else 0)) * h
     at_work = "a layer at work"
     return Activations(
-        saved=figure("activations saved", lambda: tokens * b * (layers * layer + final * h / s), trust=trust),
+        saved=figure(
+            "activations saved", lambda: tokens * b * (others * layer + again * full + final * h / s), trust=trust
+        ),
         # When a layer is recomputed, the backward pass has already freed the final norm's tensors.
         recomputed=figure(
             "activations recomputed", lambda: tokens * b * max(0, whole - kept - final * h / s), trust=trust
@@ -134,18 +137,23 @@ def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     recomputed = figure(
         "attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, ""
     )
+    chosen = setup.recomputed
+    first = recomputed if "core_attn" in chosen else attention
     if setup.shape.num_experts:
         # The input and output of the norm before the MLP; router and experts share the output.
         inputs = 2 * h / s + 4 / (b * s)
         whole = figure(WHOLE, lambda: attention + inputs + router + r * (x / b * h + (2 + x / b) * f + 4 / b), "")
+        no_norm, no_product = int("layernorm" in chosen and "moe" not in chosen), int("moe_act" in chosen)
+        experts = 0 if "moe" in chosen else router + r * (x / b * h + (2 + (1 - no_product) * x / b) * f + 4 / b)
+        selective = figure(SELECTIVE, lambda: first + inputs - no_norm * h / s + experts, "")
     else:
-        inputs = h / s  # the input of the MLP
         # The MLP keeps both halves of its first product, and their gated product in the form that the second linear
         # layer keeps.
         whole = figure(WHOLE, lambda: attention + norm + (2 + x / b) * f, "")
-    selective = figure(SELECTIVE, lambda: recomputed + inputs, "")
+        mlp = h / s if "mlp" in chosen else norm + (2 + x / b) * f  # the input of the MLP, or everything
+        selective = figure(SELECTIVE, lambda: first + mlp, "")
     parts = [norm, qk_norms, attention]
-    return [*parts, recomputed] if setup.config.model.recompute == "selective" else parts, whole, selective
+    return [*parts, recomputed] if "core_attn" in chosen else parts, whole, selective
 
 
 def _local_layer(setup: PlannedJob, padding: float) -> Layer:
@@ -167,7 +175,12 @@ def _local_layer(setup: PlannedJob, padding: float) -> Layer:
         )
     else:
         whole = figure(WHOLE, lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + 5 * f, "")
-    selective = figure(SELECTIVE, lambda: norms + qk + 3 * q + 3 * kv + 4 * d, "")
+    chosen = setup.recomputed
+    core = 3 * q + 3 * kv if "core_attn" in chosen else q + 2 * (padded * q + keys * kv)
+    mlp = r * (h + 6 * f + 4 / b) + router + 5 * fs if setup.shape.num_experts else 5 * f
+    mlp *= ("moe" if setup.shape.num_experts else "mlp") not in chosen
+    inputs = 2 * h / s if "layernorm" in chosen else norms
+    selective = figure(SELECTIVE, lambda: inputs + qk + core + 4 * d + mlp, "")
     return [norms, qk], whole, selective
 
 
@@ -198,7 +211,11 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
         lambda: attention + angles + v + 2 * (padded + keys) * q + moe * (routed + 5 * fs) + (1 - moe) * 5 * f,
         "",
     )
-    return [attention], whole, figure(SELECTIVE, lambda: attention + angles + 2 * (q + v), "")
+    chosen = setup.recomputed
+    core = 2 * (q + v) if "core_attn" in chosen else v + 2 * (padded + keys) * q
+    mlp = moe * (routed + 5 * fs) * ("moe" not in chosen) + (1 - moe) * 5 * f * ("mlp" not in chosen)
+    saved = 2 * h / s * (8 / b) if "layernorm" in chosen else 0.0  # fp32 copies in the layer's two norms
+    return [attention], whole, figure(SELECTIVE, lambda: attention - saved + angles + core + mlp, "")
 
 
 def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
@@ -209,12 +226,12 @@ def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
     return (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
 
 
-def layers_in_flight(setup: PlannedJob, pp_rank: int) -> int:
+def layers_in_flight(setup: PlannedJob, pp_rank: int, count: Callable[[range], int] = len) -> int:
     """Return the largest number of layers times micro-batches whose activations a stage holds (1F1B, interleaved or
-    not).
+    not). `count` returns the number of a chunk's layers that matter.
     """
     layout = setup.layout
-    sizes = [len(chunk) for chunk in setup.chunks(pp_rank)]
+    sizes = [count(chunk) for chunk in setup.chunks(pp_rank)]
     if layout.vpp == 1:
         return sizes[0] * (layout.pp - pp_rank)
     # Warm-up runs (pp - p - 1) * 2 passes and pp for each further chunk, in rounds of pp micro-batches; one more is

@@ -67,7 +67,7 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
         sent = figure("pipeline", lambda: vpp * tokens * hidden * b / cut * (2 * updates + forwards))
         yield _link(setup, sent, groups(layout, "pp"))
     if ep > 1:
-        chosen, passes = setup.experts_per_token, 4 if config.model.recompute == "none" else 6
+        chosen, passes = setup.experts_per_token, 4 + 2 * mlp_repeated(setup, "moe")
         sent = figure(
             "experts",
             lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
@@ -96,6 +96,11 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
         yield _link(setup, sent, [range(setup.world_size)])
 
 
+def mlp_repeated(setup: PlannedJob, part: str) -> float:
+    """Return the share of the layers whose MLP ("mlp" or "moe") the backward pass computes again."""
+    return 1.0 if part in setup.recomputed else setup.share_recomputed
+
+
 def _link(setup: PlannedJob, sent: TracedNumber, members: Sequence[Sequence[int]]) -> Link:
     """Return the link between the ranks of each group. It is the network if any group spans several nodes."""
     assumed, card = setup.assumed, setup.card
@@ -116,11 +121,11 @@ def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
     """
     shape, config, b, tp, layers = setup.shape, setup.config, setup.itemsize, setup.layout.tp, setup.largest_stage
     hidden, tokens, (updates, forwards) = shape.hidden, setup.tokens_per_rank, setup.num_passes
-    recompute, shared = config.model.recompute, 2 if shape.shared_ffn else 0
+    shared = 2 if shape.shared_ffn else 0
     latents = ((shape.q_lora or hidden) + shape.kv_lora) / hidden if shape.kv_lora else 1
     attention, mlp = 1 + latents + shape.rope_dim / hidden, setup.experts_per_token * (1 + 4 / b) + shared
     gathers = int(config.layout.sequence_parallel)
-    all_again, mlp_again = int(recompute == "full"), int(recompute != "none")
+    all_again, mlp_again = setup.share_recomputed, mlp_repeated(setup, "moe" if moe_layers else "mlp")
     ends = 2 if setup.layout.pp == 1 else 1  # the embedding's sums and the last hidden states
     return figure(
         "tensor parallel",
@@ -146,7 +151,7 @@ def _context_parallel(setup: PlannedJob) -> TracedNumber:
     """
     tp, cp, b, kv, layers = setup.layout.tp, setup.layout.cp, setup.itemsize, setup.keys_and_values, setup.largest_stage
     tokens, (updates, forwards), q = setup.tokens_per_rank, setup.num_passes, setup.shape.q // tp
-    label, again = "context parallel", int(setup.config.model.recompute != "none")
+    label, again = "context parallel", 1.0 if "core_attn" in setup.recomputed else setup.share_recomputed
     if setup.uses_te and setup.config.layout.cp_comm_type == "a2a":
         passes = updates * (2 + again) + forwards
         return figure(label, lambda: layers * tokens * (2 * q + kv) * b * (cp - 1) / cp * passes)

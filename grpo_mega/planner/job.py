@@ -152,6 +152,24 @@ class PlannedJob:
         return setups
 
     @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Return the parts of a layer that selective recomputation recomputes."""
+        return self.config.model.recomputed(uses_te=self.uses_te)
+
+    @property
+    def share_recomputed(self) -> float:
+        """Return the share of the largest stage's layers that are recomputed whole."""
+        if self.config.model.recompute != "full":
+            return 0.0
+        pp_rank = max(range(self.layout.pp), key=self.num_layers)
+        return sum(map(self.num_recomputed, self.chunks(pp_rank))) / self.num_layers(pp_rank)
+
+    def num_recomputed(self, chunk: range) -> int:
+        """Return the number of a chunk's layers that are recomputed whole."""
+        model = self.config.model
+        return min(len(chunk), model.recompute_num_layers or len(chunk)) if model.recompute == "full" else 0
+
+    @property
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_beta > 0
 

@@ -21,7 +21,7 @@ from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
 from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 
-PHASES = ("sampling", "log-probs", "update", "checkpoint", "sync")
+PHASES = ("sampling", "asleep", "log-probs", "update", "checkpoint", "sync")
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,19 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
     bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
     moving = product("sync buckets in flight", count=1 if setup.is_served or setup.is_separate else 3, bucket=bucket)
-    awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.extra]
-    resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
+    awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.graphs, engine.extra]
+    resident = [] if setup.takes_turns else awake[:3] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
+    # Gradients and optimizer state return to the device with the update.
+    frozen = [trainer[0], *trainer[3:]] if setup.keeps_host_copies else trainer
     teachers = setup.of_teachers()
     # Teachers are on the device one at a time.
     taught = product(
         "teacher", trust="exact", bytes=max((_teacher_weights(one, pp_rank) for one in teachers), default=0.0)
     )
     vocab = setup.shape.vocab if setup.config.algorithm.has_vocab_kl and pp_rank == setup.layout.pp - 1 else 0
-    hidden = max((one.shape.hidden for one in teachers), default=0)
-    head = product("teacher's output layer", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
+    hidden = sum(one.shape.hidden for one in teachers)  # an update has the output layers of all teachers
+    head = product("teachers' output layers", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
     def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
@@ -75,7 +77,8 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
 
     phases = {
         "sampling": [*fixed, *stays, *awake],
-        "log-probs": [*fixed, *trainer, *resident, taught, *with_slack(forward, acts.exchanged, acts.logprobs)],
+        "asleep": [*fixed, *stays, *([] if setup.takes_turns else awake)],  # between two turns; else nobody sleeps
+        "log-probs": [*fixed, *frozen, *resident, taught, *with_slack(forward, acts.exchanged, acts.logprobs)],
         "update": [
             *fixed,
             *trainer,
@@ -145,6 +148,7 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
         engine.asleep,
         engine.weights,
         engine.cache,
+        engine.graphs,
         engine.extra,
     ]
 
@@ -203,6 +207,7 @@ class EngineMemory:
     weights: TracedNumber
     cache: TracedNumber
     cache_tokens: TracedNumber  # tokens that one engine's cache holds
+    graphs: TracedNumber  # CUDA graphs; they sleep with the cache
     extra: TracedNumber  # working memory while the engine generates
     asleep: TracedNumber  # memory that stays while the engine sleeps
     concurrent: TracedNumber  # sequences of mean length that an engine decodes at once
@@ -235,14 +240,15 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
     extra = figure(
         "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
     )
-    asleep = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
+    graphs = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
+    asleep = product("engine's workspaces", workspaces=setup.assumed.engine_workspace_gib * GIB)
     shortfall = None
     if tokens < setup.longest_sample:
         shortfall = (
             f"the engine's KV cache holds {tokens:.0f} tokens, but the longest sample has {setup.longest_sample}; "
             "raise rollout.tp or rollout.memory_fraction"
         )
-    return EngineMemory(weights, cache, tokens, extra, asleep, _concurrent(setup, tokens), shortfall)
+    return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens), shortfall)
 
 
 @dataclass(frozen=True)
@@ -307,7 +313,8 @@ def _embedded(setup: PlannedJob) -> EngineMemory:
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
     # The cache of a layer grows by copying, so a second copy exists for a moment.
     extra = figure("engine's working memory", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
-    return EngineMemory(weights, cache, tokens, extra, product("engine's graphs"), _concurrent(setup, tokens))
+    graphs, asleep = product("engine's graphs"), product("engine's workspaces")
+    return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens))
 
 
 def _concurrent(setup: PlannedJob, tokens: TracedNumber) -> TracedNumber:

@@ -145,6 +145,20 @@ class Plan:
         )
 
     @property
+    def free_gib(self) -> dict[str, float]:
+        """Return the memory that a trainer's device has left in each phase of observe/timers.FreeMemory."""
+        phases = {
+            "generation": ("sampling",),
+            "asleep": ("asleep",),
+            "training": ("log-probs", "update", "checkpoint"),
+            "sync": ("sync",),
+        }
+        return {
+            name: self.capacity_gib - max(stage.totals[one].gib for stage in self.stages for one in parts)
+            for name, parts in phases.items()
+        }
+
+    @property
     def fits(self) -> bool:
         return not self.shortfalls
 
@@ -155,7 +169,7 @@ class Plan:
     @property
     def both_fit(self) -> bool:
         """Return True if sleep=auto will find after the first update that policy and engine need not take turns."""
-        engine = self.engine.weights.gib + self.engine.cache.gib + self.engine.extra.gib
+        engine = self.engine.weights.gib + self.engine.cache.gib + self.engine.graphs.gib + self.engine.extra.gib
         training = max(stage.totals["update"].gib for stage in self.stages)
         is_asked = self.setup.takes_turns and self.setup.config.rollout.sleep == "auto"
         return is_asked and training + engine <= (1 - MARGIN) * self.capacity_gib
@@ -287,17 +301,28 @@ def _layouts(setup: PlannedJob) -> Iterator[Changes]:
                 "layout.dp": dp,
                 "layout.sequence_parallel": tp > 1,
                 "layout.layers_per_chunk": None,
-                "model.recompute": recompute,
+                **_recompute(setup, recompute),
                 **({"layout.ep": ep} if shape.num_experts else {}),
                 **(_engine_cut(setup, rollout_tp) if setup.is_served else {}),
             }
+
+
+def _recompute(setup: PlannedJob, recompute: str) -> Changes:
+    """Return changes to `recompute`. Settings that belong to the present one return to their defaults."""
+    model = setup.config.model
+    own = ("recompute_modules", "recompute_num_layers") if recompute != model.recompute else ()
+    return {"model.recompute": recompute} | {f"model.{name}": None for name in own if getattr(model, name) is not None}
 
 
 def _single_changes(setup: PlannedJob) -> Iterator[Changes]:
     config, layout = setup.config, setup.layout
     for recompute in ("none", "selective", "full"):
         if recompute != config.model.recompute:
-            yield {"model.recompute": recompute}
+            yield _recompute(setup, recompute)
+    if config.model.recompute == "full" and config.model.recompute_num_layers is None:
+        smallest = min(map(len, setup.chunks(0)))
+        if smallest > 1:
+            yield {"model.recompute_num_layers": smallest // 2}
     if layout.tp > 1 and not config.layout.sequence_parallel:
         yield {"layout.sequence_parallel": True}
     if not config.layout.overlap_param_gather and layout.dp > 1:

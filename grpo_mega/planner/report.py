@@ -121,6 +121,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "spare": round(plan.spare, 4),
         "is_tight": plan.is_tight,
         "both_fit": plan.both_fit,
+        "free_gib": {phase: round(free, 3) for phase, free in plan.free_gib.items()},
         "violations": [],
         "shortfalls": plan.shortfalls,
         "notes": findings.notes,
@@ -168,9 +169,8 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
     }
-    if options is not None:
-        report["suggestions"] = [_option_json(option) for option in options]
-    return report
+    suggestions = {} if options is None else {"suggestions": [_option_json(option) for option in options]}
+    return report | suggestions
 
 
 def refusal_json(gpu: str, findings: Findings) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def _memory(plan: Plan) -> list[str]:
     detail = f"stage {stage.pp_rank}, the fullest; recompute {plan.setup.config.model.recompute}; {layers}"
 
     def line(label: str, cells: Iterable[str]) -> str:
-        return f"  {label:{LABEL_WIDTH}}" + "".join(f"{cell:>13}" for cell in cells)
+        return f"  {label:{LABEL_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
 
     lines = [_head("Memory of a device, GiB", detail), line("", PHASES)]
     for label in dict.fromkeys(label for parts in by_phase.values() for label in parts):

@@ -100,6 +100,15 @@ def runs_on_cpu(config: Config) -> bool:
     return config.device == "cpu" or (config.device == "auto" and gpu_sign(os.environ) is None)
 
 
+def free_on_gpu(
+    config: Config, model: Model, machine: Machine, memory_gib: float, *, uses_te: bool
+) -> dict[str, float]:
+    """Return the memory in GiB that a run leaves free in each phase on this machine's GPUs of `memory_gib`."""
+    card = replace(CARDS["h100"], memory_gib=memory_gib)  # the card's rates do not matter here
+    setup = replace(plan_on(card, config, model, machine), teachers=read_teachers(config, []), uses_te=uses_te)
+    return Plan(setup).free_gib
+
+
 def plan_here(config: Config, model: Model, machine: Machine, rates: Rates) -> PlannedJob:
     """Return the job on this machine's cores, with assumed mean lengths."""
     ranks = min(machine.world_size, machine.ranks_per_node)

@@ -85,7 +85,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     for one in setup.of_teachers():
         largest = _layers_seconds(one, 0)
         taught += max(largest, one.num_layers(layout.pp - 1) / one.largest_stage * largest + _output_seconds(one))
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[config.model.recompute]
+    again = _repeated(setup)
     # Interleaved stages overlap their sends with computation; other stages wait for them.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
     bubble, last = setup.batch.bubble, setup.num_layers(layout.pp - 1) / setup.largest_stage
@@ -124,6 +124,18 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
         "s",
     )
     return logprobs, update
+
+
+def _repeated(setup: PlannedJob) -> float:
+    """Return the share of a forward pass through the layers that the backward pass computes again."""
+    weights, shape = model_flops.layer_weights(setup.shape, setup.experts_per_token), setup.shape
+    ffn = shape.moe_ffn * setup.experts_per_token + shape.shared_ffn if shape.num_experts else shape.ffn
+    # As in _layers_seconds, in units of a bf16 product at full rate.
+    products, mlp = 2 * weights / setup.assumed.matmul_share, 6 * shape.hidden * ffn / setup.assumed.matmul_share
+    attention = (shape.q + shape.v) * setup.mean_sample / setup.assumed.attention_share
+    part = "moe" if shape.num_experts else "mlp"
+    selected = mlp * (part in setup.recomputed) + attention * ("core_attn" in setup.recomputed)
+    return setup.share_recomputed + selected / (products + attention)
 
 
 def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:

@@ -23,7 +23,7 @@ from grpo_mega import user_code
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
-from grpo_mega.distributed.environment import unusable_gpu_problems, uses_gpu
+from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.preflight.kernels import Machine
@@ -34,6 +34,7 @@ from grpo_mega.preflight.layout import (
     engine_rank_problems,
     layout_problems,
     padding_problems,
+    recompute_problems,
     served_card_problems,
     world_size_problems,
 )
@@ -100,6 +101,11 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     findings = Findings()
     if machine.is_here:
         findings.take(unusable_gpu_problems(config.device, os.environ))
+        if config.device == "auto" and machine.cuda is not None and gpu_sign(os.environ) is None:
+            findings.notes.append(
+                f"device=auto: torch is built for CUDA {machine.cuda}, but this machine shows no NVIDIA GPU, so the run"
+                " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
+            )
     findings.take(reward_problems(config.rewards, config.code_dir))
     try:
         findings.model = read(config)
@@ -141,6 +147,7 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """
     yield from layout_problems(config.layout, shape)
     yield from expert_problems(config, shape)
+    yield from recompute_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
     yield from block_problems(config.precision, config.layout, shape)

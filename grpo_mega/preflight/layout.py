@@ -94,6 +94,30 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
+def recompute_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield the reasons why the model's layers cannot be recomputed as the config says."""
+    number, layout = config.model.recompute_num_layers, megatron_layout(config.layout, config.layout.num_trainers)
+    if number is not None and not any(megatron_layout_problems(shape, layout)):
+        largest = max(layout.chunk_sizes(shape.num_layers))
+        if number > largest:
+            yield (
+                f"model.recompute_num_layers={number}: must be at most the {largest} layers of a model chunk; lower it,"
+                " or leave it out to recompute all layers"
+            )
+    lacking = [part for part in config.model.recompute_modules or () if part.startswith("moe")]
+    if lacking and not shape.num_experts:
+        yield (
+            f"model.recompute_modules={list(config.model.recompute_modules or ())}: {lacking[0]} must be left out for"
+            f" {shape.model_type}, which has no experts; remove it"
+        )
+    precision, kept = config.precision, {"layernorm", "moe_act"} & set(config.model.recompute_modules or ())
+    if kept and precision.fp8 is not None and precision.fp8_recipe == "delayed":
+        yield (
+            f"model.recompute_modules={list(config.model.recompute_modules or ())}: {min(kept)} cannot be recomputed"
+            " with precision.fp8_recipe=delayed; use mlp or moe, or another recipe"
+        )
+
+
 def engine_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
     """Yield problems of the engine's layout and of the weights that it receives."""
     yield from rollout_block_problems(rollout, layout, shape)

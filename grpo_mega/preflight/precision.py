@@ -86,6 +86,12 @@ def installed_problems(config: Config, machine: Machine) -> Iterator[str]:
     for name in ("grouped_experts", "fused_permutation"):
         if getattr(config.model, name) and transformer_engine is None:
             yield f"model.{name}=true needs Transformer Engine; install it or leave {name} out"
+    parts = config.model.recompute_modules or ()
+    if "layernorm" in parts and transformer_engine is None:  # Megatron's function for it uses names of TE
+        yield (
+            f"model.recompute_modules={list(parts)}: layernorm needs Transformer Engine; install it or leave"
+            " layernorm out"
+        )
     yield from cuda_problems(config.precision, machine.cuda)
     yield from moments_problems(config.optimizer, transformer_engine)
     check_apex()

@@ -1,7 +1,8 @@
 """The policy and its engine: turns on device memory, weight syncs, and recovery of failed engines.
 
-The order in a step: engine sleeps, policy is onloaded -> update -> gradients dropped, optimizer offloaded -> engine
-wakes its weights -> sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation.
+The order in a step: engine sleeps, policy's weights are onloaded -> log-probs of policy, reference and teachers ->
+gradients and optimizer are onloaded -> update -> gradients dropped, optimizer offloaded -> engine wakes its weights ->
+sync and verification -> policy's weights offloaded -> engine wakes its KV cache -> generation.
 `sync_weights` is the part after the update. It also runs before the first step, after a resume and after a restart of a
 server. If a server fails, it is restarted, gets the current weights, and generates the unfinished groups. Ranks with
 only a policy or only an engine do not share their memory.
@@ -28,7 +29,7 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
 from grpo_mega.observe.progress import progress
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.timers import FreeMemory, Timers
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.apply import buckets
 from grpo_mega.weights.plan import TransferPlan
@@ -54,11 +55,14 @@ class Colocation:
     memory: GpuMemory | None  # None if policy and engine share no device memory, for example on a CPU
     log: Callable[[str], None]
     first_engine_rank: int = 0
+    free: FreeMemory | None = None  # None: not measured, without a GPU and on a rank without a policy
 
     def __post_init__(self) -> None:
         wants_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._takes_turns = wants_turns and not self.config.is_separate
         self._num_restarts: Counter[int] = Counter()  # number of restarts by rank of the leader
+        if self.policy is not None:
+            self.policy.make_room = self._make_room
         if self.engine.is_server and self.memory is None:
             self.log("engines do not sleep here, because without a GPU they use host memory")
 
@@ -73,6 +77,7 @@ class Colocation:
             with self.timers("sync"):
                 tensors = {} if self.policy is None else self.policy.tensors()
                 num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
+            self._note("sync")
             if self._takes_turns:
                 with self.timers("offload"):
                     self._policy_memory.offload_weights()
@@ -80,7 +85,7 @@ class Colocation:
                     self.engine.wake_cache()
             failures = self._gather_failures("weight sync")
             if not failures:
-                return {"sync/received_mib": num_bytes / 2**20}
+                return {"sync/received_mib": num_bytes / 2**20} | (self.free.take() if self.free else {})
             self._restart(failures)
 
     @property
@@ -91,24 +96,61 @@ class Colocation:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Reserve the devices for the policy during the context."""
+        self._note("generation")
         if self._takes_turns:
             with self.timers("sleep"):
                 self.engine.sleep()
+            self._note("asleep")
             with self.timers("onload"):
-                self._policy_memory.onload()
+                self._policy_memory.onload_weights()  # Policy.update onloads the rest
         if self.memory is None:
             yield
+            self._note("training")
             return
         with self.memory.peak_of_training():
-            yield
-        if self._takes_turns and self.config.sleep == "auto" and self.memory.both_fit():
-            self._takes_turns = False
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                if self._takes_turns or self.config.sleep == "always":
+                    raise
+                raise EngineError(
+                    f"GPU memory ran out in training while the engine was awake ({error}); continue with --resume"
+                    " --set rollout.sleep=always"
+                ) from error
+        self._note("training")  # nothing of the allocator's peak has been given back yet
+        if self.config.sleep == "auto" and self._takes_turns == self.memory.both_fit():
+            self._change_turns(self.memory)
+
+    def _change_turns(self, memory: GpuMemory) -> None:
+        """Stop taking turns because both fit, or start because they do not fit any more. All ranks call it together."""
+        self._takes_turns = not self._takes_turns
+        if self._takes_turns:
             self.log(
-                f"policy and engine fit on the device together ({self.memory.summary()}): from now on neither is"
-                " offloaded"
+                f"policy and engine do not fit on the device together any more ({memory.summary()}): from now on they"
+                " take turns"
             )
-            self.engine.wake_weights()
-            self.engine.wake_cache()
+            if not memory.ran_out:  # otherwise this rank's engine sleeps already
+                self.engine.sleep()
+            return
+        self.log(f"policy and engine fit on the device together ({memory.summary()}): from now on neither is offloaded")
+        self.engine.wake_weights()
+        self.engine.wake_cache()
+
+    def _make_room(self) -> bool:
+        """Make this rank's engine sleep, because an update ran out of memory. Return False if that is not possible.
+
+        Other ranks know only at the end of the update. So the rank must need none of them, for its passes and for its
+        engine.
+        """
+        can_sleep = self.memory is not None and self.config.sleep == "auto" and not self._takes_turns
+        if self.memory is None or not can_sleep or self.memory.ran_out or self.config.tp > 1:
+            return False
+        if self.policy is None or not self.policy.can_repeat_passes:
+            return False
+        self.memory.ran_out = True
+        self.engine.sleep()
+        torch.cuda.empty_cache()
+        return True
 
     def recover(self, version: int) -> None:
         """Restart failed engines. If there were any, send policy `version` to all engines again.
@@ -120,6 +162,10 @@ class Colocation:
         if failures:
             self._restart(failures)
             self.sync_weights(version)
+
+    def _note(self, phase: str) -> None:
+        if self.free is not None:
+            self.free.note(phase)
 
     def _gather_failures(self, phase: str) -> dict[int, str]:
         """Return the failures of all engines, by the rank of their leader. The result is identical on all ranks."""
@@ -159,6 +205,7 @@ class GpuMemory:
         self._peak = peak
         self._engine_bytes = engine_bytes
         self._training_bytes = 0
+        self.ran_out = False  # True once an update on this rank had no memory left while the engine was awake
         self._total_bytes = torch.cuda.get_device_properties(device).total_memory
 
     @contextmanager
@@ -172,7 +219,7 @@ class GpuMemory:
     def both_fit(self) -> bool:
         """Return True if both fit on every rank and leave MARGIN of the device free. All ranks call it together."""
         is_enough = self._training_bytes + self._engine_bytes <= (1 - MARGIN) * self._total_bytes
-        answer = torch.tensor([int(is_enough)])
+        answer = torch.tensor([int(is_enough and not self.ran_out)])
         dist.all_reduce(answer, op=dist.ReduceOp.MIN)
         return bool(answer)
 

@@ -6,17 +6,23 @@ import os
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from grpo_mega.config import Config, RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
-from grpo_mega.distributed.environment import cuda_compiler
+from grpo_mega.distributed.environment import ALLOCATOR, cuda_compiler
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import raise_all
+from grpo_mega.megatron.model import uses_transformer_engine
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.observe.timers import GIB, FreeMemory
 from grpo_mega.paths import ENGINES
+from grpo_mega.planner.this_machine import free_on_gpu
+from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
+from grpo_mega.preflight.model import Model, experts_per_token
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
@@ -80,6 +86,25 @@ def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: Pe
     return memory
 
 
+def measure_free_memory(config: Config, model: ModelFiles, runtime: Runtime) -> FreeMemory | None:
+    """Return the measure of a trainer's free GPU memory, with the plan's figures."""
+    if not (runtime.trains and runtime.device.is_cuda):
+        return None
+    device = runtime.device.torch_device
+
+    def smallest(values: list[float]) -> list[float]:
+        found = torch.tensor(values)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return found.tolist()
+
+    free = FreeMemory(lambda: torch.cuda.mem_get_info(device)[0], smallest)
+    fields = model.hf_config.to_dict()
+    planned = Model(model.shape, experts_per_token(fields) if model.shape.num_experts else 0, fields)
+    machine, total = Machine(runtime.num_ranks, ranks_per_node()), torch.cuda.mem_get_info(device)[1] / GIB
+    free.planned = free_on_gpu(config, planned, machine, total, uses_te=uses_transformer_engine(model.shape, runtime))
+    return free
+
+
 def ranks_per_node() -> int:
     """Return the number of ranks per node. torchrun and our launcher set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -120,7 +145,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
     )
     buckets: HostBuckets | DeviceBuckets = HostBuckets()
     if device.is_cuda:
-        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        allocator = "".join(os.environ.get(name, "") for name in ALLOCATOR)
         buckets = DeviceBuckets(
             int(config.sync.bucket_mib * 2**20),
             device.torch_device,

@@ -45,7 +45,7 @@ from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import build_engine, build_sync, make_room
+from grpo_mega.run.engines import build_engine, build_sync, make_room, measure_free_memory
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
 from grpo_mega.run.model_files import (
@@ -231,6 +231,8 @@ class TrainingJob:
         owner = "GPU (tensors)" if self.runtime.device.is_cuda else "process"
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(largest.items(), key=lambda item: -item[1]))
         self.log.message(f"peak memory per {owner} by phase, largest over ranks, GiB: {listed}")
+        if self.colocation.free is not None:
+            self.log.message(self.colocation.free.summary())
 
     def _restore(self, policy: Policy, checkpoint: Path, manifest: Manifest) -> None:
         check_model(checkpoint, manifest.model, self.model.shape)
@@ -308,8 +310,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     because it needs no optimizer.
     """
     with ExitStack() as stack:
-        # The workers import in the background while the model is built.
-        pool = stack.enter_context(_reward_pool(config))
+        pool = stack.enter_context(_reward_pool(config))  # workers import in the background while the model is built
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         with shown("reading the tokenizer and the data"):
             model, tokenizer, data, sampler = read_inputs(config)
@@ -331,13 +332,14 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         log = open_log(config, runtime, data.notes)
         stack.callback(log.close)
         gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
-        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
-        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
+        tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
+        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
         trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
+        colocation.free = measure_free_memory(config, model, runtime)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)
         on_all = partial(runtime.raise_on_all_ranks, everyone)

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from tools.benchmarks.gpu import __main__ as bench_gpu
+from tools.benchmarks.gpu.mfu import RECOMPUTED
 from tools.benchmarks.gpu.models import layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, extra_gib, run_sections
+from tools.benchmarks.gpu.step import free_memory
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -75,10 +77,25 @@ def test_log_probs_of_every_path_are_correct(found: dict[str, Any]) -> None:
 
 
 def test_phases_of_a_step_add_up(found: dict[str, Any]) -> None:
-    step = {name: value for name, value in values(found, "step").items() if value is not None}
+    step = {name: value for name, value in values(found, "step").items() if value and "memory" not in name}
     whole = step.pop("whole step")
     assert {"sample", "update", "sync", "logprobs"} < set(step)
     assert sum(step.values()) == pytest.approx(whole, rel=0.02)
+
+
+def test_free_memory_is_compared_with_the_plan() -> None:
+    rows = [
+        {"memory/free_training_gib": free, "memory/planned_free_training_gib": 12.0, "memory/free_sync_gib": 30.0}
+        for free in (14.0, 11.0)
+    ]
+    training, sync = free_memory(rows, "case")
+    assert (training.name, training.value, training.is_met) == ("free memory, training", 11.0, False)
+    assert sync.value == 30 and sync.is_met is None
+
+
+def test_recomputation_is_measured_in_every_form(found: dict[str, Any]) -> None:
+    rows = [row for row in found["rows"] if row["name"] == "throughput against none"]
+    assert len(rows) == len(RECOMPUTED) and all(row["value"] > 0 for row in rows)
 
 
 def test_a_value_meets_its_target_from_the_correct_side() -> None:
@@ -129,7 +146,7 @@ def test_memory_is_not_measured_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, step"),
+        ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, memory, step"),
         pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )

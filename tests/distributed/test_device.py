@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mega import config as configs
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed import environment
 from grpo_mega.distributed.device import Device, PeakMemory
 from grpo_mega.errors import ConfigError
+from grpo_mega.preflight import Machine, find_all
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -63,6 +65,32 @@ def test_a_gpu_is_detected_by_files_of_its_driver(sign: str, tmp_path: Path) -> 
     for hidden in ("", "-1", " "):
         assert environment.gpu_sign({"CUDA_VISIBLE_DEVICES": hidden}, tmp_path) is None
     assert environment.gpu_sign({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == found
+
+
+def test_a_card_without_a_driver_or_device_files_is_detected_on_the_bus(tmp_path: Path) -> None:
+    def plug(address: str, vendor: str, kind: str) -> None:
+        device = tmp_path / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+
+    plug("0000:00:02.0", "0x8086", "0x030000")  # another vendor's display
+    plug("0000:1b:00.1", "0x10de", "0x040300")  # the audio device of a card
+    assert environment.gpu_sign({}, tmp_path) is None
+    plug("0000:1b:00.0", "0x10de", "0x030200")
+    assert environment.gpu_sign({}, tmp_path) == "/sys/bus/pci/devices/0000:1b:00.0"
+    assert environment.gpu_sign({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None
+
+
+def test_a_torch_for_cuda_on_a_machine_without_a_gpu_is_named_in_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(device: str, cuda: str | None) -> list[str]:
+        config = configs.load(ROOT / "examples" / "quickstart.yaml", [f"device={device}"])
+        found = find_all(config, Machine(1, 1, cuda=cuda)).notes
+        return [note for note in found if "built for CUDA 13.0" in note]
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert len(notes("auto", "13.0")) == 1
+    assert not notes("auto", None) and not notes("cpu", "13.0")
 
 
 def test_a_rank_does_not_train_on_the_cpu_if_a_gpu_is_unusable(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:

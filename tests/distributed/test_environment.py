@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_mega.distributed.environment import (
+    ALLOCATOR,
     CORES_VARIABLE,
     LIBRARIES,
     addresses_of,
@@ -39,6 +40,17 @@ def test_deterministic_kernels_are_added_on_request() -> None:
     added = library_environment({"DETERMINISTIC": "1"})
     assert added["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and added["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "NCCL_ALGO" not in library_environment({"DETERMINISTIC": "0"})
+
+
+def test_the_trainers_allocator_expands_segments_on_a_gpu_only(tmp_path: Path) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n")
+    driver.chmod(0o755)
+    gpu = {"PATH": str(tmp_path)}
+    assert library_environment(gpu)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert not ALLOCATOR & library_environment(gpu | {"CUDA_VISIBLE_DEVICES": ""}).keys()
+    for name in ALLOCATOR:
+        assert not ALLOCATOR & library_environment(gpu | {name: "backend:native"}).keys()
 
 
 def test_gloo_uses_the_interface_that_leads_to_the_master() -> None:

@@ -76,5 +76,6 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=f"local rank {torch.cuda.device_count()} has no GPU"):
         devices.select("auto", torch.cuda.device_count())
+    assert devices.select("auto", 0).type == devices.select("cuda", 0).type == "cuda"
     with pytest.raises(ConfigError, match="hide the GPU instead"):
         devices.select("cpu", 0)

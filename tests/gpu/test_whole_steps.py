@@ -14,6 +14,7 @@ import yaml
 from tools.benchmarks.gpu.rank import Options
 from tools.benchmarks.gpu.step import settings_of, write_inputs
 
+WHICH = ("free", "planned_free")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,6 +36,10 @@ def test_trainer_and_server_share_a_gpu_through_whole_steps(sleep: str, tmp_path
     assert len(steps) == 3
     for row in steps:
         assert row["mismatch/k3"] < 0.02 and row["mismatch/abs_mean"] < 0.05
+        assert all(
+            row[f"memory/{which}_{phase}_gib"] > 0 for which in WHICH for phase in ("generation", "training", "sync")
+        )
+        assert ("memory/free_asleep_gib" in row) == (row.get("seconds/sleep", 0) > 0)
     moves = [row.get("seconds/sleep", 0) > 0 for row in steps]
     assert moves == ([True] * 3 if sleep == "always" else [True, False, False])
     said = " ".join((result.stdout + result.stderr).split())  # join the lines that the console broke

@@ -57,7 +57,9 @@ def make_policy(
     """
     hf_config = hf_config or make_config("qwen2", **SIZES)
     sections = {"batch": {"tokens_per_micro_batch": TOKEN_BUDGET}} | sections
-    config = config_of(Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute, **model}, **sections)
+    config = config_of(
+        Path("unused"), {"path": "unused", "dtype": dtype, "recompute": recompute} | dict(model), **sections
+    )
     runtime = runtimes.arrange(config, device)
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     family = family_of(shape.model_type)

@@ -1,8 +1,10 @@
 """Timers: every second belongs to one phase."""
 
+import math
+
 import pytest
 
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.timers import FreeMemory, Timers
 
 
 class Clock:
@@ -55,3 +57,24 @@ def test_a_phase_that_raises_is_still_measured() -> None:
         clock.now += 3
         raise ValueError
     assert timers.lap()["seconds/sample"] == 3
+
+
+def test_free_memory_is_the_smallest_of_a_phase_beside_the_plan() -> None:
+    values, other_rank = iter([9, 4, 6, 7, 3]), [1.0, math.inf, 5.0, math.inf]
+    free = FreeMemory(
+        lambda: next(values) << 30, lambda mine: [min(a, b) for a, b in zip(mine, other_rank, strict=True)]
+    )
+    free.planned = {"generation": 2.5, "asleep": 70.0, "training": 10.0, "sync": 20.0}
+    for phase in ("generation", "training", "training", "sync"):
+        free.note(phase)
+    assert free.take() == {
+        "memory/free_generation_gib": 1,
+        "memory/planned_free_generation_gib": 2.5,
+        "memory/free_training_gib": 4,
+        "memory/planned_free_training_gib": 10,
+        "memory/free_sync_gib": 7,
+        "memory/planned_free_sync_gib": 20,
+    }
+    free.note("training")
+    assert free.take()["memory/free_training_gib"] == 3
+    assert free.summary().endswith("generation 1.0 (plan 2.5), training 3.0 (plan 10.0), sync 7.0 (plan 20.0)")

@@ -353,10 +353,43 @@ def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
     assert crossing["tp-pp-dp"]["pipeline"] == 0 and crossing["tp-pp-dp"]["gradients and weights"] == 8
 
 
+def test_phases_hold_only_what_is_awake_in_them(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(make_config())
+    held = {phase: {part.label for part in parts if part} for phase, parts in plan.worst.phases.items()}
+    stay = {"CUDA contexts", "NCCL buffers", "workspaces", "sync buckets", "engine's workspaces"}
+    assert held["asleep"] == stay and all(stay <= labels for labels in held.values())
+    assert {phase for phase, labels in held.items() if "engine's graphs" in labels} == {"sampling"}
+    assert {phase for phase, labels in held.items() if "optimizer state" in labels} == {"update", "checkpoint"}
+    free, totals = plan.free_gib, {phase: part.gib for phase, part in plan.worst.totals.items()}
+    assert free["generation"] == pytest.approx(plan.capacity_gib - totals["sampling"])
+    assert free["asleep"] == pytest.approx(plan.capacity_gib - totals["asleep"])
+    training = max(stage.totals[phase].gib for stage in plan.stages for phase in ("log-probs", "update", "checkpoint"))
+    assert free["training"] == plan.capacity_gib - training
+    assert cli.main(["plan", str(make_config())]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {row} " in said for row in ("NCCL buffers", "engine's graphs", "engine's workspaces"))
+    assert cli.main(["plan", str(make_config()), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["free_gib"] == {name: round(gib, 3) for name, gib in free.items()}
+
+
+def test_recomputing_some_layers_lies_between_none_and_all(make_config: MakeConfig) -> None:
+    def figures(**changes: Any) -> tuple[float, float]:
+        plan = plan_of(make_config(**{"layout.pp": 4, "layout.dp": 4} | changes))
+        return plan.worst.totals["update"].gib, float(plan.timing.step)
+
+    (most, fastest), (least, slowest) = (figures(**{"model.recompute": name}) for name in ("none", "full"))
+    halves = {"model.recompute": "full", "model.recompute_num_layers": 10}
+    memory, seconds = figures(**halves)
+    assert memory == pytest.approx((most + least) / 2, rel=0.1) and least < memory < most
+    assert seconds == pytest.approx((fastest + slowest) / 2, rel=0.02) and fastest < seconds < slowest
+    core = {"model.recompute": "selective", "model.recompute_modules": ["core_attn", "mlp"]}
+    assert figures(**{"model.recompute": "selective"})[1] < figures(**core)[1] < slowest
+
+
 def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_config: MakeConfig) -> None:
     turns = plan_of(make_config())
     never = plan_of(make_config(**{"rollout.sleep": "never", "rollout.memory_fraction": 0.4}))
-    cache = never.engine.cache.value + never.engine.weights.value
+    cache = never.engine.cache.value + never.engine.weights.value + never.engine.graphs.value
     for before, after in zip(turns.stages, never.stages, strict=True):
         assert after.totals["update"].value == pytest.approx(before.totals["update"].value + cache)
     assert never.host.pinned[1].value == 0

@@ -40,7 +40,7 @@ def test_a_teachers_memory_equals_arithmetic_by_hand() -> None:
     (hidden,) = [figure for figure in exact_plan.host.other if figure.label == "teacher's hidden states"]
     assert hidden.value == 8 * (32 * 16 / 4 * 1024) * 8192 * 2  # 8 ranks of the last stage on a node
     update = exact_plan.stages[3].phases["update"]
-    (head,) = [figure for figure in update if figure.label == "teacher's output layer"]
+    (head,) = [figure for figure in update if figure.label == "teachers' output layers"]
     assert head.value == 2 * embedding / 4
     assert plan.stages[0].totals["update"].value == alone.stages[0].totals["update"].value
     seconds = [next(f.value for f in p.timing.phases if f.label == "log-probs") for p in (alone, plan)]

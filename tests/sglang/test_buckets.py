@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout.sglang.buckets import HostBuckets
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.weights.apply import Bucket
@@ -57,3 +60,23 @@ def test_a_bucket_is_not_filled_again_before_the_server_has_read_it(tmp_path: Pa
     assert again[0].data_ptr() == filled[0].data_ptr() != filled[1].data_ptr()
     assert filled[1].tolist() == [2] * 40 and not session.posted[1].done()
     engine._buckets.close()
+
+
+def test_buckets_are_outside_expandable_segments_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[str] = []
+    real = torch._C._accelerator_setAllocatorSettings
+
+    def record(setting: str) -> None:
+        settings.append(setting)
+        real(setting)
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", record)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext(settings.append("allocate")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DeviceBuckets(64, torch.device("cpu"), has_expandable_segments=True)
+        assert settings == ["expandable_segments:False", "allocate", "expandable_segments:True"] * NUM_BUFFERS
+        settings.clear()
+        DeviceBuckets(64, torch.device("cpu"), has_expandable_segments=False)
+        assert settings == ["allocate"] * NUM_BUFFERS

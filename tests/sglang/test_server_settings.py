@@ -72,6 +72,14 @@ def test_graphs_sleep_and_a_restart_ignores_what_trainers_hold() -> None:
     assert all(f"{name} = Env" in environ for name in found if "MEMORY" in name)
 
 
+def test_a_gpu_server_computes_fp32_products_in_fp32() -> None:
+    """SGLang turns TF32 on for some models, whatever its arguments say."""
+    assert server_environment({}, CUDA)["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert server_environment({"NVIDIA_TF32_OVERRIDE": "1"}, CUDA)["NVIDIA_TF32_OVERRIDE"] == "1"
+    assert "NVIDIA_TF32_OVERRIDE" not in server_environment({}, SETTINGS)
+    assert 'overrides["enable_tf32_matmul"] = True' in sglang_source("srt/arg_groups/model_overrides/glm4_moe.py")
+
+
 def test_deepgemm_does_not_compile_all_shapes_before_an_fp8_server_answers() -> None:
     fp8 = changed(CUDA, {"quantization": "fp8"})
     names = ("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP")

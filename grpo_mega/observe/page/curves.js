@@ -52,8 +52,9 @@ function drawCurves(parent) {
   add("Balancing loss", lines([["moe/aux_loss", "1 is balanced"]]), { note: "mean over layers, without its coefficient" });
 
   addTimes(add, taken);
-  const phases = below("memory/").map((name) => [`memory/${name}`, name.replace(/_gib$/, "")]);
-  add("Peak memory by phase", lines(phases), { note: "GiB, first rank" });
+  const memory = (isFree, text) => lines(below("memory/").filter((name) => /^(planned_)?free_/.test(name) === isFree).map((name) => [`memory/${name}`, text(name.replace(/_gib$/, ""))]));
+  add("Peak memory by phase", memory(false, (name) => name), { note: "GiB, first rank" });
+  add("Free device memory by phase", memory(true, (name) => name.replace(/^planned_free_(.*)/, "$1, planned").replace(/^free_/, "")), { note: "GiB, smallest over ranks" });
   if (data.experts?.rows.length) charts.append(expertLoads(data.experts));
   parent.append(curveTools(), charts);
 

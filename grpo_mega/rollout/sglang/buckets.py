@@ -81,11 +81,11 @@ class DeviceBuckets:
 
     def _make(self, num_bytes: int) -> Tensor:
         if self._has_expandable_segments:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         with torch.cuda.use_mem_pool(self._pool):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         if self._has_expandable_segments:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         return buffer
 
     def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:

@@ -414,6 +414,8 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
             "SGLANG_CACHE_DIR": str(server_cache(environ)),
             # A restarted server shares its GPUs with trainers, so their free memory may differ.
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            # For some models, such as GLM-4.5, SGLang turns TF32 on. The trainer's routers compute in full fp32.
+            "NVIDIA_TF32_OVERRIDE": "0",
         }
         if settings.has_memory_saver:
             usual["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs sleep too (engine.py)

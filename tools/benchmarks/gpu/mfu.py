@@ -10,8 +10,10 @@ not fit, it gets fewer layers, and the case says how many.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +38,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8 tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8 blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "selective": {"recompute": "selective"},
+    "selective, also core_attn": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute": "full"},
+    "full, one layer": {"recompute": "full", "recompute_num_layers": 1},
 }
 
 
@@ -101,7 +110,15 @@ def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure
             found.append(Figure("mfu", case, "throughput against bf16", rate / bf16[1], "times", FP8_TARGET, "more"))
         else:
             options.say(f"mfu: {case} cannot be compared: bf16 was measured with other layers, or not at all")
-    return found
+    return [*found, *([] if bf16 is None else _recomputed(model, *bf16, work, device, options))]
+
+
+def _recomputed(model: str, layers: int, rate: float, work: Work, device: Any, options: Options) -> Iterator[Figure]:
+    """Yield the throughput with recomputation in bf16, relative to `rate` without."""
+    for name, settings in RECOMPUTED.items():
+        seconds = _measure(model, layers, work, {}, device, options.repeat, settings)
+        share = None if seconds is None else work.tokens * work.micro_batches / seconds / rate
+        yield Figure("mfu", f"{model}, recompute {name}", "throughput against none", share, "times")
 
 
 def _fitting(
@@ -122,11 +139,19 @@ def _fitting(
         layers = max(1, layers * 4 // 5)
 
 
-def _measure(model: str, layers: int, work: Work, settings: dict[str, Any], device: Any, repeat: int) -> float | None:
+def _measure(
+    model: str,
+    layers: int,
+    work: Work,
+    settings: dict[str, Any],
+    device: Any,
+    repeat: int,
+    recompute: Mapping[str, Any] = MappingProxyType({}),
+) -> float | None:
     """Return the median seconds of a step; None if memory runs out."""
     config = config_of(
         Path("unused"),
-        {"path": "unused", "dtype": "bfloat16"},
+        {"path": "unused", "dtype": "bfloat16"} | dict(recompute),
         precision=settings,
         data={"train": "unused", "max_prompt_length": work.prompt_tokens},
         rollout={"max_response_length": work.segment_tokens - work.prompt_tokens},

@@ -14,11 +14,13 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_mega.observe.timers import FreeMemory
 from grpo_mega.yaml_text import dump_yaml
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.engine import write_config
@@ -85,4 +87,14 @@ def figures(rows: list[dict[str, Any]], settings: dict[str, Any]) -> list[Figure
     samples = settings["batch"]["prompts_per_step"] * settings["algorithm"]["group_size"]
     case = f"{samples} samples of {settings['rollout']['max_response_length']}, {settings['rollout']['engine']}"
     ordered = sorted(medians.items(), key=lambda item: (item[0] != "step", -item[1]))
-    return [Figure("step", case, "whole step" if name == "step" else name, value, "s") for name, value in ordered]
+    found = [Figure("step", case, "whole step" if name == "step" else name, value, "s") for name, value in ordered]
+    return [*found, *free_memory(rows, case)]
+
+
+def free_memory(rows: list[dict[str, Any]], case: str) -> Iterator[Figure]:
+    """Yield the lowest free memory of the device in each phase. A plan that promises more is wrong."""
+    for phase in FreeMemory.PHASES:
+        measured = [row[name] for row in rows if (name := f"memory/free_{phase}_gib") in row]
+        if measured:
+            planned = rows[-1].get(f"memory/planned_free_{phase}_gib")
+            yield Figure("step", case, f"free memory, {phase}", min(measured), "GiB", planned, "more")
