@@ -231,8 +231,6 @@ class TrainingJob:
         owner = "GPU (tensors)" if self.runtime.device.is_cuda else "process"
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(largest.items(), key=lambda item: -item[1]))
         self.log.message(f"peak memory per {owner} by phase, largest over ranks, GiB: {listed}")
-        if self.colocation.free is not None:
-            self.log.message(self.colocation.free.summary())
 
     def _restore(self, policy: Policy, checkpoint: Path, manifest: Manifest) -> None:
         check_model(checkpoint, manifest.model, self.model.shape)
@@ -264,6 +262,11 @@ class Job(TrainingJob):
 
     colocation: Colocation
     rollouts: Rollouts
+
+    def log_peak_memory(self) -> None:
+        super().log_peak_memory()
+        if self.colocation.free is not None:
+            self.log.message(self.colocation.free.summary())
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
