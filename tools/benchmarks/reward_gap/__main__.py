@@ -86,11 +86,10 @@ def measure(out: Path, runs: Sequence[tuple[str, str]], steps: int, unevaluated:
     for task, reward in runs:
         if not (out / task / "sft" / "hf").exists():  # this folder is written last
             print(f"+ {task}", file=sys.stderr, flush=True)
-            settings = (
-                f"run_dir={out / task / 'sft'} model.path={out / task / 'model'} data.train={out / task / 'sft.jsonl'}"
-            )
-            sft = ["-m", "grpo_mega.cli", "sft", str(ROOT / "examples" / "quickstart_sft.yaml")]
-            for program in ([str(TASKS[task]), str(out / task)], [*sft, *(f"--set={one}" for one in settings.split())]):
+            paths = {"run_dir": "sft", "model.path": "model", "data.train": "sft.jsonl"}
+            settings = [f"--set={key}={out / task / name}" for key, name in paths.items()]
+            sft = ["-m", "grpo_mega.cli", "sft", str(ROOT / "examples" / "quickstart_sft.yaml"), *settings]
+            for program in ([str(TASKS[task]), str(out / task)], sft):
                 if subprocess.run([sys.executable, *program]).returncode:
                     raise harness.RunFailed(f"{program[0]} failed for {task}; see above")
         run = out / f"{task}-{reward}{'-unevaluated' if unevaluated else ''}"
