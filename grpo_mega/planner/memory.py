@@ -53,7 +53,7 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
     gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
     bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
-    moving = product("sync buckets in flight", count=1 if setup.is_served or setup.is_separate else 3, bucket=bucket)
+    moving = product("sync buckets in flight", count=2 if setup.is_served or setup.is_separate else 5, bucket=bucket)
     awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.extra]
     resident = [] if setup.takes_turns else awake[:2] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
@@ -126,7 +126,7 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
         product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", lambda: (trainer + served) * communicator),
         product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", count=2 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
+        product("sync buckets", count=3 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
         *([] if setup.is_separate else [engine.asleep]),
     ]
 
@@ -141,7 +141,7 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
     return [
         product("CUDA contexts", count=2 if setup.is_served else 1, context=assumed.context_gib * GIB),
         product("NCCL buffers", groups=groups, communicator=assumed.communicator_gib * GIB),
-        product("sync buckets", count=2, bucket=setup.config.sync.bucket_mib * 2**20),
+        product("sync buckets", count=3, bucket=setup.config.sync.bucket_mib * 2**20),
         engine.asleep,
         engine.weights,
         engine.cache,
