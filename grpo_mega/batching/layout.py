@@ -92,7 +92,9 @@ def routes_row(batch: PackedBatch, samples: Sequence[Sample]) -> Tensor | None:
         return None
     row = np.full((batch.num_tokens, *known[0].shape[1:]), unknown_expert(known[0].dtype), known[0].dtype)
     for (start, end), routes in zip(pairwise(batch.cu_seqlens.tolist()), recorded, strict=False):  # padding has none
-        for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank) if routes else []:
+        if routes is None:
+            continue
+        for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank):
             experts = routes.experts[chunk.start : chunk.stop]
             row[start : start + len(experts)] = experts
             start += len(chunk)

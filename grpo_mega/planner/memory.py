@@ -382,10 +382,12 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    state_bytes = node[0].storage.host_bytes if node else 0
     taught = sum(max(_teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in teachers)
     pinned = [
         product("weights", needed=max(moves, has_reference), weights=weights),
         product("optimizer state", needed=moves, optimizer=sum(s.largest_optimizer for s in node)),
+        product("optimizer.cpu_offload", bytes=state_bytes, elements=sum(s.largest_share for s in node)),
         product("reference", needed=has_reference, weights=weights),
         product("teachers", ranks=ranks, weights=taught),
     ]

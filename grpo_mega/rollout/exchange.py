@@ -79,16 +79,18 @@ def send_routes(samples: Sequence[Sample], readers: Sequence[Collection[int]], d
         sent: list[list[int]] = [[] for _ in range(world_size)]
         received: list[list[int]] = [[] for _ in range(world_size)]
         for i in members:
-            owner = held[i].rank
+            owner = held[i].rank or 0
             for reader in readers[i] if owner == rank else ():
                 sent[reader].extend([i] if reader != rank else [])
             if owner != rank and rank in readers[i]:
                 received[owner].append(i)
-        sizes = [[sum(held[i].experts.nbytes for i in some) for some in lists] for lists in (received, sent)]
+        from_ranks, to_ranks = (
+            [sum(held[i].experts.nbytes for i in some) for some in lists] for lists in (received, sent)
+        )
         parts = [torch.from_numpy(held[i].experts).reshape(-1).view(torch.uint8) for some in sent for i in some]
         outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        incoming = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(incoming, outgoing.to(device), *sizes)
+        incoming = torch.empty(sum(from_ranks), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(incoming, outgoing.to(device), from_ranks, to_ranks)
         start, found = 0, incoming.cpu().numpy()
         for i in chain.from_iterable(received):
             like = held[i].experts
