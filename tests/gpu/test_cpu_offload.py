@@ -70,9 +70,7 @@ def test_three_steps_equal_the_usual_optimizers_and_torchs(device: Device) -> No
             assert (mine != other).float().mean() < 0.02, name
 
 
-def test_its_state_is_on_the_host_and_a_checkpoint_continues_in_either_optimizer(
-    device: Device, tmp_path: Path
-) -> None:
+def test_its_state_stays_on_the_host_and_either_optimizer_can_resume_it(device: Device, tmp_path: Path) -> None:
     for name in ("untrained", "trained"):
         (tmp_path / name).mkdir()
     policy = make_policy(device, optimizer=SETTINGS | {"cpu_offload": True})

@@ -251,7 +251,7 @@ def test_arguments_come_from_the_settings_after_the_users_arguments() -> None:
         (SETTINGS, "bfloat16", {}, False),
     ],
 )
-def test_logits_of_a_bf16_engine_on_a_gpu_are_float32_unless_the_user_decides(
+def test_a_bf16_engine_on_a_gpu_has_float32_logits_unless_set_otherwise(
     settings: EngineSettings, dtype: str, extra: dict[str, bool], expected: bool
 ) -> None:
     words = server_arguments(replace(changed(settings, {"server_args": extra}), dtype=dtype), "name", 1)
