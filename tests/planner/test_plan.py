@@ -376,12 +376,12 @@ def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_conf
 
 
 def test_memory_that_the_trainer_keeps_is_counted_in_every_phase(make_config: MakeConfig) -> None:
-    """Count the context, the workspaces, and the two buckets that the engine has opened; a sync has a third bucket."""
+    """Count the context, the workspaces, and the three buckets that the engine has opened; a sync has two more."""
     plan = plan_of(make_config(**{"sync.bucket_mib": 384}))
     for phase in PHASES:
         found = {figure.label: figure.value for figure in plan.worst.phases[phase]}
-        assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 2 * 384 * 2**20)
-        assert found.get("sync buckets in flight") == (384 * 2**20 if phase == "sync" else None)
+        assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 3 * 384 * 2**20)
+        assert found.get("sync buckets in flight") == (2 * 384 * 2**20 if phase == "sync" else None)
 
 
 def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: MakeConfig) -> None:
