@@ -18,7 +18,6 @@ from grpo_mega.observe.progress import phase
 from grpo_mega.observe.run_log import num_logged
 from grpo_mega.rewards.scorer import drop_unusable
 from grpo_mega.rollout.backlog import Backlog
-from grpo_mega.rollout.routes import share_live
 from grpo_mega.run.batches import (
     assign_advantages,
     attach_logprobs,
@@ -27,6 +26,7 @@ from grpo_mega.run.batches import (
     gather_old_logprobs,
     is_zero_variance,
     pack,
+    share_live,
     staleness_metrics,
     update_policy,
 )
@@ -186,7 +186,7 @@ def after_update(
         if job.config.rollout.keeps_unfinished:
             metrics |= staleness_metrics(samples, old_logprobs, step)
         if job.config.rollout.routing_replay:
-            metrics |= {"routing/live": share_live(samples)}
+            metrics |= {"routing/live": share_live(samples, job.runtime)}
         blamed = [samples[i] for i in sorted(policy.nonfinite_samples)]
         for message in (
             *job.health.observe(step + 1, metrics, blamed),

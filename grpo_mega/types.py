@@ -58,6 +58,9 @@ class Routes:
 
     experts: NDArray[Any]  # [tokens, MoE layers, experts per token] uint8 or uint16
     checksum: int  # CRC-32 of the experts' bytes, computed by the recording engine
+    # The rank that has the experts. Other ranks have the array's shape until they get the experts of the samples that
+    # they train. None: every rank has them.
+    rank: int | None = None
 
 
 def unknown_expert(dtype: Any) -> int:

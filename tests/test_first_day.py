@@ -73,12 +73,51 @@ def commands_of(folder: Path, extras: str, *arguments: str) -> list[str]:
 
 
 def test_a_first_day_needs_neither_transformer_engine_nor_sglang(tmp_path: Path) -> None:
-    [run] = [line for line in commands_of(tmp_path / "all", "gpu dev") if "cli train" in line]
+    runs = [line for line in commands_of(tmp_path / "all", "gpu dev") if "cli train" in line]
+    [run] = [line for line in runs if "steps=1 " not in line and "steps=3 " not in line]
     assert "rollout.engine=sglang" in run and "precision.fp8=hybrid" in run
     commands = commands_of(tmp_path / "less", "dev", "--without", "te,sglang")
-    [run] = [line for line in commands if "cli train" in line]
-    assert "rollout.engine=embedded" in run and "fp8" not in run
+    runs = [line for line in commands if "cli train" in line]
+    assert len(runs) == 3 and all("rollout.engine=embedded" in run and "fp8" not in run for run in runs)
     assert not any("--nvcc" in line or "[gpu" in line or "gpu]" in line for line in commands)
+
+
+def test_memory_and_whole_steps_come_first_and_fp8_rollouts_last(tmp_path: Path) -> None:
+    """The order of the commands is the order in which a first hour on a card answers questions."""
+    commands = commands_of(tmp_path / "day", "gpu dev")
+    words = (
+        "check_node.py",
+        "check_allreduce.py",
+        "tests/gpu/test_memory.py",
+        "tests/gpu/test_whole_steps.py",
+        "deterministic1",
+        "deterministic2 --set rollout.engine=embedded",
+        "--same",
+        "cli plan",
+        "tools/benchmarks/gpu",
+        "--ignore=tests/gpu/test_memory.py",
+        "rollout.quantization=fp8",
+        "cli report",
+    )
+    places = [next(i for i, line in enumerate(commands) if word in line) for word in words]
+    assert places == sorted(places) and len(set(places)) == len(places), commands
+
+
+def test_two_runs_have_the_same_bits_only_if_every_figure_is_equal(tmp_path: Path) -> None:
+    row = STEP | {"loss/total": 0.1234567891234567}
+    other = {"times": row | {"seconds/step": 3.0}, "bits": row | {"grad_norm": 0.5000000001}, "none": STEP}
+    for name, figures in {"first": row, **other}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(figures) + "\n")
+
+    def compared(name: str) -> tuple[int, str]:
+        command = [sys.executable, str(ROOT / "tools" / "first_day_report.py"), str(tmp_path / "first")]
+        result = subprocess.run([*command, "--same", str(tmp_path / name)], capture_output=True, text=True)
+        return result.returncode, result.stdout
+
+    assert compared("times") == (0, "both runs have the same figures\n")
+    assert compared("bits") == (1, "step 1: grad_norm is 0.5 and 0.5000000001\n")
+    assert compared("none") == (1, "steps: 1 and 0; both runs must have the same number, at least 1\n")
 
 
 def test_failed_parts_and_broken_rules_of_the_run_end_in_code_1(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 # tools/first_day.sh MODEL [--data DATA] [--out FOLDER] [--without te,sglang]: test a machine with new GPUs, in about an hour.
 # tools/first_day.sh --cpu [--out FOLDER]: try this script at tiny sizes on emulated kernels, in minutes; its figures mean nothing.
 #
-# The script checks the installation and the links, runs tests/gpu and tools/benchmarks/gpu, and trains MODEL for 20 steps in FP8
-# with SGLang on the same GPUs. MODEL is the folder of an instruct model of 0.5B to 2B parameters. FOLDER/report.md lists every
+# The script checks the installation and the links, and runs first what everything else needs: memory and whole steps. It takes a
+# step with deterministic kernels twice and compares the bits, trains MODEL for 20 steps in FP8 with SGLang on the same GPUs, measures
+# tools/benchmarks/gpu, and runs the remaining tests. FP8 rollouts are last. MODEL is the folder of an instruct model of 0.5B to 2B parameters. FOLDER/report.md lists every
 # figure with its target; attach the folder to an issue. If a step fails, the others still run, and the exit code is 1.
 # --without te leaves out Transformer Engine, so it trains in bf16; --without sglang generates with the embedded engine. The tests and
 # benchmarks that need them are skipped. Both together need only torch, Megatron-core and the rest of the extra `dev`.
@@ -90,10 +91,24 @@ else
         step allreduce env SLURM_NNODES=1 SLURM_NODEID=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 \
             "${python[@]}" tools/check_allreduce.py --ranks "$num_gpus" --node-floor 200 --out "$OUT/slow_nodes"
     fi
-    step tests "${python[@]}" -m pytest -q -p no:cacheprovider tests/gpu
-    step benchmarks "${python[@]}" tools/benchmarks/gpu --quick
+    # Memory and whole steps come first: without them no run on the card can be right.
+    tests=("${python[@]}" -m pytest -q -p no:cacheprovider)
+    step memory "${tests[@]}" tests/gpu/test_memory.py tests/gpu/test_offload.py tests/gpu/test_server.py
+    step whole_steps "${tests[@]}" tests/gpu/test_whole_steps.py
+    for number in 1 2; do
+        step "deterministic$number" env DETERMINISTIC=1 "${python[@]}" -m grpo_mega.cli train examples/qwen2.5-1.5b.yaml "${settings[@]}" \
+            --set "run_dir=$OUT/deterministic$number" --set rollout.engine=embedded --set steps=1 --set eval.interval=0 --set checkpoint.interval=0
+    done
+    step same_bits "${python[@]}" tools/first_day_report.py --same "$OUT/deterministic1" "$OUT/deterministic2"
     step plan "${python[@]}" -m grpo_mega.cli plan examples/qwen2.5-1.5b.yaml --json "${settings[@]}"
     step train "${python[@]}" -m grpo_mega.cli train examples/qwen2.5-1.5b.yaml "${settings[@]}"
+    step benchmarks "${python[@]}" tools/benchmarks/gpu --quick
+    step tests "${tests[@]}" tests/gpu --ignore=tests/gpu/test_memory.py --ignore=tests/gpu/test_offload.py \
+        --ignore=tests/gpu/test_server.py --ignore=tests/gpu/test_whole_steps.py
+    if [[ "$WITHOUT" != *sglang* ]]; then # last, because DeepGEMM compiles for many minutes unless its cache is warm
+        step fp8_rollouts "${python[@]}" -m grpo_mega.cli train examples/qwen2.5-1.5b.yaml "${settings[@]}" \
+            --set "run_dir=$OUT/fp8_rollouts" --set rollout.quantization=fp8 --set steps=3 --set eval.interval=0 --set checkpoint.interval=0
+    fi
 fi
 step html "${python[@]}" -m grpo_mega.cli report "$OUT/run"
 exec "${python[@]}" tools/first_day_report.py "$OUT"

@@ -18,6 +18,7 @@ from grpo_mega.paths import user_path
 
 MOST_K3 = 0.01  # nats per token between trainer and engine; emulated FP8 kernels with a bf16 engine stay below 0.002
 MOST_OF_PLAN = 1.5  # a step may take this many times the plan's estimate
+REPEATED = ("loss/", "grad_norm", "reward/", "mismatch/", "kl/", "response_length/")  # equal in runs with the same bits
 
 Row = dict[str, Any]  # part, name, value, target, met (None without a target)
 
@@ -25,7 +26,13 @@ Row = dict[str, Any]  # part, name, value, target, met (None without a target)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=user_path)
-    folder = parser.parse_args().folder
+    parser.add_argument(
+        "--same", type=user_path, metavar="RUN", help="compare the figures of two runs of one step instead"
+    )
+    options = parser.parse_args()
+    folder = options.folder
+    if options.same is not None:
+        return compare(folder, options.same)
     parts = read_lines(folder / "steps.jsonl")
     bench, plan = last_json(folder / "benchmarks.log"), last_json(folder / "plan.log")
     rows = [row_of("parts", p["name"], f"code {p['code']}, {p['seconds']} s", "code 0", p["code"] == 0) for p in parts]
@@ -42,6 +49,22 @@ def main() -> int:
     if failed:
         print(f"failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def compare(first: Path, second: Path) -> int:
+    """Print the figures of two runs that differ, without times and memory. Return 1 if there are any."""
+    rows = [[row for row in read_lines(run / "metrics.jsonl") if "loss/total" in row] for run in (first, second)]
+    if not rows[0] or len(rows[0]) != len(rows[1]):
+        print(f"steps: {len(rows[0])} and {len(rows[1])}; both runs must have the same number, at least 1")
+        return 1
+    differing = [
+        f"step {number}: {name} is {a.get(name)} and {b.get(name)}"
+        for number, (a, b) in enumerate(zip(*rows, strict=True), 1)
+        for name in sorted(a.keys() | b.keys())
+        if name.startswith(REPEATED) and a.get(name) != b.get(name)
+    ]
+    print("\n".join(differing) or "both runs have the same figures")
+    return int(bool(differing))
 
 
 def run_rows(metrics: list[dict[str, Any]], plan: dict[str, Any], *, has_gpu: bool) -> list[Row]:

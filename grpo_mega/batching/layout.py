@@ -14,10 +14,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mega.types import PackedBatch, Sample
+from grpo_mega.types import PackedBatch, Sample, unknown_expert
 
 
 def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = False) -> slice:
@@ -46,11 +47,7 @@ def part_of(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
     cuts = batch.cu_seqlens.tolist()
     parts = ((start, chunks_of(end - start, cp_size, cp_rank)) for start, end in pairwise(cuts))
     rows = torch.cat([start + torch.arange(c.start, c.stop) for start, chunks in parts for c in chunks])
-    kept: dict[str, Any] = {
-        name: v[rows] for name, v in _tensors(batch).items() if name not in ("cu_seqlens", "routes")
-    }
-    if batch.routes is not None:
-        kept["routes"] = torch.from_numpy(batch.routes.numpy()[rows.numpy()])  # torch cannot index uint16
+    kept: dict[str, Any] = {name: v[rows] for name, v in _tensors(batch).items() if name != "cu_seqlens"}
     return replace(batch, **kept, cu_seqlens=batch.cu_seqlens // cp_size, cp_size=cp_size, cp_rank=cp_rank)
 
 
@@ -82,6 +79,26 @@ def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence
         for in_row, in_response in places:
             values_T[in_row] = values[index][in_response]
     return values_T
+
+
+def routes_row(batch: PackedBatch, samples: Sequence[Sample]) -> Tensor | None:
+    """Return the recorded experts of the row's tokens (see PackedBatch.routes). `samples` are all samples of the step.
+
+    Tokens without a record have `unknown_expert`.
+    """
+    recorded = [samples[index].routes for index in batch.sample_indices]
+    known = [routes.experts for routes in recorded if routes]
+    if not known:
+        return None
+    row = np.full((batch.num_tokens, *known[0].shape[1:]), unknown_expert(known[0].dtype), known[0].dtype)
+    for (start, end), routes in zip(pairwise(batch.cu_seqlens.tolist()), recorded, strict=False):  # padding has none
+        if routes is None:
+            continue
+        for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank):
+            experts = routes.experts[chunk.start : chunk.stop]
+            row[start : start + len(experts)] = experts
+            start += len(chunk)
+    return torch.from_numpy(row)
 
 
 def segments(batch: PackedBatch) -> Tensor:

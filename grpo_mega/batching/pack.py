@@ -2,10 +2,11 @@
 sample.
 
 Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with
-NaN for advantages that are not assigned yet. Each row has only the part of its context-parallel rank; lengths and
-budgets count the tokens of one such rank. Within a mini-batch every rank has the same number of micro-batches, all of
-the same length T. If there are too few samples, some micro-batches are only padding, with loss 0. The assignment of
-samples to micro-batches never changes loss, gradient or metrics.
+NaN for advantages that are not assigned yet. Routes are attached later, when they have reached the ranks that train
+them. Each row has only the part of its context-parallel rank; lengths and budgets count the tokens of one such rank.
+Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there are too few
+samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
+loss, gradient or metrics.
 
 All micro-batches are padded to the longest one, so `balance` minimises its length: samples are placed longest first,
 then exchanged between long and short micro-batches ("bins"). Equal tokens mean equal work, except in attention, because
@@ -28,7 +29,7 @@ from torch import Tensor
 from grpo_mega.batching.layout import part_of, response_slice
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
-from grpo_mega.types import Group, PackedBatch, Sample, unknown_expert
+from grpo_mega.types import Group, PackedBatch, Sample
 
 CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # the longest bin may exceed the mean by these shares, tried in this order
 MAX_ROUNDS = 40  # rounds of exchanges per share
@@ -254,10 +255,6 @@ def _pack_one(
     tokens, targets, position_ids = torch.zeros(3, num_tokens, dtype=torch.int64).unbind()
     loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
     chosen = [samples[member] for member in members]
-    routes = None
-    if known := [sample.routes.experts for sample in chosen if sample.routes]:
-        shape, dtype = (num_tokens, *known[0].shape[1:]), known[0].dtype
-        routes = torch.from_numpy(np.full(shape, unknown_expert(dtype), dtype))
     boundaries = [0]
     for member in members:
         sample, start = samples[member], boundaries[-1]
@@ -274,8 +271,6 @@ def _pack_one(
         loss_weights[response] = weights[member]
         advantages[response] = torch.nan if sample.advantages is None else sample.advantages
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
-        if routes is not None and sample.routes is not None:
-            routes[start : start + len(sample.routes.experts)] = torch.from_numpy(sample.routes.experts)
         boundaries.append(start + length)
     segments = _lay_prompts(chosen, tokens, position_ids, boundaries) if spec.share_prompts else None
     if boundaries[-1] < num_tokens:
@@ -292,7 +287,6 @@ def _pack_one(
         rollout_logprobs=rollout_logprobs,
         sample_indices=[offset + member for member in members],
         lengths=[samples[member].total_len for member in members],
-        routes=routes,
         shared_prompt_segments=segments,
     )
 

@@ -157,7 +157,7 @@ def hold_weights(raw: dict[str, Any]) -> None:
     """Change a config so that the trainer's side only holds weights: it neither computes nor steps."""
     raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
     raw["precision"] = {}
-    raw["optimizer"] |= {"moments_dtype": "float32"}
+    raw["optimizer"] |= {"moments_dtype": "float32", "cpu_offload": False}
     raw["algorithm"] |= {"recipe": "grpo"} if raw["algorithm"]["recipe"] == "sft" else {}  # its data has answers
     raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}

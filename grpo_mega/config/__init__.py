@@ -23,6 +23,7 @@ from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import SEPARATOR, Section, inner_section
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.model import GuardConfig, ModelConfig, PrecisionConfig, RouterConfig, TeacherConfig
+from grpo_mega.config.optimizer import OptimizerConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 from grpo_mega.config.run import (
@@ -32,7 +33,6 @@ from grpo_mega.config.run import (
     EvalConfig,
     LayoutConfig,
     LogConfig,
-    OptimizerConfig,
 )
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import CONFIG_FILE, read_file

@@ -210,7 +210,7 @@ class RolloutConfig(Section):
 class SyncConfig(Section):
     bucket_mib: PositiveFloat = Field(
         default=256.0,
-        description="MiB of weights that a rank sends to its engine at once. Two such buckets are allocated.",
+        description="MiB of weights that a rank sends at once. A rank has up to five such buckets.",
     )
     verify: bool = Field(
         default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."

@@ -1,4 +1,4 @@
-"""The config of a run, and its sections for layout, batch, optimizer, evaluation, checkpoints and logs.
+"""The config of a run, and its sections for layout, batch, evaluation, checkpoints and logs.
 
 A key's description has its meaning and unit, and the meaning of None or 0. `_problems` yields the
 broken rules that need only the config.
@@ -18,8 +18,6 @@ from grpo_mega.config.base import (
     MAX_RANKS,
     FilePath,
     Fraction,
-    Momentum,
-    NonNegativeFloat,
     NonNegativeInt,
     NumRanks,
     PositiveFloat,
@@ -31,6 +29,7 @@ from grpo_mega.config.base import (
 )
 from grpo_mega.config.data import DataConfig
 from grpo_mega.config.model import ModelConfig, PrecisionConfig, TeacherConfig
+from grpo_mega.config.optimizer import OptimizerConfig
 from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
@@ -149,37 +148,6 @@ class BatchConfig(Section):
                 f"batch.mini_batches={self.mini_batches} does not divide"
                 f" batch.prompts_per_step={self.prompts_per_step}; use {any_divisor(self.prompts_per_step)}"
             )
-
-
-class OptimizerConfig(Section):
-    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
-    min_lr: NonNegativeFloat = Field(
-        default=0.0, description="Learning rate at the end of the linear or cosine schedule."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Schedule of the learning rate after the warm-up."
-    )
-    warmup_steps: NonNegativeInt = Field(
-        default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
-    )
-    weight_decay: NonNegativeFloat = Field(
-        default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
-    )
-    betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
-        default=(0.9, 0.95), description="Decay rates of Adam's two moments."
-    )
-    eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
-    clip_grad: NonNegativeFloat = Field(
-        default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip."
-    )
-    moments_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam.",
-    )
-
-    def _problems(self) -> Iterator[str]:
-        if self.min_lr > self.lr:
-            yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"
 
 
 class EvalConfig(Section):
@@ -402,6 +370,12 @@ class Config(Section):
                 f": must not be with layout.cp={self.layout.cp}; remove one of them",
             ),
             ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
+            ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
+            (
+                "optimizer.cpu_offload",
+                not self.precision.fp8_parameters,
+                ": must not be set with precision.fp8_parameters; leave one out",
+            ),
             (
                 "algorithm.ref_model_sync_steps",
                 not self.precision.fp8_parameters,

@@ -52,8 +52,10 @@ def join_sides(
         timeout=timeout,
         group_desc=EVERYONE,
     )
-    # `dist.get_rank(group)` looks up this map from ranks of the default group to ranks of this group.
-    distributed_c10d._world.pg_group_ranks[group] = {i: first + i for i in range(size)}
+    # `dist` looks up this map from ranks of the default group to ranks of this group. The ranks of the other side get
+    # numbers that the default group does not have, because messages between two ranks need a number for each.
+    others = [i for i in range(world_size) if not first <= i < first + size]
+    distributed_c10d._world.pg_group_ranks[group] = dict(enumerate([*range(first, first + size), *others]))
     return group
 
 

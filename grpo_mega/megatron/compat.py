@@ -241,6 +241,25 @@ def patch_latent_attention() -> None:
     YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
 
 
+def offload_from_any_device() -> None:
+    """Let Megatron's hybrid optimizer work without a GPU. Nothing changes with a GPU.
+
+    It copies only parameters with `is_cuda` to the host, and fails at its first step if it has no copies.
+    """
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    def groups_of(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+        assert offload_fraction == 1
+        params = [p for group in self.param_groups for p in group["params"]]
+        copies = {p: p.detach().clone().float() for p in params}
+        groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in self.param_groups]
+        groups = [group for group in groups if group["params"]]
+        return groups, [], copies, {copy: p for p, copy in copies.items()}, dict(copies)
+
+    if not torch.cuda.is_available():
+        HybridDeviceOptimizer._get_sub_optimizer_param_groups = groups_of
+
+
 def _redirect_to_cpu() -> None:
     """Replace torch.cuda's functions, and let tensors that are created on or moved to "cuda" be on the CPU."""
     cuda: Any = torch.cuda

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import Float16Module, param_is_not_shared
 
 from grpo_mega.config import LayoutConfig, OptimizerConfig, PrecisionConfig
+from grpo_mega.megatron import compat
 from grpo_mega.megatron.precision import DTYPES
 
 
@@ -52,31 +53,41 @@ def build(
     The weights must already be loaded, because the optimizer copies them as fp32 masters.
     """
     config = chunks[0].config
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=optimizer.lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.betas[0],
-            adam_beta2=optimizer.betas[1],
-            adam_eps=optimizer.eps,
-            clip_grad=optimizer.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-            overlap_param_gather=layout.overlap_param_gather,
-            # Weights kept in FP8 are written by this recipe. With bf16 weights it would make Megatron treat them as
-            # FP8.
-            fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
-            use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
-            # Checkpoints hold float32 masters. Megatron would save remainders of bf16 weights as if their bits were
-            # numbers.
-            store_param_remainders=False,
-            exp_avg_dtype=DTYPES[optimizer.moments_dtype],
-            exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
-        ),
-        chunks,
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=layout.overlap_param_gather,
+        # Weights kept in FP8 are written by this recipe. With bf16 weights it would make Megatron treat them as
+        # FP8.
+        fp8_recipe=precision.fp8_recipe if precision.fp8_parameters else None,
+        use_precision_aware_optimizer=optimizer.moments_dtype != "float32",
+        optimizer_cpu_offload=optimizer.cpu_offload,
+        optimizer_offload_fraction=1.0,
+        overlap_cpu_optimizer_d2h_h2d=optimizer.cpu_offload,
+        # Checkpoints hold float32 masters. Megatron would save remainders of bf16 weights as if their bits were
+        # numbers.
+        store_param_remainders=False,
+        exp_avg_dtype=DTYPES[optimizer.moments_dtype],
+        exp_avg_sq_dtype=DTYPES[optimizer.moments_dtype],
     )
+    if optimizer.cpu_offload:
+        # Then the fp32 masters are only on the host. Set here, because the config's own check needs Transformer Engine.
+        compat.offload_from_any_device()
+        settings.pin_cpu_grads = settings.pin_cpu_params = torch.cuda.is_available()
+        settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    made = get_megatron_optimizer(settings, chunks)
+    for group in made.param_groups if optimizer.cpu_offload else ():
+        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):  # checkpoints hold no classes
+            group.pop(name, None)
+    return made
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -131,19 +142,24 @@ def state_tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """Return the fp32 master shards and, after Adam's first step, its moments. Shards of fp32 weights are views of
     them.
 
-    Adam's `step` is left out: torch keeps it on the host, and Transformer Engine keeps it with the parameter group.
+    Adam's `step` is left out: torch keeps it on the host, and Transformer Engine keeps it with the parameter group. The
+    state of an optimizer on the CPU is left out, because it never leaves the host.
     """
     tensors: list[torch.Tensor] = []
     for part in parts(optimizer):
         for group in part.optimizer.param_groups:
             tensors += group["params"]
-        for state in part.optimizer.state.values():
+        for state in part.optimizer.state.values() if not part.config.optimizer_cpu_offload else ():
             tensors += [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
     return tensors
 
 
 def main_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """Return the fp32 masters. A precision-aware optimizer with bf16 weights keeps them in its state."""
+    """Return the fp32 masters. A precision-aware optimizer with bf16 weights keeps them in its state, and an optimizer
+    on the CPU in host memory.
+    """
+    if optimizer.config.optimizer_cpu_offload and not optimizer.is_stub_optimizer:
+        return list(optimizer.optimizer.inner_param_to_orig_param)
     groups = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     masters = [state["master_param"] for state in optimizer.optimizer.state.values() if "master_param" in state]
     return [*groups, *masters] or [torch.zeros(1)]

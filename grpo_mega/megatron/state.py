@@ -31,7 +31,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mega.distributed.recorder import recorder
@@ -129,14 +128,16 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
     """Return the loaded state of an optimizer in the form of this layout's optimizer.
 
     If ep > 1, Megatron has a separate optimizer for experts, and its state has one more level. Any saved parameter
-    group serves for all groups: they have the same step, and each optimizer step sets their other settings.
+    group serves for all groups, because they have the same step. Other settings are those of this run: another kind of
+    Adam has other settings.
     """
     saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
     group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1
     states: dict[int, dict[str, Any]] = {}
     for index, part in enumerate(parts(optimizer)):
         groups = [
-            group | {name: mine[name] for name in param_group_identifier_keys} for mine in part.optimizer.param_groups
+            group | {name: value for name, value in mine.items() if name not in ("params", "step")}
+            for mine in part.optimizer.param_groups
         ]
         own = {name: v for name, v in loaded.items() if not isinstance(name, int)} if is_single else loaded[index]
         states[index] = saved | own | {"optimizer": saved["optimizer"] | {"param_groups": groups}}
@@ -225,16 +226,27 @@ def _make_states(optimizer: MegatronOptimizer) -> None:
     """Create Adam's states before its first step, because Megatron saves and loads only existing states."""
     for part in parts(optimizer):
         adam, config = part.optimizer, part.config
+        if config.optimizer_cpu_offload:
+            for inner in adam.sub_optimizers:
+                _fill_states(inner)
+            adam._sync_sub_optimizers_state_to_hdo()
+            continue
         is_torchs = isinstance(adam, torch.optim.AdamW)
         if not is_torchs and not config.use_precision_aware_optimizer:
             part.init_state_fn(adam, config)
             continue
+        if is_torchs:
+            _fill_states(adam)
+            continue
         for p in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
-            if is_torchs:
-                adam.state[p] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-            else:  # Megatron's function lacks this argument
-                adam.initialize_state(p, config.store_param_remainders)
+            adam.initialize_state(p, config.store_param_remainders)  # Megatron's function lacks this argument
+
+
+def _fill_states(adam: torch.optim.Optimizer) -> None:
+    """Create the missing states of torch's Adam."""
+    for p in (p for group in adam.param_groups for p in group["params"] if not adam.state[p]):
+        adam.state[p] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }

@@ -53,7 +53,7 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     # A save gathers the optimizer's fp32 state over replicas, one part of one bucket at a time.
     gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
     bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
-    moving = product("sync buckets in flight", count=1 if setup.is_served or setup.is_separate else 3, bucket=bucket)
+    moving = product("sync buckets in flight", count=2 if setup.is_served or setup.is_separate else 5, bucket=bucket)
     awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.graphs, engine.extra]
     resident = [] if setup.takes_turns else awake[:3] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
@@ -129,7 +129,7 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
         product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", lambda: (trainer + served) * communicator),
         product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
-        product("sync buckets", count=2 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
+        product("sync buckets", count=3 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
         *([] if setup.is_separate else [engine.asleep]),
     ]
 
@@ -144,7 +144,7 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
     return [
         product("CUDA contexts", count=2 if setup.is_served else 1, context=assumed.context_gib * GIB),
         product("NCCL buffers", groups=groups, communicator=assumed.communicator_gib * GIB),
-        product("sync buckets", count=2, bucket=setup.config.sync.bucket_mib * 2**20),
+        product("sync buckets", count=3, bucket=setup.config.sync.bucket_mib * 2**20),
         engine.asleep,
         engine.weights,
         engine.cache,
@@ -389,10 +389,12 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)
     moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    state_bytes = node[0].storage.host_bytes if node else 0
     taught = sum(max(_teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in teachers)
     pinned = [
         product("weights", needed=max(moves, has_reference), weights=weights),
         product("optimizer state", needed=moves, optimizer=sum(s.largest_optimizer for s in node)),
+        product("optimizer.cpu_offload", bytes=state_bytes, elements=sum(s.largest_share for s in node)),
         product("reference", needed=has_reference, weights=weights),
         product("teachers", ranks=ranks, weights=taught),
     ]

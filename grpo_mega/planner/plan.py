@@ -347,6 +347,8 @@ def _single_changes(setup: PlannedJob) -> Iterator[Changes]:
             yield {"layout.tp": tp, "layout.pp": pp, "layout.dp": dp, "layout.sequence_parallel": tp > 1}
     if config.optimizer.moments_dtype == "float32" and config.model.resolved_dtype == "bfloat16":
         yield {"optimizer.moments_dtype": "bfloat16"}
+        if not config.optimizer.cpu_offload and not config.precision.fp8_parameters:
+            yield {"optimizer.cpu_offload": True}
 
 
 def _contexts(setup: PlannedJob, sizes: Iterable[int]) -> Iterator[tuple[int, Changes]]:

@@ -58,6 +58,7 @@ class Storage:
     is_overlapped: bool  # layout.overlap_grad_reduce, which splits buffers into buckets
     master_bytes: int  # bytes of the fp32 master per element; 0 if the weights are the masters
     moment_bytes: int  # bytes of both moments per element
+    host_bytes: int  # bytes of master, moments and gradient per element that stay on the host
     fp8_layers: range | None  # layers whose linear weights are stored in FP8
 
     @classmethod
@@ -67,8 +68,9 @@ class Storage:
         return cls(
             itemsize=item_bytes(config.model.resolved_dtype),
             is_overlapped=config.layout.overlap_grad_reduce,
-            master_bytes=FP32 if config.model.resolved_dtype == "bfloat16" else 0,
-            moment_bytes=2 * item_bytes(optimizer.moments_dtype),
+            master_bytes=FP32 if config.model.resolved_dtype == "bfloat16" and not optimizer.cpu_offload else 0,
+            moment_bytes=0 if optimizer.cpu_offload else 2 * item_bytes(optimizer.moments_dtype),
+            host_bytes=4 * FP32 if optimizer.cpu_offload else 0,
             fp8_layers=fp8_layers if precision.fp8_parameters else None,
         )
 

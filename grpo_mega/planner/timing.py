@@ -15,7 +15,7 @@ from grpo_mega.planner.figures import Number, TracedNumber, figure, product, tot
 from grpo_mega.planner.generation import Engines, Lengths, StepGroups, mean_wait
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import EngineMemory, cache_bytes_per_token, sequences_per_engine
-from grpo_mega.planner.state import State
+from grpo_mega.planner.state import FP32, State
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize  # bytes per element in an optimizer step
     touched_bytes = config.batch.optimizer_steps * (state.largest_share * touched + state.gradients)
     adam = touched_bytes / (setup.card.hbm_bytes * setup.assumed.hbm_share)
+    if config.optimizer.cpu_offload:  # gradients to the host, the steps there, weights back
+        moved = state.largest_share * (FP32 + setup.itemsize) / (setup.card.host_bytes * setup.assumed.host_share)
+        stepped = state.largest_share * 2 * state.storage.host_bytes / setup.assumed.cpu_adam_bytes
+        adam += config.batch.optimizer_steps * (moved + stepped)
     overhead = config.batch.mini_batches * setup.batch.micro_batches * setup.largest_stage * setup.assumed.pass_layer_s
     in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of all passes that updates run
     share = 1 - in_updates

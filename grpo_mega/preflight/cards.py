@@ -70,6 +70,7 @@ class Assumptions:
     nvlink_share: float = _assume(0.70, "share of NVLink's rate in large collectives")
     network_share: float = _assume(0.80, "share of the network's rate in large collectives")
     host_share: float = _assume(0.80, "share of the link to pinned host memory, with all GPUs of a node at once")
+    cpu_adam_bytes: float = _assume(2e10, "bytes per second that a rank's Adam reads and writes in host memory")
     overlap_share: float = _assume(0.80, "hidden share of data-parallel communication that overlaps with compute")
     # Lengths.
     response_fill: float = _assume(0.50, "mean response length as a share of rollout.max_response_length")

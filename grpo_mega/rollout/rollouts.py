@@ -182,7 +182,10 @@ class Rollouts:
             check()
         with self.timers("exchange"):
             prompts = {index: phase.before[index].prompt for index in phase.shared}
-            found = exchange.gather(mine, prompts, VERDICTS, self.rendezvous.unique_key("exchange"), self.ranks)
+            # Routes of other groups may be continued by any rank. Engine ranks do not take part in the update.
+            staying = () if self.config.layout.engine_ranks else phase.kept
+            key = self.rendezvous.unique_key("exchange")
+            found = exchange.gather(mine, prompts, VERDICTS, key, self.ranks, without_routes=staying)
         rest = dict(enumerate(phase.before)) | found
         kept = [rest.pop(index) for index in phase.kept]
         has_earlier = any(group.samples for group in phase.before)

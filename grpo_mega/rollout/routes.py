@@ -71,13 +71,13 @@ def is_known(experts: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(experts[:, 0, 0] != unknown_expert(experts.dtype))
 
 
-def share_live(samples: Iterable[Sample]) -> float:
-    """Return the share of tokens without recorded experts. The trainer's routers choose experts for them."""
-    num_tokens, num_known = 0, 0
-    for sample in samples:
-        num_tokens += sample.total_len
-        num_known += int(is_known(sample.routes.experts).sum()) if sample.routes else 0
-    return 1 - num_known / max(1, num_tokens)
+def num_recorded(samples: Iterable[Sample], rank: int) -> int:
+    """Return the number of tokens with recorded experts, of samples that this rank counts.
+
+    The rank that recorded a sample counts it. Rank 0 counts samples whose routes are on all ranks.
+    """
+    mine = [sample.routes for sample in samples if sample.routes and (sample.routes.rank or 0) == rank]
+    return sum(int(is_known(routes.experts).sum()) for routes in mine)
 
 
 def parsed(answer: str, routers: RouterSizes, num_tokens: int) -> NDArray[Any]:

@@ -23,7 +23,7 @@ from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.losses import choose_by_covariance
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
-from grpo_mega.batching.layout import from_samples, response_places
+from grpo_mega.batching.layout import from_samples, response_places, routes_row
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.recorder import recorder
@@ -35,7 +35,8 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import K3_STALE
 from grpo_mega.observe.progress import Pace, progress
 from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout.routes import is_intact
+from grpo_mega.rollout.exchange import send_routes
+from grpo_mega.rollout.routes import is_intact, num_recorded
 from grpo_mega.rollout.sglang.session import served_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics
 
@@ -81,6 +82,8 @@ def attach_logprobs(
             assign_advantages(config, a, groups)
         return []
     if config.rollout.routing_replay:
+        with timers("exchange"):
+            attach_routes(batches, samples, runtime)
         check_routes(batches, samples, runtime)
     with _shown_passes(config, batches, shows_progress):
         with timers("logprobs"):
@@ -167,6 +170,20 @@ def attach_teacher_logprobs(
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 
+def attach_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
+    """Send the recorded experts of each sample to the data-parallel rank that trains it. Set the batches' routes."""
+    trainers_N = torch.zeros(len(samples), dtype=torch.int64, device=runtime.device.torch_device)  # 1 + dp_rank
+    for batch in chain.from_iterable(batches):
+        trainers_N[batch.sample_indices] = 1 + runtime.dp_rank
+    ranks_of: dict[int, list[int]] = {0: []}
+    for rank in range(runtime.layout.world_size):
+        ranks_of.setdefault(1 + runtime.layout.place(rank)[2], []).append(rank)
+    readers = [ranks_of[trainer] for trainer in runtime.max(trainers_N).tolist()]
+    send_routes(samples, readers, runtime.device.torch_device)
+    for batch in chain.from_iterable(batches):
+        batch.routes = routes_row(batch, samples)
+
+
 def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
     """Raise MismatchError on all ranks if a packed row's experts differ from the recorded experts of a sample."""
     worst = 0  # 1 + index of a sample with wrong experts; 0 if there is none
@@ -185,6 +202,12 @@ def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sam
             f"the experts of sample {sample.index} of prompt {sample.prompt.id} differ from the experts that its engine"
             " recorded; continue from the last checkpoint with --resume"
         )
+
+
+def share_live(samples: Sequence[Sample], runtime: Runtime) -> float:
+    """Return the share of tokens without recorded experts. The trainer's routers choose experts for them."""
+    recorded = torch.tensor([num_recorded(samples, runtime.rank)], device=runtime.device.torch_device)
+    return 1 - int(runtime.sum(recorded)) / max(1, sum(sample.total_len for sample in samples))
 
 
 def is_zero_variance(a: AlgorithmConfig, group: Group) -> bool:

@@ -9,7 +9,7 @@ only a policy or only an engine do not share their memory.
 
 A weight sync sends the policy's weights to the engine: each engine rank gets its slices, in buckets, and verifies them.
 The plan is made once, because neither layout changes. Every rank takes part in every sync. While the engine loads one
-bucket, the next bucket is filled.
+bucket, the next bucket is received and the one after it is packed.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ FREE_ON_RESUME = {
     algorithm.kl_beta algorithm.kl_clamp algorithm.kl_horizon algorithm.kl_target algorithm.positive_nll
     algorithm.ratio_clip_c algorithm.ratio_clip_eps algorithm.ratio_clip_eps_high algorithm.ratio_clip_eps_low
     batch.tokens_per_micro_batch data.epochs model.fused_permutation model.grouped_experts model.recompute
-    optimizer.clip_grad optimizer.lr optimizer.min_lr optimizer.schedule optimizer.warmup_steps optimizer.weight_decay
-    precision.guard rewards.refresh_command rewards.refresh_deadline_s rollout.cache_tokens rollout.dtype rollout.ep
+    model.recompute_modules model.recompute_num_layers optimizer.clip_grad optimizer.cpu_offload optimizer.lr
+    optimizer.min_lr optimizer.schedule optimizer.warmup_steps optimizer.weight_decay precision.guard
+    rewards.refresh_command rewards.refresh_deadline_s rollout.cache_tokens rollout.dtype rollout.ep
     rollout.longest_first rollout.max_concurrent rollout.max_restarts rollout.max_staleness rollout.memory_fraction
     rollout.mismatch_stop rollout.mismatch_warn rollout.phase_deadline_s rollout.placement rollout.routing_replay
     rollout.server_args rollout.sleep rollout.stall_deadline_s rollout.start_deadline_s rollout.tp

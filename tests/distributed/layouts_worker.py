@@ -29,6 +29,7 @@ from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.run import model_files
+from grpo_mega.run.batches import attach_routes
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import region
@@ -96,6 +97,7 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
         [[1.0] * len(samples)],
         replace(policy.packing, token_budget=64),
     )[0]
+    attach_routes([batches], samples, runtime)
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
     worst = {"logits": max((d for micro_batch in found for d in micro_batch), default=0.0)}
     if case.gradients:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from grpo_mega.errors import SyncError
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout import exchange
+from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 from grpo_mega.run.colocation import WeightSync
 from grpo_mega.types import Group, Prompt, Sample, Span
 from grpo_mega.weights.apply import Bucket, buckets, execute, load_shards
@@ -78,20 +79,27 @@ class Moving:
 
 @contextmanager
 def recorded_sends() -> Iterator[list[tuple[int, int]]]:
-    """Record (outgoing, incoming) bytes of each exchange of this rank's weights, without the exchanges of checksums."""
+    """Record (outgoing, incoming) bytes of this rank's weights in each round with messages, without checksums.
+
+    No round may wait for all ranks.
+    """
     sizes: list[tuple[int, int]] = []
-    original = dist.all_to_all_single
+    original, collectives = dist.batch_isend_irecv, list[Any]()
 
-    def record(incoming: torch.Tensor, outgoing: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append((outgoing.nbytes, incoming.nbytes))
-        return original(incoming, outgoing, *args, **kwargs)
+    def record(messages: list[dist.P2POp]) -> list[dist.Work]:
+        weights = [message for message in messages if message.tensor.dtype == torch.uint8]
+        sent, received = (sum(m.tensor.nbytes for m in weights if m.op is op) for op in (dist.isend, dist.irecv))
+        assert len({(m.op, m.group_peer) for m in weights}) == len(weights), "several messages to a rank in a round"
+        sizes.append((sent, received))
+        return original(messages)
 
-    dist.all_to_all_single = record
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", record)
+        for name in ("all_reduce", "all_to_all_single", "all_gather", "barrier"):
+            call = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, call=call, **k: (collectives.append(call), call(*a, **k))[1])
         yield sizes
-    finally:
-        dist.all_to_all_single = original
-        del sizes[1::2]
+    assert len(collectives) <= 1, "only the start of a sync is collective"
 
 
 def check_execute(rank: int, targets: Sequence[RankShards], bucket_bytes: int) -> None:
@@ -129,27 +137,27 @@ def test_execute_fills_engines_on_all_ranks_on_some_and_on_none(rank: int, folde
 
 
 class Ring:
-    """Two buffers in turn. A bucket is read only when its buffer is about to be filled again, two buckets later.
+    """Three buffers in turn. A bucket is read only when its buffer is about to be filled again, three buckets later.
 
     The bucket is then compared with a copy made on arrival, because nothing may change it in between.
     """
 
     def __init__(self, targets: Tensors) -> None:
         self._targets = targets
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
         self._waiting: dict[int, tuple[Bucket, torch.Tensor]] = {}
         self.sizes: list[int] = []
 
     def allocate(self, index: int, num_bytes: int) -> torch.Tensor:
         assert index == len(self.sizes)
         self.sizes.append(num_bytes)
-        self._read(index - 2)
-        if self._buffers[index % 2].numel() < num_bytes:
-            self._buffers[index % 2] = torch.zeros(num_bytes, dtype=torch.uint8)
-        return self._buffers[index % 2][:num_bytes]
+        self._read(index - NUM_BUFFERS)
+        if self._buffers[index % NUM_BUFFERS].numel() < num_bytes:
+            self._buffers[index % NUM_BUFFERS] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._buffers[index % NUM_BUFFERS][:num_bytes]
 
     def take(self, bucket: Bucket) -> None:
-        assert not bucket.entries or bucket.values.data_ptr() == self._buffers[bucket.index % 2].data_ptr()
+        assert not bucket.entries or bucket.values.data_ptr() == self._buffers[bucket.index % NUM_BUFFERS].data_ptr()
         assert (
             bucket.values.numel()
             == self.sizes[bucket.index]
@@ -211,7 +219,7 @@ def check_buckets(case: Moving, rank: int, bucket_bytes: int) -> list[Bucket]:
 
 
 @ranks(WORLD_SIZE)
-def test_servers_are_filled_through_two_buffers_with_valid_checksums(rank: int, folder: Path) -> None:
+def test_servers_are_filled_through_three_buffers_with_valid_checksums(rank: int, folder: Path) -> None:
     """Fill tensor-parallel servers on one, some or all of the ranks, dense and mixture models, in several dtypes."""
     trainers = (MegatronLayout(tp=2, pp=2), MegatronLayout(tp=1, pp=2, dp=2), MegatronLayout(dp=4, ep=2))
     for number, (layout, engines) in enumerate(
@@ -228,7 +236,7 @@ def test_servers_are_filled_through_two_buffers_with_valid_checksums(rank: int, 
 
 
 @ranks(WORLD_SIZE)
-def test_whole_replicas_are_filled_through_two_buffers_in_turn(rank: int, folder: Path) -> None:
+def test_whole_replicas_are_filled_through_three_buffers_in_turn(rank: int, folder: Path) -> None:
     case = Moving(FAMILY, SHAPE, MegatronLayout(tp=2, pp=2), hf_shards(FAMILY, SHAPE, WORLD_SIZE), torch.bfloat16)
     for bucket_bytes in (64, 1 << 20):
         check_buckets(case, rank, bucket_bytes)

@@ -151,6 +151,17 @@ def test_megatron_still_loads_every_entry_of_the_optimizers_state() -> None:
     assert "step" not in body
 
 
+def test_the_hybrid_optimizer_still_copies_only_parameters_on_a_gpu() -> None:
+    """The reason for compat.offload_from_any_device: without copies its step on a CPU raises KeyError."""
+    source = megatron_source("optimizer/cpu_offloading/hybrid_optimizer.py")
+    groups = source.split("def _get_sub_optimizer_param_groups")[1].split("\n    def ")[0]
+    assert "if offload_params_numel < offload_threshold and param.is_cuda:" in groups
+    assert "gpu_param = self.cpu_copys_map_gpu_param[param]" in source
+    checks = megatron_source("optimizer/optimizer_config.py").split("if self.use_precision_aware_optimizer:")[1]
+    asks = checks.index("is_te_min_version") < checks.index("if self.optimizer_cpu_offload:")
+    assert asks, "optimizer.build can pass use_precision_aware_optimizer to the config"
+
+
 def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> None:
     """The reason for compat.allow_fused_weight_gradients."""
     constructor = (

@@ -336,6 +336,19 @@ def test_more_of_a_thing_never_takes_less_memory(make_config: MakeConfig) -> Non
     assert peak(**{"layout.vpp": 4}) > update  # more micro-batches wait
 
 
+def test_an_optimizer_on_the_cpu_frees_the_device_and_takes_longer(make_config: MakeConfig) -> None:
+    usual, offloaded = (plan_of(make_config(**{"optimizer.cpu_offload": on})) for on in (False, True))
+    share = usual.worst.state.largest_share
+    assert usual.worst.totals["update"].value - offloaded.worst.totals["update"].value == 12 * share
+    on_host = {number.label: number.value for number in offloaded.host.pinned}
+    assert on_host["optimizer state"] == 0 and on_host["optimizer.cpu_offload"] == pytest.approx(
+        16 * 8 * share, rel=1e-3
+    )
+    before, after = ({one.label: one.value for one in plan.timing.phases} for plan in (usual, offloaded))
+    assert after["update"] > before["update"] + 4 * 6 * share / 64e9  # per step gradients and weights by PCIe 5
+    assert after["offload and onload"] < before["offload and onload"]
+
+
 def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
     """With tp=2 a node of 8 ranks contains 4 data-parallel neighbours or 4 pipeline stages."""
     crossing = {}
@@ -396,12 +409,12 @@ def test_an_engine_that_never_sleeps_takes_its_memory_from_the_trainer(make_conf
 
 
 def test_memory_that_the_trainer_keeps_is_counted_in_every_phase(make_config: MakeConfig) -> None:
-    """Count the context, the workspaces, and the two buckets that the engine has opened; a sync has a third bucket."""
+    """Count the context, the workspaces, and the three buckets that the engine has opened; a sync has two more."""
     plan = plan_of(make_config(**{"sync.bucket_mib": 384}))
     for phase in PHASES:
         found = {figure.label: figure.value for figure in plan.worst.phases[phase]}
-        assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 2 * 384 * 2**20)
-        assert found.get("sync buckets in flight") == (384 * 2**20 if phase == "sync" else None)
+        assert (found["workspaces"], found["sync buckets"]) == (0.5 * 2**30, 3 * 384 * 2**20)
+        assert found.get("sync buckets in flight") == (2 * 384 * 2**20 if phase == "sync" else None)
 
 
 def test_a_reference_in_bf16_costs_the_same_with_and_without_fp8(make_config: MakeConfig) -> None:

@@ -2,26 +2,27 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from grpo_mega.batching import pack
 from grpo_mega.cli import main
-from grpo_mega.types import PackedBatch
+from grpo_mega.run import batches
+from grpo_mega.types import PackedBatch, Sample
 
 
 def flip_a_byte() -> None:
     """Change one recorded expert of the last sample between engine and trainer."""
-    attach = pack._pack_one
+    row_of = batches.routes_row
 
-    def flipped(*args: Any, **kwargs: Any) -> PackedBatch:
-        batch = attach(*args, **kwargs)
-        assert batch.routes is not None
-        batch.routes[3, 1, 0] ^= 1
-        return batch
+    def flipped(batch: PackedBatch, samples: Sequence[Sample]) -> torch.Tensor | None:
+        row = row_of(batch, samples)
+        assert row is not None
+        row[3, 1, 0] ^= 1
+        return row
 
-    pack._pack_one = flipped
+    batches.routes_row = flipped
 
 
 def use_other_experts() -> None:

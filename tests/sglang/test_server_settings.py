@@ -24,7 +24,7 @@ from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang import compat, served_models
 from grpo_mega.rollout.sglang.engine import GRAPHS
-from grpo_mega.rollout.sglang.server import Server, server_arguments, server_environment, warm_up
+from grpo_mega.rollout.sglang.server import EngineSettings, Server, server_arguments, server_environment, warm_up
 from grpo_mega.rollout.sglang.session import Event
 from grpo_mega.types import Prompt
 from grpo_mega.weights.families import FAMILIES
@@ -248,6 +248,22 @@ def test_arguments_come_from_the_settings_after_the_users_arguments() -> None:
     assert "--attention-backend torch_native" in " ".join(server_arguments(SETTINGS, "name", 1))
     assert "--enable-memory-saver" not in server_arguments(changed(CUDA, {"sleep": "never"}), "name", 1)
     assert "--enable-memory-saver" not in server_arguments(changed(SETTINGS, {"sleep": "always"}), "name", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "extra", "expected"),
+    [
+        (CUDA, "bfloat16", {}, True),
+        (CUDA, "bfloat16", {"enable_fp32_lm_head": False}, False),
+        (CUDA, "float32", {}, False),
+        (SETTINGS, "bfloat16", {}, False),
+    ],
+)
+def test_a_bf16_engine_on_a_gpu_has_float32_logits_unless_set_otherwise(
+    settings: EngineSettings, dtype: str, extra: dict[str, bool], expected: bool
+) -> None:
+    words = server_arguments(replace(changed(settings, {"server_args": extra}), dtype=dtype), "name", 1)
+    assert ("--enable-fp32-lm-head" in words) == expected
 
 
 @pytest.mark.parametrize("name", ["tp_size", "port", "load-format", "random_seed"])

@@ -16,13 +16,17 @@ from grpo_mega.weights.checksum import checksum
 
 A = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-FEW_WORDS = 5  # block size for the comparison with the twin, so small tensors have several blocks
+FEW_WORDS = 3  # block size for the comparison with the twin, so small tensors have several blocks
 
 contents = st.binary(max_size=150).map(lambda data: torch.tensor(list(data), dtype=torch.uint8))
 
 
 def mix(x: int) -> int:
     return x ^ (x >> 32)
+
+
+def spread(w: int) -> int:
+    return w ^ (w >> 37)
 
 
 def naive(data: bytes, block: int) -> int:
@@ -33,24 +37,35 @@ def naive(data: bytes, block: int) -> int:
         total = total * A & MASK
         for j, word in enumerate(words[start : start + block]):
             multiplier = mix(A * (j + 1) & MASK) * A & MASK | 1
-            total = (total + multiplier * mix(A * word & MASK)) & MASK
+            total = (total + multiplier * spread(word)) & MASK
     return total - (1 << 64) if total >> 63 else total
 
 
 @settings(max_examples=200, deadline=None)
-@given(contents)
-def test_it_is_the_formula(data: torch.Tensor) -> None:
+@given(contents, st.integers(1, 4))
+def test_it_is_the_formula_however_many_blocks_are_summed_at_once(data: torch.Tensor, num_blocks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", FEW_WORDS)
-        patch.setattr(module, "_CPU_STEP", 2)
+        patch.setattr(module, "_CPU_BLOCKS", num_blocks)
         assert checksum(data).item() == naive(bytes(data.tolist()), FEW_WORDS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3), st.integers(1, 4))
+def test_it_is_the_formula_for_rows_with_gaps(height: int, width: int, gap: int, num_blocks: int) -> None:
+    whole = torch.randint(0, 256, (height, 3, width + gap), dtype=torch.uint8)
+    data = whole[:, ::2, :width]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK", FEW_WORDS)
+        patch.setattr(module, "_CPU_BLOCKS", num_blocks)
+        assert checksum(data).item() == naive(bytes(data.flatten().tolist()), FEW_WORDS)
 
 
 def test_it_is_the_formula_over_more_than_a_block() -> None:
     """Computed by a closed form, because the twin would take minutes: a block of zeros, then the words 1, 2, 3."""
     data = torch.zeros(module.BLOCK + 3, dtype=torch.int64)
     data[module.BLOCK :] = torch.tensor([1, 2, 3])
-    last = sum((mix(A * (j + 1) & MASK) * A & MASK | 1) * mix(A * (j + 1) & MASK) for j in range(3))
+    last = sum((mix(A * (j + 1) & MASK) * A & MASK | 1) * (j + 1) for j in range(3))
     assert checksum(data).item() & MASK == (data.nbytes * A * A + last) & MASK
 
 
@@ -81,6 +96,18 @@ def test_swapped_words_that_differ_in_one_bit_are_noticed(exponent: int) -> None
         for order in ((0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (1, 0, 2, 4, 3), (0, 1, 2, 4, 3))
     }
     assert len(sums) == 4
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("is_sign", [False, True])
+def test_swapped_words_whose_elements_all_differ_in_one_bit_are_noticed(width: int, is_sign: bool) -> None:
+    """Copying the upper half of a word to the lower one would let the changes of two elements cancel out."""
+    change = sum(1 << (start + is_sign * (width - 1)) for start in range(0, 64, width))
+    words = torch.tensor([5, (5 ^ change) - ((5 ^ change) >> 63 << 64), 7])
+    assert checksum(words) != checksum(words[[1, 0, 2]])
+    far = torch.zeros(module.BLOCK + 2, dtype=torch.int64)
+    far[:2], far[-1] = words[:2], words[1]
+    assert checksum(far) != checksum(torch.cat((far[-1:], far[1:-1], far[:1])))
 
 
 def test_length_counts_and_shape_strides_and_place_in_memory_do_not() -> None:

@@ -7,10 +7,10 @@ a failure, calls do nothing until `restart`. The job's store only counts the pro
 separate group (EngineRanks).
 
 In a sync each rank describes the bucket that it has filled for its device. The leader gathers these descriptions and
-posts them as one request. A bucket is filled again when its request is acknowledged. There are two buffers, so one
-bucket is loaded while the next is filled. After the last bucket, the checksums in the buckets are compared with the
-server's parameters. FP8 blocks are compared after each bucket, before the server can process them. Their differences
-are also reported at the end.
+posts them as one request. A bucket is filled again when its request is acknowledged. There are three buffers: one
+bucket is loaded while the next is received and the one after it is packed. After the last bucket, the checksums in the
+buckets are compared with the server's parameters. FP8 blocks are compared after each bucket, before the server can
+process them. Their differences are also reported at the end.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from grpo_mega.weights.receive import Entry, mismatched_blocks, mismatched_tenso
 Request = dict[str, Any]
 MAX_NAMED = 20  # maximum number of problems in a report
 REMEDY = "use rollout.server_args={fp8_gemm_backend: triton} or another GPU, or leave rollout.quantization out"
-NUM_BUFFERS = 2  # one buffer is loaded while the other is filled
+NUM_BUFFERS = 3  # one buffer is loaded while the next one is received and the one after it is packed
 _CACHE_SCALES = ("k_scale", "v_scale")
 _buffers: dict[
     int, Tensor
@@ -159,7 +159,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 def report_path(folder: Path, number: int, tp_rank: int) -> Path:
     """Return the file where a process of the server reports on request `number`.
 
-    The trainer reads it before it posts request `number` + 2, so names may repeat. `folder` is the server's folder,
-    closed to other users.
+    The trainer reads it before it posts request `number` + NUM_BUFFERS, so names may repeat. `folder` is the server's
+    folder, closed to other users.
     """
     return folder / f"loader_{tp_rank}_{number % (NUM_BUFFERS + 1)}.json"

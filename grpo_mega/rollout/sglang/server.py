@@ -361,6 +361,9 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
         "skip_server_warmup": True,  # `wait_until_healthy` generates a token
         "sleep_on_idle": True,  # otherwise the server keeps a core busy while the trainer trains
         "attention_backend": "torch_native" if settings.device_type == "cpu" else None,
+        # Logits in float32, as the trainer's, instead of rounded to bf16. A GPU's product has them at no cost; a CPU
+        # would copy the whole weight in every step.
+        "enable_fp32_lm_head": settings.device_type == "cuda" and settings.dtype == "bfloat16",
     }
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
     chosen |= settings.fixed_arguments() | {"served_model_name": name}

@@ -13,13 +13,14 @@ import importlib.util
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
@@ -28,12 +29,13 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.engines import build_engine, build_sync
 from grpo_mega.run.model_files import ModelFiles
+from grpo_mega.weights.checksum import checksum
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_shards
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.models import MODELS, hf_config_of, layer_parameters, shape_of, vocab_parameters
-from tools.benchmarks.gpu.rank import Figure, Options, config_of, finish
+from tools.benchmarks.gpu.rank import Figure, Options, config_of, finish, seconds_of
 
 SYNC_TARGET_MS = 150.0
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -62,6 +64,7 @@ def run(options: Options) -> list[Figure]:
         try:
             with opened(model, config, device) as (trainer, engine, sync):
                 phases, freed = rounds(trainer, engine, sync, device.torch_device, options.repeat)
+                rate = checksum_rate(trainer.weights, device.torch_device, options.repeat)
         finally:
             runtimes.stop()
     case = f"{model}, {weight_bytes(model) / 2**30:.3g} GiB of bf16, {kind}"
@@ -70,7 +73,11 @@ def run(options: Options) -> list[Figure]:
         Figure("engine", case, phase, 1e3 * statistics.median(seconds), "ms", targets.get(phase))
         for phase, seconds in phases.items()
     ]
-    return [*found, Figure("engine", case, "given back while it sleeps", freed, "GiB")]
+    return [
+        *found,
+        Figure("engine", case, "given back while it sleeps", freed, "GiB"),
+        Figure("engine", case, "checksums of the weights", rate, "GB/s"),
+    ]
 
 
 def config_for(model: str, kind: str, folder: Path, **more: Any) -> Config:
@@ -133,6 +140,16 @@ def rounds(
         timed("sync with proof", partial(sync.sync_weights, trainer.weights, engine, version=number + 1))
         timed("wake of cache", engine.wake_cache)
     return seconds, freed
+
+
+def checksum_rate(weights: Mapping[str, Tensor], device: torch.device, repeat: int) -> float:
+    """Return the gigabytes per second of `checksum` over all weights. A sync verifies at this rate at both ends."""
+
+    def sum_all() -> None:
+        for tensor in weights.values():
+            checksum(tensor)
+
+    return sum(tensor.nbytes for tensor in weights.values()) / seconds_of(sum_all, device, repeat) / 1e9
 
 
 def write_config(model: str, folder: Path) -> None:

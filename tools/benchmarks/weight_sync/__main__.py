@@ -53,7 +53,7 @@ SIZES = ("tp", "pp", "vpp", "dp", "ep")
 BUCKET_MIB, DRY_BUCKET_MIB = 32, 256  # small, so a small model needs several rounds; and the default of sync.bucket_mib
 WORKER = Path(__file__).with_name("rank.py")
 PROCESS_BYTES = 400 << 20  # memory of a rank without weights
-BUFFERS = 3  # buckets that a rank holds for the sync
+BUFFERS = 5  # buckets that a rank holds for the sync
 ROWS: dict[str, Callable[[Dry], str]] = {
     "on the same device, GB": lambda dry: gigabytes(dry.traffic.same_rank),
     "between devices of a node, GB": lambda dry: gigabytes(dry.traffic.same_node),

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mega.rollout.engine import Engine as AnyEngine
+from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 from grpo_mega.run.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, load_shards
 from grpo_mega.weights.boxes import Box, Index, RankShards
@@ -46,11 +47,11 @@ Tensors = dict[str, Tensor]
 
 
 class Engine:
-    """The receiver of an engine rank: plain tensors, and two alternating buffers as in a server."""
+    """The receiver of an engine rank: plain tensors, and as many buffers in turn as a server has."""
 
     def __init__(self, holding: RankShards) -> None:
         self.tensors, self.verifies = blank(holding), True
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
         self._entries: list[Entry] = []
 
     def start_update(self) -> list[str]:
@@ -58,9 +59,9 @@ class Engine:
         return []
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
-        if self._buffers[index % 2].numel() < num_bytes:
-            self._buffers[index % 2] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffers[index % 2][:num_bytes]
+        if self._buffers[index % NUM_BUFFERS].numel() < num_bytes:
+            self._buffers[index % NUM_BUFFERS] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[index % NUM_BUFFERS][:num_bytes]
 
     def load(self, bucket: Bucket) -> None:
         write_entries(bucket.entries, bucket.values, self.tensors, bucket.dtype)
