@@ -10,7 +10,7 @@ and values of all parts. The backward pass sums gradients over ranks, and each r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -49,6 +49,24 @@ class LocalPackedSeqParams(PackedSeqParams):
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
     stacks: tuple[Stack, ...] = ()
     restore: Tensor = field(default_factory=Tensor)  # [T], index of each token in the concatenated, flattened queries
+
+
+@dataclass
+class LatentPackedSeqParams(PackedSeqParams):
+    """The same for multi-latent attention of Transformer Engine's layers: positions per token, and `segments` for TE.
+
+    Megatron's rotary embedding of "thd" would split each row into its segments on the host, in every layer.
+    """
+
+    position_ids: Tensor = field(default_factory=Tensor)  # [T]
+    segments: PackedSeqParams = field(default_factory=PackedSeqParams)
+
+
+def attend_latent(
+    attend: Callable[..., Tensor], *args: Any, packed_seq_params: LatentPackedSeqParams, **kwargs: Any
+) -> Tensor:  # [T, 1, heads / tp * width of a value]
+    """Replace the forward of TE's attention, `attend`, in multi-latent attention."""
+    return attend(*args, packed_seq_params=packed_seq_params.segments, **kwargs).flatten(1).unsqueeze(1)
 
 
 def pack_params(

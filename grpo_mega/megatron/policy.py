@@ -83,7 +83,7 @@ class Policy:
         self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(shape, runtime), routers=self.routers)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(runtime), routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches

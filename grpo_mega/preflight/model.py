@@ -205,26 +205,12 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
     support.
-
-    Layers of models with shared experts are never Transformer Engine's.
     """
-    if shape.shared_ffn and config.precision.fp8 is not None:
-        yield (
-            f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are"
-            " Megatron's local ones and compute in model.dtype; remove it"
-        )
-    if shape.shared_ffn and config.rollout.quantization is not None:
-        yield (
-            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
-        )
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
-        lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
-        if getattr(config.model, name) and (shape.shared_ffn or not shape.num_experts):
-            yield f"model.{name}=true: must be left out for {shape.model_type}, {lacking}; remove it"
-    if config.model.grouped_experts and config.precision.fp8 is not None:
-        yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"
+        if getattr(config.model, name) and not shape.num_experts:
+            yield f"model.{name}=true: must be left out for {shape.model_type}, which has no experts; remove it"
     for name, value in config.model.router.model_dump(exclude_defaults=True).items():
         if not shape.num_experts:
             yield (
