@@ -158,7 +158,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         "moe_permute_fusion": uses_transformer_engine(runtime) and config.model.fused_permutation is not False,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
-        "expert_tensor_parallel_size": runtime.layout.tp,
+        "expert_tensor_parallel_size": runtime.layout.etp,
     }
     if shape.shared_ffn:  # glm4_moe routes as deepseek_v3 does
         is_sigmoid = shape.model_type != "deepseek_v2"
@@ -234,6 +234,12 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
             if isinstance(module, kind) and module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+    for name, p in model.named_parameters():
+        if ".mlp.experts." in name:  # Megatron reduces gradients over an expert's replicas only if ep > 1
+            p.allreduce = not layout.has_own_expert_groups
+            p.tensor_model_parallel = True
+        elif "_down_proj." in name:  # whole on every rank, but TE marks it as sharded
+            p.tensor_model_parallel = False
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.

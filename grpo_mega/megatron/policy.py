@@ -76,7 +76,9 @@ class Policy:
         if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
             first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
             for name, p in self.parameters.items():
-                is_cut = first[name] != second[name]
+                # Replicas of an expert share its gradients also across tensor-parallel ranks.
+                is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
+                is_cut = first[name] != second[name] or is_spread
                 assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
@@ -191,8 +193,11 @@ class Policy:
         Each weight has three fp32 numbers and, if the reference follows the policy, a reference value. Ranks with a
         copy of a weight share the work.
         """
-        replicas, ep = self._runtime.layout.num_replicas, self._runtime.layout.ep
-        copies = {True: replicas, False: replicas // ep}  # keyed by `allreduce`, which is False for experts
+        layout = self._runtime.layout
+        copies = {
+            True: layout.num_replicas,
+            False: layout.num_expert_replicas,
+        }  # keyed by `allreduce`, which is False for experts
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
             p.numel()

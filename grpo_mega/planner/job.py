@@ -44,14 +44,19 @@ class PlannedJob:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; if False, or with shared experts, Megatron's local layers
+    uses_te: bool = True  # Transformer Engine's layers; if False, or on a CPU, Megatron's local layers
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # teachers in the policy's layout, as (shape, experts per token)
     lengths: Lengths | None = None  # distribution of response lengths with mean mean_response; None if unknown
 
     def __post_init__(self) -> None:
-        if self.shape.shared_ffn or self.card.is_cpu:
+        if self.card.is_cpu:
             object.__setattr__(self, "uses_te", False)
+
+    @property
+    def groups_experts(self) -> bool:
+        """Return True if one module computes all experts of a layer."""
+        return self.uses_te and self.config.model.grouped_experts is not False
 
     @property
     def family(self) -> Family:

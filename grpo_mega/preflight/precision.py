@@ -226,17 +226,21 @@ def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: Mode
     mlp = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
     sizes = ((shape.q, "rows of the queries"), (shape.kv, "rows of the keys"), mlp)
     legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (BLOCK * tp) == 0 for size, _ in sizes)]
-    for size, rows in sizes:
-        if size % (BLOCK * layout.tp):
-            blocks = (
-                f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
-            )
-            other = f"layout.tp={' or '.join(legal)}, or " if legal else ""
-            yield (
-                f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of"
-                f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
-            )
-            return  # one remedy fixes all sizes
+    cut = [("tp", layout.tp, size, rows) for size, rows in sizes]
+    if shape.num_experts:
+        cut.append(("etp", layout.etp, shape.moe_ffn, "rows of an expert"))
+    for axis, parts, size, rows in cut:
+        if size % (BLOCK * parts) == 0:
+            continue
+        blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+        other = f"layout.tp={' or '.join(legal)}, or " if legal and axis == "tp" else ""
+        if rows == "rows of the MLP" and shape.num_experts:
+            other += f"precision.first_layers_bf16={shape.num_dense}, or "
+        yield (
+            f"layout.{axis}={parts} cuts the {size} {rows} ({blocks}) inside a block of"
+            f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
+        )
+        return  # one remedy fixes all sizes
 
 
 def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
@@ -244,7 +248,7 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
     if rollout.quantization is None:
         return
     sides: list[tuple[str, int, Callable[[ModelShape, int], str | None]]] = [
-        ("layout.tp", layout.tp, _trainer_cut),
+        ("layout.tp", layout.tp, partial(_trainer_cut, etp=layout.etp)),
         ("rollout.tp", rollout.tp, partial(_engine_cut, ep=rollout.ep)),
     ]
     for key, tp, cut in sides if rollout.is_served else sides[:1]:
@@ -258,13 +262,18 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
             )
 
 
-def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
+def _trainer_cut(shape: ModelShape, tp: int, etp: int) -> str | None:
     """Return where Megatron splits a linear layer inside a block; None if nowhere, "" if it cannot split the model at
     all.
     """
-    if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
+    if any(megatron_layout_problems(shape, MegatronLayout(tp=tp, etp=etp))):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
+
+    def held(row: Row, rank: int) -> LocalTensor:
+        parts = etp if row.kind == "expert" else tp
+        return row.op.megatron(Shard(row.hf, "", shape, parts, rank % parts))
+
+    return _cut(shape, tp, held)
 
 
 def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:

@@ -71,6 +71,13 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
     dp = draw(st.sampled_from([1, 2, 4] if pp < 4 else [1, 2]))
     cp = draw(st.sampled_from([1, 1, 2, 3]))
     order = draw(st.sampled_from(get_args(RankOrder)))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    if order == "tp-dp-pp" or pp == 1:
+        etp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+        ep = draw(st.sampled_from([n for n in (1, 2, 4) if tp * dp * cp // etp % n == 0]))
+    else:  # Megatron supports only tp-dp-pp if experts are distributed over stages
+        etp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+        ep = tp // etp
     return MegatronLayout(
         tp=draw(st.sampled_from([1, 2, 4])),
         pp=pp,
@@ -80,6 +87,7 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
         # Megatron supports only this order if experts are distributed over stages.
         ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp * cp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
         cp=cp,
+        etp=etp,
     )
 
 
