@@ -104,7 +104,7 @@ class Pipeline:
 
     def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
-            dtype = self._chunks[0].config.params_dtype
+            dtype = None if batch.tokens.is_cuda else self._chunks[0].config.params_dtype
             return pack_params(
                 batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.shared_prompt_segments
             )
