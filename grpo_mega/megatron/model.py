@@ -37,6 +37,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config, ModelConfig
+from grpo_mega.errors import raise_all
 from grpo_mega.megatron import compat, routers
 from grpo_mega.megatron.attention import (
     LatentRotary,
@@ -48,6 +49,7 @@ from grpo_mega.megatron.attention import (
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.preflight.precision import latent_problems
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.layout import ShardLayout, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape, Span, padded_vocab
@@ -77,6 +79,7 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
     if shape.kv_lora:
         compat.patch_latent_attention()
     if uses_transformer_engine(runtime):
+        raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
     chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]

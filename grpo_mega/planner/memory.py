@@ -263,7 +263,7 @@ class Elements:
 @functools.cache
 def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
     """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
-    linear_names = family.linear_tensors()
+    linear_names = family.linear_tensors(shape)
     plain = linear = num_scales = 0
     for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
         places = len(block.layers) * len(block.experts)

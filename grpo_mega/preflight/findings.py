@@ -43,7 +43,13 @@ from grpo_mega.preflight.model import (
     position_problems,
     read_model,
 )
-from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
+from grpo_mega.preflight.precision import (
+    bf16_layer_problems,
+    block_problems,
+    card_problems,
+    installed_problems,
+    latent_problems,
+)
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
 from grpo_mega.weights.hf_config import resolve_config
@@ -123,6 +129,8 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
         yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)
+        if machine.transformer_engine is not None and config.device != "cpu":
+            yield from latent_problems(shape, *machine.gpu(config.device))
     if rollout.is_served:
         if card is not None:
             yield from served_card_problems(rollout, config.engine_dtype, card.capability, card.title)

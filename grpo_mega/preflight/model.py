@@ -206,6 +206,11 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
     support.
     """
+    if shape.kv_lora and config.rollout.is_served and config.rollout.quantization is not None:
+        yield (
+            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type} with"
+            " rollout.engine='sglang', which keeps its up-projection of keys and values in another form; remove it"
+        )
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):

@@ -280,13 +280,13 @@ def engine_shards(
     assert layout.world_size <= world_size, (layout, world_size)
     shards = [tuple(engine_blocks(family, shape, layout, tp_rank)) for tp_rank in range(layout.tp)]
     blocks = tuple(shards[rank % layout.tp] if rank < layout.world_size else () for rank in range(world_size))
-    return ShardLayout(blocks, family.linear_tensors() if quantise else frozenset())
+    return ShardLayout(blocks, family.linear_tensors(shape) if quantise else frozenset())
 
 
 def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: bool = False) -> ShardLayout:
     """Return the embedded engine's layout: all whole Hugging Face tensors on every rank."""
     blocks = tuple(hf_blocks(family, shape))
-    return ShardLayout((blocks,) * world_size, family.linear_tensors() if quantise else frozenset())
+    return ShardLayout((blocks,) * world_size, family.linear_tensors(shape) if quantise else frozenset())
 
 
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:

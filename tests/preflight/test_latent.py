@@ -115,7 +115,7 @@ def test_grouped_experts_need_experts_and_transformer_engine() -> None:
     dense = {"model_type": "llama"} | {
         name: FIELDS[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     }
-    dense |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    dense |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     assert list(cut_problems(configs.validate(raw), shape_of(dense))) == [
         f"model.{name}=true: must be left out for llama, which has no experts; remove it"
         for name in ("grouped_experts", "fused_permutation")
