@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.preflight import kernels
 from grpo_mega.preflight.kernels import Kernels
-from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples
-from tests.helpers.models import make_config
+from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples, packed, precision_of
+from tests.helpers.models import VOCAB_SIZE, make_config
 
 pytestmark = pytest.mark.emulated
 
@@ -22,6 +26,7 @@ LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT | {"q_lora_rank": 96},
+    "glm4_moe_lite": LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 96},
     "glm4_moe": {"head_dim": 64, "num_key_value_heads": 2},
 }
 SIZES = {
@@ -41,12 +46,28 @@ ALLOWED = {"float32": 1e-4 if torch.cuda.is_available() else 4e-6, "bfloat16": 0
 
 def numbers(device: Device, family: str, dtype: str) -> dict[str, Tensor]:
     """Return logits and gradients, keyed by the names of separate experts and norms."""
-    sizes = SIZES | FAMILIES[family] | (ALL_EXPERTS if dtype == "bfloat16" else {})
-    hf_config = make_config(family, **sizes)
-    policy = make_policy(device, hf_config, dtype=dtype)
-    samples = make_samples(6, hf_config.vocab_size)
+    policy = policy_of(device, family, ALL_EXPERTS if dtype == "bfloat16" else {}, dtype=dtype)
+    samples = make_samples(6, VOCAB_SIZE)
     found = {f"logits {i}": logits for i, logits in enumerate(logits_of(policy, samples))}
     return found | {plain_name(name): gradient for name, gradient in gradients_of(policy, samples).items()}
+
+
+def policy_of(device: Device, family: str, sizes: Mapping[str, int], **sections: Any) -> Policy:
+    return make_policy(device, make_config(family, **(SIZES | FAMILIES[family] | sizes)), **sections)
+
+
+def use_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+
+
+def state_of(policy: Policy) -> dict[str, Tensor]:
+    return {plain_name(name): p.detach().cpu().clone() for name, p in policy.tensors().items()}
+
+
+def keys_of(checkpoint: Path) -> set[str]:
+    """Return the keys of a checkpoint's tensors, without the FP8 state that only Transformer Engine has."""
+    keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {key for key in keys if "_extra_state" not in key}
 
 
 def plain_name(name: str) -> str:
@@ -66,7 +87,7 @@ def test_both_kinds_of_layers_give_the_same_logits_and_gradients(
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found = numbers(device, family, dtype)
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+    use_local_layers(monkeypatch)
     expected = numbers(device, family, dtype)
     assert found.keys() == expected.keys() and any("shared_experts" in name for name in found)
     wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
@@ -74,3 +95,33 @@ def test_both_kinds_of_layers_give_the_same_logits_and_gradients(
     assert all(error < ALLOWED[dtype] for error in wrong.values()), {
         n: e for n, e in wrong.items() if e >= ALLOWED[dtype]
     }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_one_kind_of_layers_restores_to_the_other(
+    family: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update in FP8. The checkpoints have the same keys, so each is also read by the other kind."""
+    if not in_use(device).transformer_engine:
+        pytest.skip("needs Transformer Engine")
+    policy = policy_of(device, family, ALL_EXPERTS, precision=precision_of("tensorwise"), optimizer={"lr": 1e-3})
+    before = state_of(policy)
+    metrics = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
+    assert all(row["grad_norm"] > 0 for row in metrics)
+    expected = state_of(policy)
+    assert sum(not torch.equal(before[name], p) for name, p in expected.items()) > len(expected) / 2
+    (tmp_path / "te").mkdir()
+    policy.save(tmp_path / "te")
+    use_local_layers(monkeypatch)
+    restored = policy_of(device, family, ALL_EXPERTS, optimizer={"lr": 1e-3})
+    restored.restore(tmp_path / "te")
+    found = state_of(restored)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], p) for name, p in expected.items())
+    (tmp_path / "local").mkdir()
+    restored.save(tmp_path / "local")
+    assert keys_of(tmp_path / "local") == keys_of(tmp_path / "te")
+    monkeypatch.undo()
+    again = policy_of(device, family, ALL_EXPERTS, optimizer={"lr": 1e-3})
+    again.restore(tmp_path / "local")
+    assert all(torch.equal(state_of(again)[name], p) for name, p in expected.items())
