@@ -163,7 +163,7 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.etp,
     }
-    if shape.shared_ffn:  # glm4_moe routes as deepseek_v3 does
+    if shape.shared_ffn:  # GLM's models route as deepseek_v3 does
         is_sigmoid = shape.model_type != "deepseek_v2"
         is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
         settings |= {

@@ -7,9 +7,9 @@ Megatron's names of experts are the names in SequentialMLP, where each expert is
 TEGroupedMLP's names. The engine has one parameter, [experts, ...], for the same part of all experts of a layer, in the
 layout of SGLang's Triton kernels. The part of a rank's e-th expert is "parameter[e]".
 
-DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on
-every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and glm4_moe add a bias per expert
-to the router's scores when they choose experts. No optimizer changes it.
+DeepSeek's models and glm4_moe_lite have multi-latent attention: queries, keys and values are computed from latents.
+Latents are whole on every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and GLM's
+models add a bias per expert to the router's scores when they choose experts. No optimizer changes it.
 """
 
 from __future__ import annotations
@@ -248,9 +248,10 @@ _ROUTER_BIAS = Row(
 )
 
 _LLAMA = Family(_DENSE, EMBEDDING, OUTPUT)
+_DEEPSEEK_V3 = Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT)
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE), EMBEDDING, OUTPUT),
-    "deepseek_v3": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT),
+    "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": Family(
         (*ATTENTION, _QKV_BIAS, *_qk_norms("qk_norm"), *_DENSE_THEN_MOE, _ROUTER_BIAS),
         EMBEDDING,
@@ -258,6 +259,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         engine_ties=False,
     ),
+    "glm4_moe_lite": replace(_DEEPSEEK_V3, engine_ties=False),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": Family(

@@ -31,8 +31,9 @@ _MOE_FIELDS = {
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
 }
-_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
 
 

@@ -79,13 +79,12 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
         etp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
         ep = tp // etp
     return MegatronLayout(
-        tp=draw(st.sampled_from([1, 2, 4])),
+        tp=tp,
         pp=pp,
         vpp=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
         dp=dp,
         order=order,
-        # Megatron supports only this order if experts are distributed over stages.
-        ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp * cp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
+        ep=ep,
         cp=cp,
         etp=etp,
     )
@@ -109,7 +108,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
     latent = {}
-    if model_type.startswith("deepseek"):
+    if model_type.startswith("deepseek") or model_type == "glm4_moe_lite":
         kv_heads = num_heads
         latent = {
             "num_dense": draw(st.integers(0, num_layers - 1)),

@@ -116,7 +116,8 @@ def test_only_linear_layers_of_attention_and_mlp_are_quantized(model_type: str) 
     found = frozenset().union(*(family_of(model_type).linear_tensors(shape) for shape in shapes))
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
     latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
-    attention = latent | {"q_proj", "o_proj"} if "deepseek" in model_type else {f"{x}_proj" for x in "qkvo"}
+    has_latents = "deepseek" in model_type or model_type == "glm4_moe_lite"
+    attention = latent | {"q_proj", "o_proj"} if has_latents else {f"{x}_proj" for x in "qkvo"}
     assert ends == attention | (
         {"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"}
     )

@@ -34,7 +34,7 @@ LATENT = {"num_dense": 1, "shared_ffn": 16, "kv_lora": 3, "rope_dim": 1, "v_dim"
 
 def shape_of(family: str, *, num_kv_heads: int, tied: bool = False, vocab: int = 70, q_lora: int = 0) -> ModelShape:
     experts = EXPERTS if family in MIXTURES else {}
-    if "deepseek" in family:
+    if "deepseek" in family or family == "glm4_moe_lite":
         experts, num_kv_heads = experts | LATENT | {"q_lora": q_lora}, 8
     sizes = {"num_layers": 2, "hidden": 6, "ffn": 24, "num_heads": 8, "head_dim": 2}
     return ModelShape(model_type=family, num_kv_heads=num_kv_heads, vocab=vocab, tied=tied, **sizes, **experts)
@@ -232,7 +232,7 @@ def test_the_ranks_of_every_axis_are_megatrons(layout: MegatronLayout) -> None:
         for axis, name in axes.items():
             for group in parallel_state.RankGenerator(**axis_sizes, order=order).get_ranks(axis):
                 for index, rank in enumerate(group):
-                    found[rank][axis] = index
+                    found[rank][name] = index
     for rank, index in found.items():
         tp_rank, pp_rank, dp_rank = layout.place(rank)
         dense_ranks = {"tp": tp_rank, "cp": layout.cp_rank(rank), "dp": dp_rank, "pp": pp_rank}

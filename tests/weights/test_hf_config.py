@@ -47,10 +47,10 @@ EXPERTS = {"moe_intermediate_size": 10, "num_experts_per_tok": 2}
 NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 9, "q_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 MODELS: dict[str, dict[str, Any]] = {model_type: SMALL | {"model_type": model_type} for model_type in FAMILIES}
-for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"):
+for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"):
     MODELS[_type] |= EXPERTS | {NAMES.get(_type, "n_routed_experts"): 5}
     MODELS[_type] |= {"n_group": 1, "topk_group": 1} if _type.startswith(("deepseek", "glm")) else {}
-    MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") else {}
+    MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") or _type == "glm4_moe_lite" else {}
 # Fields that every model's config.json needs. transformers uses defaults if they are missing.
 NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 NEEDED |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
