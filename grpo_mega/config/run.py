@@ -61,14 +61,8 @@ class LayoutConfig(Section):
             "Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."
         ),
     )
-    ep: NumRanks = Field(
-        default=1,
-        description="Expert-parallel size of MoE models: ranks that share the experts. Must divide tp * cp * dp / etp.",
-    )
-    etp: NumRanks = Field(
-        default=1,
-        description="Expert tensor-parallel size of MoE models: ranks that split each expert. Must divide tp.",
-    )
+    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide tp * cp * dp / etp.")
+    etp: NumRanks = Field(default=1, description="Number of ranks that split each expert. Must divide tp.")
     sequence_parallel: bool = Field(
         default=False,
         description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1.",

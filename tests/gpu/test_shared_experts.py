@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.megatron.attention import PackedAttention, RMSNorm
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.preflight import kernels
@@ -105,6 +107,9 @@ def test_a_checkpoint_of_one_kind_of_layers_restores_to_the_other(
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     policy = policy_of(device, family, ALL_EXPERTS, precision=precision_of("tensorwise"), optimizer={"lr": 1e-3})
+    assert "layers, attention, norms, gradient accumulation and Adam are Transformer Engine's" in in_use(device).line()
+    local = (ColumnParallelLinear, RowParallelLinear, PackedAttention, RMSNorm)
+    assert not [module for module in policy.models[0].decoder.modules() if isinstance(module, local)]
     before = state_of(policy)
     metrics = policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
     assert all(row["grad_norm"] > 0 for row in metrics)
