@@ -194,10 +194,8 @@ class Policy:
         copy of a weight share the work.
         """
         layout = self._runtime.layout
-        copies = {
-            True: layout.num_replicas,
-            False: layout.num_expert_replicas,
-        }  # keyed by `allreduce`, which is False for experts
+        # Keyed by `allreduce`, which is False for experts with other replicas than the other weights.
+        copies = {True: layout.num_replicas, False: layout.num_expert_replicas}
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
             p.numel()

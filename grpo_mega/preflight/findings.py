@@ -230,7 +230,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         if settings.url is None:
             # The layers per chunk follow from the teacher's size.
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
-            layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))
+            layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1, "etp": 1}))
             problems += layout_problems(layout, theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 
