@@ -150,7 +150,8 @@ class PlannedJob:
         """Return one setup per teacher, for its forward pass."""
         setups = []
         for shape, experts in self.teachers:
-            changes = {"layers_per_chunk": None, "dp": self.layout.dp} | ({} if shape.num_experts else {"ep": 1, "etp": 1})
+            changes: dict[str, object] = {"layers_per_chunk": None, "dp": self.layout.dp}
+            changes |= {} if shape.num_experts else {"ep": 1, "etp": 1}
             layout = self.config.layout.model_copy(update=changes)
             config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": layout})
             setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))

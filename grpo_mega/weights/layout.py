@@ -154,8 +154,8 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
             )
         elif shape.num_experts and layout.ep * layout.etp != layout.tp:
             yield (
-                f"order={layout.order}: must be tp-dp-pp, Megatron's only order for ep * etp ="
-                f" {layout.ep * layout.etp} with tp={layout.tp} and pp={layout.pp}; change it"
+                f"order={layout.order}: must be tp-dp-pp with pp={layout.pp} unless ep * etp = tp={layout.tp}, found"
+                f" ep={layout.ep}, etp={layout.etp}; change one of them"
             )
 
 
