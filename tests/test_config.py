@@ -240,8 +240,9 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ),
         (
             "layout={cp: 2, dp: 3, ep: 4}",
-            "layout.ep=4 does not divide layout.dp=3 times layout.cp=2; use 1, 2, 3 or 6",
+            "layout.ep=4: must divide tp * cp * dp / etp = 6; use 1, 2, 3 or 6",
         ),
+        ("layout={tp: 4, etp: 3}", "layout.etp=3: must divide layout.tp=4; use 1, 2 or 4"),
         ("layout.cp_comm_type=all_gather", "layout.cp_comm_type='all_gather': must be 'p2p' or 'a2a'"),
         ("layout.cp_comm_type=a2a+p2p", "layout.cp_comm_type='a2a+p2p': must be 'p2p' or 'a2a'"),
         ("layout.vpp=2", "layout.vpp=2 needs layout.pp > 1; leave vpp out or raise pp"),

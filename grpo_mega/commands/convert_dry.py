@@ -19,7 +19,7 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 
-_AXES = ("tp", "pp", "vpp", "dp", "ep")
+_AXES = ("tp", "pp", "vpp", "dp", "ep", "etp")
 
 
 @dataclass

@@ -89,12 +89,13 @@ class ModelConfig(Section):
         ),
     )
     router: RouterConfig = Field(default=RouterConfig(), description="Training of the routers of MoE models.")
-    grouped_experts: bool = Field(
-        default=False, description="Compute all experts of a layer in one grouped GEMM. Needs Transformer Engine."
+    grouped_experts: bool | None = Field(
+        default=None,
+        description="Compute all experts of a layer in one grouped GEMM. On with Transformer Engine if unset.",
     )
-    fused_permutation: bool = Field(
-        default=False,
-        description="Use fused kernels to send tokens to their experts and back. Needs Transformer Engine.",
+    fused_permutation: bool | None = Field(
+        default=None,
+        description="Use fused kernels to send tokens to their experts and back. On with Transformer Engine if unset.",
     )
 
     def recomputed(self, *, uses_te: bool) -> tuple[str, ...]:

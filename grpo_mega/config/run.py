@@ -60,7 +60,8 @@ class LayoutConfig(Section):
             "Data-parallel size. None uses all ranks of the launcher, or without one the smallest size that ep allows."
         ),
     )
-    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide dp * cp.")
+    ep: NumRanks = Field(default=1, description="Expert-parallel size of MoE models. Must divide tp * cp * dp / etp.")
+    etp: NumRanks = Field(default=1, description="Number of ranks that split each expert. Must divide tp.")
     sequence_parallel: bool = Field(
         default=False,
         description="Split the activations between tensor-parallel regions along the sequence. Needs tp > 1.",
@@ -92,19 +93,19 @@ class LayoutConfig(Section):
 
     @property
     def least_dp(self) -> int:
-        """Return the smallest number of data-parallel ranks that makes ep divide dp * cp."""
-        return self.ep // math.gcd(self.ep, self.cp)
+        """Return the smallest number of data-parallel ranks that makes ep * etp divide tp * cp * dp."""
+        return self.ep * self.etp // math.gcd(self.ep * self.etp, self.tp * self.cp)
 
     @property
     def world_size(self) -> int:
         return self.num_trainers + self.engine_ranks
 
     def _problems(self) -> Iterator[str]:
-        if self.dp is not None and self.dp * self.cp % self.ep:
-            times = f" times layout.cp={self.cp}" if self.cp > 1 else ""
-            yield (
-                f"layout.ep={self.ep} does not divide layout.dp={self.dp}{times}; use {any_divisor(self.dp * self.cp)}"
-            )
+        if self.tp % self.etp:
+            yield f"layout.etp={self.etp}: must divide layout.tp={self.tp}; use {any_divisor(self.tp)}"
+        elif self.dp is not None and self.dp * self.cp * self.tp // self.etp % self.ep:
+            size = self.dp * self.cp * self.tp // self.etp
+            yield f"layout.ep={self.ep}: must divide tp * cp * dp / etp = {size}; use {any_divisor(size)}"
         num_chunks = self.pp * (self.vpp or 1)
         if self.layers_per_chunk is not None and len(self.layers_per_chunk) != num_chunks:
             yield (

@@ -57,9 +57,11 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
                 name.replace("layers.{i}.", "layers.").replace("local_experts.{e}.", "experts.")
                 for name in (row.megatron, row.megatron_te or row.megatron)
             )
+            renamed = own
             for name, saved in _RENAMED.items():
-                own = own.replace(name, saved)
-            keys = tuple(dict.fromkeys((fused, own)))
+                renamed = renamed.replace(name, saved)
+            # The local layers of multi-latent attention rename nothing.
+            keys = tuple(dict.fromkeys((fused, renamed, own) if shape.kv_lora else (fused, renamed)))
             found.append((keys, row.op.megatron(Shard(row.hf, "", shape))))
         return found
 

@@ -10,7 +10,7 @@ and values of all parts. The backward pass sums gradients over ranks, and each r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from grpo_mega.batching.layout import chunks_of
 
@@ -35,7 +36,7 @@ class Stack:
     keys: Tensor  # [runs, most], indices into the keys of all ranks, concatenated by rank
     # [longest, most], 0 for the keys that each query sees, else -inf. It has the dtype of the queries, because torch
     # would convert a bool mask in every layer and keep the copy. With a mask, queries are in reverse order. Without
-    # one, queries and keys are the same tokens in order, and attention is causal.
+    # one they are in order, attention is causal, and the last query sees all keys.
     mask: Tensor | None
 
 
@@ -51,16 +52,36 @@ class LocalPackedSeqParams(PackedSeqParams):
     restore: Tensor = field(default_factory=Tensor)  # [T], index of each token in the concatenated, flattened queries
 
 
+@dataclass
+class LatentPackedSeqParams(PackedSeqParams):
+    """The same for multi-latent attention of Transformer Engine's layers: positions per token, and `segments` for TE.
+
+    Megatron's rotary embedding of "thd" would split each row into its segments on the host, in every layer.
+    """
+
+    position_ids: Tensor = field(default_factory=Tensor)  # [T]
+    segments: PackedSeqParams = field(default_factory=PackedSeqParams)
+
+
+def attend_latent(
+    attend: Callable[..., Tensor], *args: Any, packed_seq_params: LatentPackedSeqParams, **kwargs: Any
+) -> Tensor:  # [T, 1, heads / tp * width of a value]
+    """Replace the forward of TE's attention, `attend`, in multi-latent attention."""
+    return attend(*args, packed_seq_params=packed_seq_params.segments, **kwargs).flatten(1).unsqueeze(1)
+
+
 def pack_params(
     cu_seqlens: Tensor,
     position_ids: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     cp_size: int = 1,
     cp_rank: int = 0,
     shared_prompt_segments: Sequence[int] | None = None,
 ) -> LocalPackedSeqParams:
     """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]) for queries of `dtype`.
 
+    With None there are no masks: torch's kernels for CUDA align causal attention at the last key, and would copy a mask
+    to a matrix of all queries and keys in every layer.
     The segments cover all T tokens of this rank. `shared_prompt_segments`: see PackedBatch.
     """
     cuts, device = cu_seqlens.tolist(), position_ids.device
@@ -99,7 +120,9 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
     return found
 
 
-def _branches(cuts: list[int], shared_prompt_segments: Sequence[int], dtype: torch.dtype) -> list[tuple[Stack, Tensor]]:
+def _branches(
+    cuts: list[int], shared_prompt_segments: Sequence[int], dtype: torch.dtype | None
+) -> list[tuple[Stack, Tensor]]:
     """Return one stack per trunk: the segments of any length that continue it. Their queries see all keys of the
     trunk.
     """
@@ -110,6 +133,9 @@ def _branches(cuts: list[int], shared_prompt_segments: Sequence[int], dtype: tor
         column = torch.arange(int(lengths.max()))
         queries, before = starts + torch.minimum(column, lengths - 1), torch.arange(cuts[trunk], cuts[trunk + 1])
         keys = torch.cat((before.expand(len(spans), -1), queries), dim=1)
+        if dtype is None:
+            found.append((Stack(queries, keys, None), column < lengths))
+            continue
         mask = _seen_by_last_first(len(column), keys.shape[1], dtype)
         found.append((Stack(queries.flip(1), keys, mask), (column < lengths).flip(1)))
     return found
@@ -127,7 +153,7 @@ def _seen_by_last_first(num_queries: int, num_keys: int, dtype: torch.dtype) -> 
 
 
 def _chunks(
-    spans: list[tuple[int, int]], num_tokens: int, dtype: torch.dtype, cp_size: int, cp_rank: int
+    spans: list[tuple[int, int]], num_tokens: int, dtype: torch.dtype | None, cp_size: int, cp_rank: int
 ) -> list[tuple[Stack, Tensor]]:
     """Return stacks of this rank's chunks of the segments (length, start).
 
@@ -143,8 +169,10 @@ def _chunks(
             places[rows] = rank * num_tokens + torch.arange(length)
         for first, chunk in zip((0, length // 2), chunks_of(length * cp_size, cp_size, cp_rank), strict=True):
             queries = starts[:, None] + first + torch.arange(len(chunk))
-            mask = _seen_by_last_first(len(chunk), chunk.stop, dtype) if chunk.start else None
-            stack = Stack(queries.flip(1) if chunk.start else queries, starts[:, None] + places[: chunk.stop], mask)
+            mask = None
+            if chunk.start and dtype is not None:
+                queries, mask = queries.flip(1), _seen_by_last_first(len(chunk), chunk.stop, dtype)
+            stack = Stack(queries, starts[:, None] + places[: chunk.stop], mask)
             found.append((stack, torch.ones_like(queries, dtype=torch.bool)))
     return found
 
@@ -209,9 +237,11 @@ class PackedAttention(torch.nn.Module):
             width = v.shape[-1]
             if width < q.shape[-1]:  # torch's fused kernels store no attention matrix, but need equal widths
                 v = F.pad(v, (0, q.shape[-1] - width))
-            is_causal, is_grouped = stack.mask is None, q.shape[1] != k.shape[1]
+            mask, is_grouped = stack.mask, q.shape[1] != k.shape[1]
+            if mask is None and q.shape[2] != k.shape[2]:
+                mask = causal_lower_right(q.shape[2], k.shape[2])
             out = F.scaled_dot_product_attention(
-                q, k, v, stack.mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
+                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=is_grouped
             )
             outputs.append(out[..., :width].transpose(1, 2).reshape(stack.queries.numel(), -1))
         return torch.cat(outputs).index_select(0, params.restore).unsqueeze(1)

@@ -102,7 +102,7 @@ class Teacher:
         self._parameters = parameters_of(self._models, self._holding)
         self._pipeline = Pipeline(
             [Float16Module(m.config, m) if m.config.bf16 else m for m in self._models],
-            uses_te=uses_transformer_engine(shape, runtime),
+            uses_te=uses_transformer_engine(runtime),
         )
         self._parameters |= biases_of(self._models)
         # On the last stage: the output layer's rows that the policy has on this rank, in host memory. The teacher's own

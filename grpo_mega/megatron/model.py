@@ -1,9 +1,9 @@
 """Build this rank's model chunks from a Hugging Face config and the layout. Each chunk is a GPTModel.
 
-With Transformer Engine on a GPU the layers are TE's. Otherwise, and for DeepSeek's models and glm4_moe, they are
-Megatron's local layers with the modules of attention.py. The last chunk returns hidden states, complete on every
-tensor-parallel rank. Log-probs are computed from them and the output weight. Parameters are not initialized here:
-weights.apply fills all of them from a checkpoint or from a seed.
+With Transformer Engine on a GPU the layers are TE's. Otherwise they are Megatron's local layers with the modules of
+attention.py. The last chunk returns hidden states, complete on every tensor-parallel rank. Log-probs are computed from
+them and the output weight. Parameters are not initialized here: weights.apply fills all of them from a checkpoint or
+from a seed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -36,20 +37,33 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_mega.config import Config, ModelConfig
+from grpo_mega.errors import raise_all
 from grpo_mega.megatron import compat, routers
-from grpo_mega.megatron.attention import LatentRotary, PackedAttention, PackedRotary, RMSNorm
+from grpo_mega.megatron.attention import (
+    LatentRotary,
+    PackedAttention,
+    PackedRotary,
+    RMSNorm,
+    attend_latent,
+)
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
+from grpo_mega.preflight.precision import latent_problems
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.layout import ShardLayout, megatron_shards
-from grpo_mega.weights.spec import Family, ModelShape, padded_vocab
+from grpo_mega.weights.spec import Family, ModelShape, Span, padded_vocab
 
 _BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 
-def uses_transformer_engine(shape: ModelShape, runtime: Runtime) -> bool:
-    return in_use(runtime.device).transformer_engine and not shape.shared_ffn
+def uses_transformer_engine(runtime: Runtime) -> bool:
+    return in_use(runtime.device).transformer_engine
+
+
+def groups_experts(model: ModelConfig, runtime: Runtime) -> bool:
+    """Return True if one module computes all experts of a layer."""
+    return uses_transformer_engine(runtime) and model.grouped_experts is not False
 
 
 def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Config, runtime: Runtime) -> list[GPTModel]:
@@ -58,7 +72,8 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
         compat.patch_moe()
     if shape.kv_lora:
         compat.patch_latent_attention()
-    if uses_transformer_engine(shape, runtime):
+    if uses_transformer_engine(runtime):
+        raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
     chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]
@@ -73,7 +88,7 @@ def transformer_config(
     """Return Megatron's config, with the settings that prevent its silent errors."""
     dtype = DTYPES[config.model.resolved_dtype]
     is_cuda, is_interleaved = runtime.device.is_cuda, runtime.layout.vpp > 1
-    use_te = uses_transformer_engine(shape, runtime)
+    use_te = uses_transformer_engine(runtime)
     config_class = MLATransformerConfig if shape.kv_lora else TransformerConfig
     return config_class(
         num_layers=shape.num_layers,
@@ -106,11 +121,12 @@ def transformer_config(
         **_latent_config(shape, hf_config),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
-        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and not shape.shared_ffn,
+        # Apex's kernel is for Megatron's linear layers only.
+        gradient_accumulation_fusion=in_use(runtime.device).fuses_weight_gradients and (use_te or not shape.shared_ffn),
         # Megatron compiles the two bias fusions for CUDA.
         bias_dropout_fusion=is_cuda,
         bias_activation_fusion=is_cuda,
-        apply_rope_fusion=use_te,
+        apply_rope_fusion=use_te and not shape.kv_lora,  # angles come from LatentRotary
         # The loss is already divided by global counts, so Megatron must only sum over micro-batches and ranks.
         calculate_per_token_loss=True,
         # With gloo an output may be freed before it is sent to the next stage. Losses are then randomly wrong.
@@ -148,13 +164,13 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         # A softmax over the chosen experts equals a softmax over all experts, renormalized over the chosen ones.
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         **routers.settings(config.model.router),
-        "moe_grouped_gemm": config.model.grouped_experts,
-        "moe_permute_fusion": config.model.fused_permutation,
+        "moe_grouped_gemm": groups_experts(config.model, runtime),
+        "moe_permute_fusion": uses_transformer_engine(runtime) and config.model.fused_permutation is not False,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": runtime.layout.ep,
-        "expert_tensor_parallel_size": runtime.layout.tp,
+        "expert_tensor_parallel_size": runtime.layout.etp,
     }
-    if shape.shared_ffn:  # glm4_moe routes as deepseek_v3 does
+    if shape.shared_ffn:  # GLM's models route as deepseek_v3 does
         is_sigmoid = shape.model_type != "deepseek_v2"
         is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
         settings |= {
@@ -209,14 +225,8 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     layers = layout.layers_of(shape.num_layers, runtime.pp_rank, chunk)
     span = get_transformer_layer_offset(config, vp_stage=vp_stage), get_num_layers_to_build(config, vp_stage=vp_stage)
     assert span == (layers.start, len(layers)), (span, layers)
-    if use_te := uses_transformer_engine(shape, runtime):
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-    else:
-        spec = _local_spec(shape, config, layers)
+    use_te = uses_transformer_engine(runtime)
+    spec = (_te_spec if use_te else _local_spec)(shape, config, layers)
     model = GPTModel(
         config,
         spec,
@@ -234,6 +244,12 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
             if isinstance(module, kind) and module.weight is not None:
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+    for name, p in model.named_parameters():
+        if ".mlp.experts." in name:  # Megatron reduces gradients over an expert's replicas only if ep > 1
+            p.allreduce = not layout.has_own_expert_groups
+            p.tensor_model_parallel = True
+        elif "_down_proj." in name:  # whole on every rank, but TE marks it as sharded
+            p.tensor_model_parallel = False
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
@@ -241,8 +257,10 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     inv_freq = theirs.inv_freq.float()
     if shape.kv_lora:
         rotary = LatentRotary(inv_freq, theirs.attention_scaling)
-        for layer in model.decoder.layers:
-            layer.self_attention.rotary_pos_emb = rotary
+        for attention in (layer.self_attention for layer in model.decoder.layers):
+            attention.rotary_pos_emb = rotary
+            if use_te:
+                attention.core_attention.forward = partial(attend_latent, attention.core_attention.forward)
     elif use_te:
         model.rotary_pos_emb.inv_freq = inv_freq
     else:
@@ -283,8 +301,8 @@ def biases_of(models: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 def shards_of(family: Family, shape: ModelShape, config: Config, runtime: Runtime) -> ShardLayout:
     """Return the slices of a model that each rank of the layout holds, in the form that transfer plans use."""
-    use_te = uses_transformer_engine(shape, runtime)
-    grouped_experts = use_te and config.model.grouped_experts
+    use_te = uses_transformer_engine(runtime)
+    grouped_experts = groups_experts(config.model, runtime)
     return megatron_shards(family, shape, runtime.layout, fused_norms=use_te, grouped_experts=grouped_experts)
 
 
@@ -303,10 +321,34 @@ def _forward_hidden(
     return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group), None
 
 
+def _te_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """Return Transformer Engine's layers. They save a checkpoint under the keys of the local layers."""
+
+    def layer(span: Span) -> Any:
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if span == "moe" else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm or bool(shape.kv_lora),  # MLA: the norms of the latents
+            multi_latent_attention=config.multi_latent_attention,
+        )
+        keys = spec.submodules.sharded_state_dict_keys_map
+        if shape.kv_lora:
+            keys |= {
+                f"self_attention.linear_{latent}_up_proj.layer_norm_": f"self_attention.{latent}_layernorm."
+                for latent in ("q", "kv")
+            }
+            keys |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."} if span == "dense" else {}
+        elif span == "moe":
+            keys |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        return spec
+
+    return TransformerBlockSubmodules([layer(span) for span, run in shape.spans(layers) for _ in run], TENorm)
+
+
 def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
-    def layer(num_experts: int | None) -> Any:
+    def layer(span: Span) -> Any:
         spec = get_gpt_layer_local_spec(
-            num_experts=num_experts,
+            num_experts=config.num_moe_experts if span == "moe" else None,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             normalization="RMSNorm",
@@ -323,5 +365,4 @@ def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> 
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         return spec
 
-    specs = [layer(config.num_moe_experts if span == "moe" else None) for span, run in shape.spans(layers) for _ in run]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules([layer(span) for span, run in shape.spans(layers) for _ in run], RMSNorm)

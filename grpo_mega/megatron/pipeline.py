@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.attention import pack_params
+from grpo_mega.megatron.attention import LatentPackedSeqParams, pack_params
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.types import PackedBatch
 
@@ -104,11 +104,14 @@ class Pipeline:
 
     def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
-            dtype = self._chunks[0].config.params_dtype
+            dtype = None if batch.tokens.is_cuda else self._chunks[0].config.params_dtype
             return pack_params(
                 batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.shared_prompt_segments
             )
-        return te_params(batch.cu_seqlens, batch.cp_size)
+        segments = te_params(batch.cu_seqlens, batch.cp_size)
+        if self._chunks[0].config.multi_latent_attention:
+            return LatentPackedSeqParams("packed", position_ids=batch.position_ids, segments=segments)
+        return segments
 
 
 def te_params(cu_seqlens: Tensor, cp_size: int) -> PackedSeqParams:

@@ -76,14 +76,16 @@ class Policy:
         if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
             first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
             for name, p in self.parameters.items():
-                is_cut = first[name] != second[name]
+                # Replicas of an expert share its gradients also across tensor-parallel ranks.
+                is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
+                is_cut = first[name] != second[name] or is_spread
                 assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
         self._layer_group = _layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
-        self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(shape, runtime), routers=self.routers)
+        self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(runtime), routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
         self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
@@ -194,8 +196,9 @@ class Policy:
         Each weight has three fp32 numbers and, if the reference follows the policy, a reference value. Ranks with a
         copy of a weight share the work.
         """
-        replicas, ep = self._runtime.layout.num_replicas, self._runtime.layout.ep
-        copies = {True: replicas, False: replicas // ep}  # keyed by `allreduce`, which is False for experts
+        layout = self._runtime.layout
+        # Keyed by `allreduce`, which is False for experts with other replicas than the other weights.
+        copies = {True: layout.num_replicas, False: layout.num_expert_replicas}
         of_reference = self._config.algorithm.saved_reference_bytes
         return sum(
             p.numel()

@@ -42,7 +42,7 @@ COMMUNICATION, ACTIVATIONS = 0.03, 0.10  # tolerances relative to the rehearsed 
 SEGMENTS = 8  # samples of equal length per micro-batch
 CONTEXT = "CONTEXT_PARALLEL_GROUP"  # Megatron's description of the group that shares a sequence
 AXES = {
-    "tensor parallel": ("tp",),
+    "tensor parallel": ("tp", "etp"),
     "context parallel": ("cp",),
     "pipeline": ("pp",),
     "experts": ("ep",),

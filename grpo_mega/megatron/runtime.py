@@ -154,12 +154,15 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
     runtime = Runtime(
         device, layout, rank, dist.PrefixStore(f"arrangement/{store.add(f'arrangements/{rank}', 1)}", store)
     )
+    # In the other order Megatron accepts this size only. The rules of layouts require it unless the model is dense.
+    expert_tp = layout.etp if layout.order == "tp-dp-pp" or layout.pp == 1 else layout.tp // layout.ep
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=expert_tp,
         order={"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order],
     )
     # The mapping of weights relies on the order of ranks in `MegatronLayout.place`.
@@ -168,10 +171,15 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
     )
-    ours = *layout.place(rank), runtime.cp_rank, layout.ep_rank(rank)
+    ours = *layout.place(rank), runtime.cp_rank
     assert theirs == ours, (theirs, ours, layout)
+    of_experts = (
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+    ours = layout.ep_rank(rank), layout.etp_rank(rank)
+    assert expert_tp != layout.etp or of_experts == ours, (of_experts, ours, layout)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return runtime

@@ -54,12 +54,11 @@ class Activations:
 
 def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Activations:
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
-    h, b, s, tokens, tp = (
+    h, b, s, tokens = (
         setup.shape.hidden,
         setup.itemsize,
         setup.sequence_parts,
         setup.micro_batch_tokens,
-        setup.layout.tp,
     )
     q, _, f, _, share, _ = _sizes(setup)
     precision, recompute = setup.config.precision, setup.config.model.recompute
@@ -67,7 +66,9 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     again = layers_in_flight(setup, pp_rank, setup.num_recomputed)
     others = layers_in_flight(setup, pp_rank) - again
     trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
-    if setup.uses_te:
+    if setup.uses_te and setup.shape.kv_lora:
+        parts, whole, selective = _te_latent_layer(setup, pp_rank)
+    elif setup.uses_te:
         parts, whole, selective = _te_layer(setup, pp_rank)
     elif setup.shape.kv_lora:
         parts, whole, selective = _latent_layer(setup, pp_rank, padding)
@@ -81,8 +82,8 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     # The final norm's tensors; its output is part of the log-probs' memory.
     final = 0.0 if pp_rank < setup.layout.pp - 1 else 2.0 if setup.uses_te else 8 / b
     wide = max(share, 1)  # tokens in the MLP relative to tokens in the micro-batch
-    # The experts' outputs, and with tensor parallelism an fp32 copy for the reduce-scatter.
-    combined = share * (1 + (4 / b if tp > 1 else 0)) * h
+    # The experts' outputs, and where ranks split an expert an fp32 copy for the reduce-scatter.
+    combined = share * (1 + (4 / b if setup.layout.etp > 1 else 0)) * h
     at_work = "a layer at work"
     return Activations(
         saved=figure(
@@ -106,9 +107,10 @@ def _sizes(setup: PlannedJob) -> tuple[int, int, int, int, float, float]:
 
     They are indices and weights of a token's experts, and a mask over all experts.
     """
-    shape, tp, chosen = setup.shape, setup.layout.tp, setup.experts_per_token
-    kv, f = max(shape.kv // tp, shape.head_dim), (shape.moe_ffn or shape.ffn) // tp
-    r = chosen * (setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0) if shape.num_experts else 0
+    shape, tp, etp, chosen = setup.shape, setup.layout.tp, setup.layout.etp, setup.experts_per_token
+    kv, f = max(shape.kv // tp, shape.head_dim), (shape.moe_ffn // etp if shape.num_experts else shape.ffn // tp)
+    imbalance = setup.assumed.expert_imbalance if setup.layout.ep > 1 else 1.0
+    r = chosen * imbalance * etp / tp if shape.num_experts else 0
     router = (20 * chosen + 5 * shape.num_experts) / (setup.itemsize * setup.sequence_parts)
     return shape.q // tp, kv, f, shape.shared_ffn // tp, r, router
 
@@ -118,15 +120,12 @@ def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     tensors.
     """
     h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
-    q, kv, f, _, r, router = _sizes(setup)
-    heads, precision = setup.shape.num_heads // setup.layout.tp, setup.config.precision
-    layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
-    in_fp8 = sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
-    x = KEPT_BYTES[precision.fp8_recipe] * in_fp8 + b * (1 - in_fp8)  # mean over the stage's layers
-    o = 1.0 if precision.fp8 and precision.fp8_recipe == "delayed" else 0.0
+    q, kv, *_ = _sizes(setup)
+    heads = setup.shape.num_heads // setup.layout.tp
+    x, o = _fp8_bytes(setup, pp_rank)
     # The norm's input, its output as the linear layer keeps it, and statistics in fp32.
     norm = figure("a norm keeps, per token", lambda: (1 + x / b) * h / s + 4 / (b * s), "")
-    has_qk = int(setup.family.qk_norm)
+    has_qk = int(setup.family.qk_norm or setup.shape.qk_norm > 0)
     # The inputs of both norms, and statistics per head.
     qk_norms = figure("norms of queries and keys keep, per token", lambda: has_qk * (1 + 4 / (d * b)) * (q + kv), "")
     # The last term is the softmax statistics in fp32.
@@ -137,23 +136,78 @@ def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     recomputed = figure(
         "attention keeps, recomputed, per token", lambda: norm + qk_norms + (2 + (o or b) / b) * q + 3 * kv, ""
     )
-    chosen = setup.recomputed
+    return _with_te_mlp(setup, pp_rank, [norm, qk_norms], attention, recomputed)
+
+
+def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
+    """Return the same with multi-latent attention."""
+    shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
+    h, q, v, heads = shape.hidden, shape.q // tp, shape.v // tp, shape.num_heads // tp
+    q_lora, kv_lora, rope = shape.q_lora, shape.kv_lora, shape.rope_dim
+    x, o = _fp8_bytes(setup, pp_rank)
+    # In FP8 the projections of queries and of keys and values each keep a copy of the norm's output.
+    copies = 2 if setup.config.precision.fp8 else 1
+    norm = figure("a norm keeps, per token", lambda: (1 + copies * x / b) * h / s + 4 / (b * s), "")
+    # The norms' inputs (the latent of keys and values with the keys' rotary part) and outputs, and statistics.
+    latents = figure(
+        "norms of latents keep, per token",
+        lambda: ((1 + x / b) * (q_lora + kv_lora) + rope + (2 if q_lora else 1) * 4 / b) / s,
+        "",
+    )
+    # Rotary angles of queries and keys, queries, keys, values, the output, and softmax statistics in fp32.
+    attention = figure(
+        "attention keeps, per token",
+        lambda: norm + latents + 4 * rope + 2 * q + (2 + o / b) * v + 4 * heads / b,
+        "",
+    )
+    recomputed = figure(
+        "attention keeps, recomputed, per token",
+        lambda: norm + latents + 4 * rope + 2 * q + (1 + (o or b) / b) * v,
+        "",
+    )
+    return _with_te_mlp(setup, pp_rank, [norm, latents], attention, recomputed)
+
+
+def _with_te_mlp(
+    setup: PlannedJob, pp_rank: int, norms: list[TracedNumber], attention: TracedNumber, recomputed: TracedNumber
+) -> Layer:
+    """Return what a layer of Transformer Engine keeps, with an MLP and the norm before it.
+
+    `recomputed` is what attention keeps if its core is recomputed. Layers with and without experts are averaged over a
+    stage. With recompute only the recomputed layer counts. The formula assumes one with experts.
+    """
+    shape, b, s, h, chosen = setup.shape, setup.itemsize, setup.sequence_parts, setup.shape.hidden, setup.recomputed
+    _, _, fe, fs, r, router = _sizes(setup)
+    f, (x, o) = shape.ffn // setup.layout.tp, _fp8_bytes(setup, pp_rank)
+    moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank) if shape.num_experts else 0.0
+    if setup.config.model.recompute != "none" and moe:
+        moe = 1.0
+    # The MLP keeps both halves of its first product, and their gated product in the form that the second linear layer
+    # keeps. Router, experts and shared experts share the output of the norm before them.
+    dense = (1 + x / b) * h / s + 4 / (b * s) + (2 + x / b) * f
+    inputs = 2 * h / s + 4 / (b * s)
+    shared = (2 + x / b) * fs + (o / b * h / s if fs else 0.0)
+    routed = router + r * (x / b * h + (2 + x / b) * fe + 4 / b)
+    mlp = figure("the MLP keeps, per token", lambda: (1 - moe) * dense + moe * (inputs + routed + shared), "")
+    # What stays with selective recomputation: the input of a recomputed MLP, and everything that is not recomputed.
+    dense_stays = h / s if "mlp" in chosen else dense
+    experts_stay = inputs
+    if "moe" not in chosen:
+        experts_stay += routed + shared - int("layernorm" in chosen) * h / s - int("moe_act" in chosen) * r * x / b * fe
     first = recomputed if "core_attn" in chosen else attention
-    if setup.shape.num_experts:
-        # The input and output of the norm before the MLP; router and experts share the output.
-        inputs = 2 * h / s + 4 / (b * s)
-        whole = figure(WHOLE, lambda: attention + inputs + router + r * (x / b * h + (2 + x / b) * f + 4 / b), "")
-        no_norm, no_product = int("layernorm" in chosen and "moe" not in chosen), int("moe_act" in chosen)
-        experts = 0 if "moe" in chosen else router + r * (x / b * h + (2 + (1 - no_product) * x / b) * f + 4 / b)
-        selective = figure(SELECTIVE, lambda: first + inputs - no_norm * h / s + experts, "")
-    else:
-        # The MLP keeps both halves of its first product, and their gated product in the form that the second linear
-        # layer keeps.
-        whole = figure(WHOLE, lambda: attention + norm + (2 + x / b) * f, "")
-        mlp = h / s if "mlp" in chosen else norm + (2 + x / b) * f  # the input of the MLP, or everything
-        selective = figure(SELECTIVE, lambda: first + mlp, "")
-    parts = [norm, qk_norms, attention]
+    whole = figure(WHOLE, lambda: attention + mlp, "")
+    selective = figure(SELECTIVE, lambda: first + (1 - moe) * dense_stays + moe * experts_stay, "")
+    parts = [*norms, attention, mlp]
     return [*parts, recomputed] if "core_attn" in chosen else parts, whole, selective
+
+
+def _fp8_bytes(setup: PlannedJob, pp_rank: int) -> tuple[float, float]:
+    """Return x and o, x as a mean over the stage's layers."""
+    precision, b = setup.config.precision, setup.itemsize
+    layers = [i for chunk in setup.chunks(pp_rank) for i in chunk]
+    in_fp8 = sum(i in setup.layers_in_fp8 for i in layers) / len(layers)
+    x = KEPT_BYTES[precision.fp8_recipe] * in_fp8 + b * (1 - in_fp8)
+    return x, 1.0 if precision.fp8 and precision.fp8_recipe == "delayed" else 0.0
 
 
 def _local_layer(setup: PlannedJob, padding: float) -> Layer:

@@ -35,7 +35,7 @@ class Link:
 def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups of ranks that differ only along one axis.
 
-    The axes are tp, cp, pp, dp (includes cp), ep (within dp) and edp (ranks with the same experts).
+    The axes are tp, cp, pp, dp (includes cp); for experts etp, ep and edp (ranks with the same part of an expert).
     """
     members: dict[tuple[int, ...], list[int]] = {}
     # The keys of a rank's tp_rank, pp_rank and replica index.
@@ -44,8 +44,13 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
         "cp": lambda tp, pp, replica: (tp, pp, replica // layout.cp),
         "pp": lambda tp, pp, replica: (tp, replica),
         "dp": lambda tp, pp, replica: (tp, pp),
-        "ep": lambda tp, pp, replica: (tp, pp, replica // layout.ep),
-        "edp": lambda tp, pp, replica: (tp, pp, replica % layout.ep),
+        "etp": lambda tp, pp, replica: (pp, (replica * layout.tp + tp) // layout.etp),
+        "ep": lambda tp, pp, replica: (
+            pp,
+            (replica * layout.tp + tp) % layout.etp,
+            (replica * layout.tp + tp) // (layout.etp * layout.ep),
+        ),
+        "edp": lambda tp, pp, replica: (pp, (replica * layout.tp + tp) % (layout.etp * layout.ep)),
     }
     for rank in range(layout.world_size):
         tp_rank, pp_rank, dp_rank = layout.place(rank)
@@ -57,6 +62,7 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
     """Yield the communication of a step's update, log-probs and sync. `state` is the state of the largest stage."""
     layout, config, hidden, b = setup.layout, setup.config, setup.shape.hidden, setup.itemsize
     vpp, ep, replicas = layout.vpp, layout.ep, layout.num_replicas
+    expert_replicas = layout.num_expert_replicas if setup.shape.num_experts else 1
     tokens, cut, (updates, forwards) = setup.tokens_per_rank, setup.sequence_parts, setup.num_passes
     moe_layers = max(setup.num_moe_layers(pp_rank) for pp_rank in range(layout.pp))
     if layout.tp > 1:
@@ -73,7 +79,7 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
             lambda: moe_layers * tokens / cut * chosen * hidden * b * (ep - 1) / ep * (passes * updates + 2 * forwards),
         )
         yield _link(setup, sent, groups(layout, "ep"))
-    if replicas > 1:
+    if max(replicas, expert_replicas) > 1:
         optimizer_steps, elements, fp8_elements = config.batch.optimizer_steps, state.elements, state.fp8_elements
         spread = state.spread_elements / (elements + fp8_elements)  # share of experts, which fewer ranks hold in common
         sent = figure(
@@ -81,7 +87,7 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
             lambda: (
                 optimizer_steps
                 * (4 * (elements + fp8_elements) + b * elements + fp8_elements)
-                * (1 - (1 - spread) / replicas - spread * ep / replicas)
+                * (1 - (1 - spread) / replicas - spread / expert_replicas)
             ),
         )
         yield _link(setup, sent, groups(layout, "dp"))
@@ -115,15 +121,17 @@ def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
 
     A layer gathers the sequence before each block and reduce-scatters the sums after it. Without sequence parallelism
     an all-reduce does both. That is 4 collectives in the forward pass and 4 in the backward pass; with sequence
-    parallelism the backward pass also repeats each gather for the weight gradients. Experts gather each token once per
-    chosen expert and keep it; their sums are reduce-scattered in fp32. Multi-latent attention gathers latents and the
-    keys' rotary part; the rotary part is not gathered again.
+    parallelism the backward pass also repeats each gather for the weight gradients. Ranks that split an expert (etp)
+    gather each token once per chosen expert and keep it; their sums are reduce-scattered in fp32. Multi-latent
+    attention gathers latents and the keys' rotary part; the rotary part is not gathered again.
     """
     shape, config, b, tp, layers = setup.shape, setup.config, setup.itemsize, setup.layout.tp, setup.largest_stage
     hidden, tokens, (updates, forwards) = shape.hidden, setup.tokens_per_rank, setup.num_passes
     shared = 2 if shape.shared_ffn else 0
     latents = ((shape.q_lora or hidden) + shape.kv_lora) / hidden if shape.kv_lora else 1
-    attention, mlp = 1 + latents + shape.rope_dim / hidden, setup.experts_per_token * (1 + 4 / b) + shared
+    of_experts = (setup.layout.etp - 1) / (tp - 1)  # relative to an exchange between all tensor-parallel ranks
+    attention = 1 + latents + shape.rope_dim / hidden
+    mlp = setup.experts_per_token * (1 + 4 / b) * of_experts + shared
     gathers = int(config.layout.sequence_parallel)
     all_again, mlp_again = setup.share_recomputed, mlp_repeated(setup, "moe" if moe_layers else "mlp")
     ends = 2 if setup.layout.pp == 1 else 1  # the embedding's sums and the last hidden states

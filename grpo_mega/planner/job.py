@@ -44,14 +44,19 @@ class PlannedJob:
     gpus_per_node: int
     mean_prompt: float  # tokens
     mean_response: float
-    uses_te: bool = True  # Transformer Engine's layers; if False, or with shared experts, Megatron's local layers
+    uses_te: bool = True  # Transformer Engine's layers; if False, or on a CPU, Megatron's local layers
     assumed: Assumptions = ASSUMED
     teachers: tuple[tuple[ModelShape, int], ...] = ()  # teachers in the policy's layout, as (shape, experts per token)
     lengths: Lengths | None = None  # distribution of response lengths with mean mean_response; None if unknown
 
     def __post_init__(self) -> None:
-        if self.shape.shared_ffn or self.card.is_cpu:
+        if self.card.is_cpu:
             object.__setattr__(self, "uses_te", False)
+
+    @property
+    def groups_experts(self) -> bool:
+        """Return True if one module computes all experts of a layer."""
+        return self.uses_te and self.config.model.grouped_experts is not False
 
     @property
     def family(self) -> Family:
@@ -145,7 +150,8 @@ class PlannedJob:
         """Return one setup per teacher, for its forward pass."""
         setups = []
         for shape, experts in self.teachers:
-            changes = {"layers_per_chunk": None, "dp": self.layout.dp} | ({} if shape.num_experts else {"ep": 1})
+            changes: dict[str, object] = {"layers_per_chunk": None, "dp": self.layout.dp}
+            changes |= {} if shape.num_experts else {"ep": 1, "etp": 1}
             layout = self.config.layout.model_copy(update=changes)
             config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": layout})
             setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))

@@ -94,7 +94,8 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
 
 def state_of(setup: PlannedJob, pp_rank: int) -> State:
     storage = Storage.of(setup.config, setup.shape)
-    return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, setup.uses_te)
+    names = {"fused_norms": setup.uses_te, "grouped_experts": setup.groups_experts}
+    return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, **names)
 
 
 def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
@@ -156,13 +157,14 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
 def communicators(setup: PlannedJob) -> list[str]:
     """Return the names of the trainer's process groups with more than one rank."""
     layout = setup.layout
+    has_own = setup.shape.num_experts > 0 and layout.has_own_expert_groups
     sizes = {
         "tensor parallel": layout.tp,
         "pipeline": layout.pp,
         "context parallel": layout.cp,
         "data parallel": layout.num_replicas,
-        "experts": layout.ep * layout.tp if layout.ep > 1 else 1,
-        "experts' data parallel": layout.num_replicas // layout.ep if layout.ep > 1 else 1,
+        "experts": layout.ep * layout.etp if has_own else 1,
+        "experts' data parallel": layout.num_expert_replicas if has_own else 1,
         "embeddings": layout.pp if setup.shape.tied else 1,
         "model parallel": layout.tp * layout.pp,  # used for the gradient norm
         "world": setup.world_size,  # used for the sync
@@ -267,7 +269,7 @@ class Elements:
 @functools.cache
 def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
     """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
-    linear_names = family.linear_tensors()
+    linear_names = family.linear_tensors(shape)
     plain = linear = num_scales = 0
     for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
         places = len(block.layers) * len(block.experts)

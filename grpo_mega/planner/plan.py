@@ -178,7 +178,7 @@ class Plan:
     def sync_traffic(self) -> Traffic:
         """Return the sync's traffic between ranks, counted transfer by transfer."""
         setup, family, shape = self.setup, self.setup.family, self.setup.shape
-        source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te and not shape.num_experts)
+        source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te)
         quantise = setup.config.rollout.quantization is not None
         if setup.is_served:
             target = engine_shards(family, shape, setup.engine_layout, setup.num_engine_ranks, quantise=quantise)
@@ -292,7 +292,7 @@ def _layouts(setup: PlannedJob) -> Iterator[Changes]:
             continue
         dp = world // (tp * pp * cp)
         chunks = [v for v in range(1, MAX_VPP + 1) if v == 1 or (pp > 1 and shape.num_layers % (pp * v) == 0)]
-        spread = [ep for ep in divisors(dp * cp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
+        spread = [ep for ep in divisors(tp * dp * cp) if shape.num_experts % ep == 0] if shape.num_experts else [1]
         for vpp, ep, recompute, rollout_tp in product(chunks, spread, ("none", "selective", "full"), served):
             yield contexts[cp] | {
                 "layout.tp": tp,
@@ -303,6 +303,7 @@ def _layouts(setup: PlannedJob) -> Iterator[Changes]:
                 "layout.layers_per_chunk": None,
                 **_recompute(setup, recompute),
                 **({"layout.ep": ep} if shape.num_experts else {}),
+                **({"layout.etp": 1} if setup.layout.etp > 1 else {}),
                 **(_engine_cut(setup, rollout_tp) if setup.is_served else {}),
             }
 

@@ -28,7 +28,7 @@ WITHOUT_GPU = {
     "of the bf16 peak": "of the measured product",
     "TFLOP/s bf16, 0 fp8, HBM": "TFLOP/s per rank, memory",
 }
-AXES = ("tp", "pp", "vpp", "cp", "dp", "ep")
+AXES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
                 "stage": stage.pp_rank,
                 "weights_bytes": stage.state.weights,
                 "gradients_bytes": stage.state.gradients,
-                "optimizer_bytes": [stage.state.optimizer(replica) for replica in range(layout.num_replicas)],
+                "optimizer_bytes": [stage.state.optimizer(rank) for rank in range(layout.tp * layout.num_replicas)],
                 "phases_gib": {phase: round(figure.gib, 3) for phase, figure in stage.totals.items()},
             }
             for stage in plan.stages
@@ -338,13 +338,14 @@ def _placement_name(plan: Plan) -> str:
 
 def _ranks_lines(plan: Plan) -> list[str]:
     setup, layout, config = plan.setup, plan.setup.layout, plan.setup.config
-    cuts = [f"{axis}={getattr(layout, axis)}" for axis in AXES] + [
+    axes = AXES if setup.shape.num_experts else AXES[:-1]
+    cuts = [f"{axis}={getattr(layout, axis)}" for axis in axes] + [
         "sequence parallel"
     ] * config.layout.sequence_parallel
     lines, nodes = [], "1 node" if setup.num_nodes == 1 else f"{setup.num_nodes} nodes"
     replicas = "data parallel" if layout.cp == 1 else "data and context parallel"
-    axes = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
-    for axis, name in axes.items():
+    names = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "ep": "experts", "dp": replicas}
+    for axis, name in names.items():
         first, *others = groups(layout, axis)
         if len(first) > 1:
             lines.append(_row(name, f"{len(others) + 1} groups of {len(first)};", f"the first: ranks {_ranks(first)}"))

@@ -3,13 +3,15 @@
 Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements,
 and each bucket ends at a multiple of lcm(128, replicas); replicas are the data- and context-parallel ranks. Weights and
 fp32 gradients are whole buffers with padding. The optimizer holds this rank's share of each bucket without padding.
-Experts that are spread over ranks have separate buffers, and so have weights in FP8.
+Experts have separate buffers unless their replicas are the replicas of other weights (etp=tp, ep=1), and so
+have weights in FP8.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,8 +35,10 @@ _ORDER = (
     "linear_qkv.bias",
     "linear_q_proj",
     "linear_q_down_proj",
+    "linear_q_up_proj.layer_norm_weight",
     "linear_q_up_proj",
     "linear_kv_down_proj",
+    "linear_kv_up_proj.layer_norm_weight",
     "linear_kv_up_proj",
     "q_layernorm",
     "kv_layernorm",
@@ -47,7 +51,7 @@ _ORDER = (
     "final_layernorm",
     "output_layer",
 )
-_FP8 = ("linear_proj.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight")
+_LINEAR = re.compile(r"\.linear_\w+\.weight\d*$")  # weights of linear layers, which FP8 quantises
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Parameter:
     name: str  # Megatron's name, with its chunk
     size: int  # elements on this rank
     is_alone: bool  # has a separate bucket, because two stages share the embedding
-    is_spread: bool  # weight of an expert that is spread over expert-parallel ranks
+    is_spread: bool  # weight of an expert whose replicas are other ranks than the replicas of other weights
     layer: int | None  # layer index in the model
 
 
@@ -102,13 +106,13 @@ class Buffer:
 
 @dataclass(frozen=True)
 class State:
-    """State of a rank of one pipeline stage. All tensor-parallel ranks of a stage have the same sizes."""
+    """State of the ranks of one pipeline stage. Only their shares of the optimizer differ."""
 
     num_parameters: int  # without padding
     elements: int  # with padding, without FP8 elements
     fp8_elements: int  # with padding
-    spread_elements: int  # elements and fp8_elements of experts that are spread over expert-parallel ranks
-    optimizer_elements: tuple[int, ...]  # per replica; context-parallel ranks are neighbours
+    spread_elements: int  # elements and fp8_elements of experts with separate buffers
+    optimizer_elements: tuple[int, ...]  # per rank of the stage (MegatronLayout.rank_in_stage)
     gathered: float  # elements on the device while a save gathers a bucket: the whole bucket and this rank's share
     storage: Storage
 
@@ -122,9 +126,9 @@ class State:
         """Return the bytes of the fp32 gradients."""
         return (self.elements + self.fp8_elements) * FP32
 
-    def optimizer(self, replica: int) -> int:
+    def optimizer(self, rank_in_stage: int) -> int:
         """Return the bytes of masters and moments after Adam has created them."""
-        return self.optimizer_elements[replica] * self.storage.optimizer_bytes
+        return self.optimizer_elements[rank_in_stage] * self.storage.optimizer_bytes
 
     @property
     def largest_share(self) -> int:
@@ -138,11 +142,18 @@ class State:
 
 @functools.cache
 def stage_state(
-    family: Family, shape: ModelShape, layout: MegatronLayout, pp_rank: int, storage: Storage, fused_norms: bool
+    family: Family,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    pp_rank: int,
+    storage: Storage,
+    *,
+    fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> State:
-    """Return the state of each rank of a stage."""
+    """Return the state of each rank of a stage. The last two are as in `megatron_shards`."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
-    chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms)
+    chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms, grouped_experts=grouped_experts)
     buffers: list[Buffer] = []
     for i, chunk in enumerate(chunks):
         # Only the first chunk of the first stage has several buckets.
@@ -150,15 +161,15 @@ def stage_state(
         bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if has_buckets else None
         kinds: dict[tuple[bool, bool], list[Parameter]] = {}
         for parameter in chunk:
-            is_fp8 = parameter.layer in (storage.fp8_layers or ()) and parameter.name.endswith(_FP8)
+            is_fp8 = parameter.layer in (storage.fp8_layers or ()) and bool(_LINEAR.search(parameter.name))
             kinds.setdefault((parameter.is_spread, is_fp8), []).append(parameter)
         for (is_spread, is_fp8), chosen in sorted(kinds.items()):
-            dp_size = layout.num_replicas // (layout.ep if is_spread else 1)
+            dp_size = layout.num_expert_replicas if is_spread else layout.num_replicas
             buffers.append(replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread))
-    shares = [0] * layout.num_replicas
+    shares = [0] * (layout.tp * layout.num_replicas)
     for buffer in buffers:
-        for replica in range(layout.num_replicas):  # replicas with the same experts are neighbours
-            shares[replica] += buffer.shares[replica * len(buffer.shares) // layout.num_replicas]
+        for rank_in_stage in range(len(shares)):  # ranks with the same index among their replicas are neighbours
+            shares[rank_in_stage] += buffer.shares[rank_in_stage * len(buffer.shares) // len(shares)]
     return State(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
         elements=sum(b.size for b in buffers if not b.is_fp8),
@@ -171,11 +182,18 @@ def stage_state(
 
 
 def chunk_parameters(
-    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, *, fused_norms: bool
+    family: Family,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    rank: int,
+    *,
+    fused_norms: bool = False,
+    grouped_experts: bool = False,
 ) -> list[list[Parameter]]:
     """Return a rank's parameters by chunk, in the order of Megatron's modules."""
     chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
-    for block in megatron_blocks(family, shape, layout, rank, fused_norms=fused_norms):
+    names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
+    for block in megatron_blocks(family, shape, layout, rank, **names):
         parameters = ((name, tensor) for name, tensor in block.tensors.items() if not name.endswith("expert_bias"))
         for name, tensor in parameters:
             chunk = int(name.partition(".")[0].removeprefix("chunk"))
@@ -224,7 +242,7 @@ def _repeated(
     """Yield the parameters of a block's tensor, each with its sort key within the chunk."""
     order = next(i for i, part in enumerate(_ORDER) if part in name)
     is_alone = shape.tied and layout.pp > 1 and ("embedding." in name or "output_layer" in name)
-    is_spread = block.kind == "expert" and layout.ep > 1
+    is_spread = block.kind == "expert" and layout.has_own_expert_groups
     if block.kind == "model":
         yield ((0 if "embedding." in name else 2, 0, order), Parameter(name, size, is_alone, False, None))
         return
@@ -232,7 +250,9 @@ def _repeated(
     for layer in block.layers:
         i = layer - block.first_layer
         for e in range(len(block.experts)):
-            place: tuple[int, ...] = (1, i, experts, e, order) if block.kind == "expert" else (1, i, order)
+            place: tuple[int, ...] = (1, i, order)
+            if block.kind == "expert":  # grouped experts are in one module per linear layer
+                place = (1, i, experts, e, order) if "local_experts" in name else (1, i, experts, order, e)
             if "shared_experts" in name:
                 place = (1, i, experts + 1, order)
             yield place, Parameter(name.format(i=i, e=e), size, is_alone, is_spread, layer)

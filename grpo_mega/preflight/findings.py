@@ -46,7 +46,13 @@ from grpo_mega.preflight.model import (
     position_problems,
     read_model,
 )
-from grpo_mega.preflight.precision import bf16_layer_problems, block_problems, card_problems, installed_problems
+from grpo_mega.preflight.precision import (
+    bf16_layer_problems,
+    block_problems,
+    card_problems,
+    installed_problems,
+    latent_problems,
+)
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.import_check import import_problems
@@ -134,6 +140,8 @@ def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> 
         yield from card_problems(config.precision, card.capability, card.title)
     if shape is not None:
         yield from cut_problems(config, shape)
+        if machine.transformer_engine is not None and config.device != "cpu":
+            yield from latent_problems(shape, *machine.gpu(config.device))
     if rollout.is_served:
         if card is not None:
             yield from served_card_problems(rollout, config.engine_dtype, card.capability, card.title)
@@ -240,7 +248,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         if settings.url is None:
             # The layers per chunk follow from the teacher's size.
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
-            layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1}))
+            layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1, "etp": 1}))
             problems += layout_problems(layout, theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 

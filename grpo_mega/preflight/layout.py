@@ -26,6 +26,7 @@ def megatron_layout(layout: LayoutConfig, world_size: int) -> MegatronLayout:
         dp=world_size // (layout.tp * layout.cp * layout.pp),
         cp=layout.cp,
         ep=layout.ep,
+        etp=layout.etp,
         order=layout.order,
         layers_per_chunk=layout.layers_per_chunk,
     )
@@ -46,11 +47,7 @@ def world_size_problems(layout: LayoutConfig, world_size: int) -> Iterator[str]:
         more = (max(0, num_trainers) // unit + 1) * unit + num_engines
         others = f" times layout.cp={layout.cp}" if layout.cp > 1 else ""
         if layout.least_dp > 1:
-            others += (
-                f" times layout.ep={layout.ep}"
-                if layout.cp == 1
-                else f" times {layout.least_dp} for layout.ep={layout.ep}"
-            )
+            others += f" times {layout.least_dp} for layout.ep={layout.ep}"
         fewer = f"{more - unit} or " if more > unit + num_engines else ""
         less = f" less layout.engine_ranks={num_engines}" if num_engines else ""
         yield (

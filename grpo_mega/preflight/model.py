@@ -22,16 +22,19 @@ from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
 LATENT_ROPE = {"default", "yarn"}  # for multi-latent attention
-_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+_WITH_BIAS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # routers with a bias per expert
+_LIKE_DEEPSEEK_V3 = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
 # Values that models with multi-latent attention must have.
 _LATENT_REQUIRED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
-    "deepseek_v3": {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "rope_interleave": True,
-    },
+    "deepseek_v3": _LIKE_DEEPSEEK_V3,
+    "glm4_moe_lite": _LIKE_DEEPSEEK_V3,
 }
 _REQUIRED_OF = _LATENT_REQUIRED | {
     "glm4_moe": {
@@ -147,7 +150,7 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"config.json has num_key_value_heads={fields['num_key_value_heads']}; it must be"
             f" num_attention_heads={heads}"
         )
-    if model_type in ("deepseek_v3", "glm4_moe"):
+    if model_type in _WITH_BIAS:
         yield from _group_problems(fields)
     # Qwen's config has a window even if it is off; the other families use the window in their config.
     uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
@@ -175,7 +178,7 @@ def experts_per_token(fields: dict[str, Any]) -> int:
     value = fields.get("num_experts_per_tok")
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
-    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", "deepseek_v3", "glm4_moe")):
+    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", *_WITH_BIAS)):
         raise ConfigError(
             f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to"
             " 1: with a single one no gradient reaches the router, and Megatron refuses that; name another model"
@@ -204,32 +207,23 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
     support.
-
-    Layers of models with shared experts are never Transformer Engine's.
     """
-    if shape.shared_ffn and config.precision.fp8 is not None:
+    if shape.kv_lora and config.rollout.is_served and config.rollout.quantization is not None:
         yield (
-            f"precision.fp8={config.precision.fp8!r}: must be left out for {shape.model_type}, whose layers are"
-            " Megatron's local ones and compute in model.dtype; remove it"
-        )
-    if shape.shared_ffn and config.rollout.quantization is not None:
-        yield (
-            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type}; remove it"
+            f"rollout.quantization={config.rollout.quantization!r}: must be left out for {shape.model_type} with"
+            " rollout.engine='sglang', which keeps its up-projection of keys and values in another form; remove it"
         )
     if config.batch.share_prompts and shape.num_experts:
         yield f"batch.share_prompts=true: must be left out for {shape.model_type}, a model with experts; remove it"
     for name in ("grouped_experts", "fused_permutation"):
-        lacking = "which has no experts" if not shape.num_experts else "whose layers are Megatron's local ones"
-        if getattr(config.model, name) and (shape.shared_ffn or not shape.num_experts):
-            yield f"model.{name}=true: must be left out for {shape.model_type}, {lacking}; remove it"
-    if config.model.grouped_experts and config.precision.fp8 is not None:
-        yield f"model.grouped_experts=true contradicts precision.fp8={config.precision.fp8!r}; remove one of them"
+        if getattr(config.model, name) and not shape.num_experts:
+            yield f"model.{name}=true: must be left out for {shape.model_type}, which has no experts; remove it"
     for name, value in config.model.router.model_dump(exclude_defaults=True).items():
         if not shape.num_experts:
             yield (
                 f"model.router.{name}={value}: must be left out for {shape.model_type}, which has no experts; remove it"
             )
-        elif name == "bias_update_rate" and shape.model_type not in ("deepseek_v3", "glm4_moe"):
+        elif name == "bias_update_rate" and shape.model_type not in _WITH_BIAS:
             yield (
                 f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
             )

@@ -183,6 +183,28 @@ def attention_problems(
         )
 
 
+def latent_problems(shape: ModelShape, capability: Version | None, name: str) -> Iterator[str]:
+    """Yield a problem if Transformer Engine has no fast attention for a model's latents on a GPU called `name`.
+
+    Its fused attention supports packed samples from compute capability 9.0 on, and heads of different widths for keys
+    and values only up to 128, or as DeepSeek's 192 and 128. flash-attn 2 does not support different widths.
+    """
+    if not shape.kv_lora or capability is None:
+        return
+    remedy = "pip uninstall transformer-engine to train with Megatron's local layers"
+    if capability < FUSED_PACKED:
+        yield (
+            f"device={name!r}: must have compute capability 9.0 (an H100 or later) for {shape.model_type} with"
+            f" Transformer Engine, found {version_text(capability)}; {remedy}"
+        )
+    widths = shape.head_dim, shape.v_dim
+    if widths != (192, 128) and max(widths) > (256 if widths[0] == widths[1] else 128):
+        yield (
+            f"config.json has heads of {widths[0]} for keys and {widths[1]} for values: must be 192 and 128, equal up"
+            f" to 256, or at most 128 for Transformer Engine; {remedy}"
+        )
+
+
 def card_problems(precision: PrecisionConfig, capability: Version | None, name: str) -> Iterator[str]:
     """Yield problems if a device called `name` cannot compute the recipe; `capability` is None on a CPU."""
     if precision.fp8 is None:
@@ -229,20 +251,31 @@ def block_problems(precision: PrecisionConfig, layout: LayoutConfig, shape: Mode
             f" precision.fp8_recipe='blockwise', found {shape.hidden}; leave it out, or use another recipe, such as"
             " tensorwise"
         )
-    mlp = (shape.moe_ffn, "rows of an expert") if shape.num_experts else (shape.ffn, "rows of the MLP")
-    sizes = ((shape.q, "rows of the queries"), (shape.kv, "rows of the keys"), mlp)
+    sizes = [(shape.q, "rows of the queries")]
+    if shape.kv_lora:
+        sizes += [(shape.kv_up, "rows of keys and values"), (shape.v, "columns of attention's output")]
+    else:
+        sizes.append((shape.kv, "rows of the keys"))
+    if shape.shared_ffn:
+        sizes.append((shape.shared_ffn, "rows of the shared experts"))
+    if not shape.num_experts or shape.num_dense > precision.first_layers_bf16:
+        sizes.append((shape.ffn, "rows of the MLP"))
     legal = [str(tp) for tp in (1, 2, 4, 8) if all(size % (BLOCK * tp) == 0 for size, _ in sizes)]
-    for size, rows in sizes:
-        if size % (BLOCK * layout.tp):
-            blocks = (
-                f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
-            )
-            other = f"layout.tp={' or '.join(legal)}, or " if legal else ""
-            yield (
-                f"layout.tp={layout.tp} cuts the {size} {rows} ({blocks}) inside a block of"
-                f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
-            )
-            return  # one remedy fixes all sizes
+    cut = [("tp", layout.tp, size, rows) for size, rows in sizes]
+    if shape.num_experts:
+        cut.append(("etp", layout.etp, shape.moe_ffn, "rows of an expert"))
+    for axis, parts, size, rows in cut:
+        if size % (BLOCK * parts) == 0:
+            continue
+        blocks = f"{size} / {BLOCK} = {size // BLOCK} blocks" if size % BLOCK == 0 else f"no whole blocks of {BLOCK}"
+        other = f"layout.tp={' or '.join(legal)}, or " if legal and axis == "tp" else ""
+        if rows == "rows of the MLP" and shape.num_experts:
+            other += f"precision.first_layers_bf16={shape.num_dense}, or "
+        yield (
+            f"layout.{axis}={parts} cuts the {size} {rows} ({blocks}) inside a block of"
+            f" precision.fp8_recipe='blockwise'; use {other}another recipe, such as tensorwise"
+        )
+        return  # one remedy fixes all sizes
 
 
 def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
@@ -250,7 +283,7 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
     if rollout.quantization is None:
         return
     sides: list[tuple[str, int, Callable[[ModelShape, int], str | None]]] = [
-        ("layout.tp", layout.tp, _trainer_cut),
+        ("layout.tp", layout.tp, partial(_trainer_cut, etp=layout.etp)),
         ("rollout.tp", rollout.tp, partial(_engine_cut, ep=rollout.ep)),
     ]
     for key, tp, cut in sides if rollout.is_served else sides[:1]:
@@ -258,19 +291,26 @@ def rollout_block_problems(rollout: RolloutConfig, layout: LayoutConfig, shape: 
         if place:
             legal = [str(other) for other in (1, 2, 4, 8, 16) if cut(shape, other) is None]
             remedy = f"use {key}={' or '.join(legal)}, or leave" if legal else "leave"
+            if key == "rollout.tp" and shape.num_experts and _engine_cut(shape, tp, ep=tp) is None:
+                remedy = f"use rollout.ep={tp}, or leave"
             yield (
                 f"{key}={tp} cuts {place}, inside a block of rollout.quantization={rollout.quantization!r}; "
                 f"{remedy} rollout.quantization out"
             )
 
 
-def _trainer_cut(shape: ModelShape, tp: int) -> str | None:
+def _trainer_cut(shape: ModelShape, tp: int, etp: int) -> str | None:
     """Return where Megatron splits a linear layer inside a block; None if nowhere, "" if it cannot split the model at
     all.
     """
-    if any(megatron_layout_problems(shape, MegatronLayout(tp=tp))):
+    if any(megatron_layout_problems(shape, MegatronLayout(tp=tp, etp=etp))):
         return ""
-    return _cut(shape, tp, lambda row, rank: row.op.megatron(Shard(row.hf, "", shape, tp, rank)))
+
+    def held(row: Row, rank: int) -> LocalTensor:
+        parts = etp if row.kind == "expert" else tp
+        return row.op.megatron(Shard(row.hf, "", shape, parts, rank % parts))
+
+    return _cut(shape, tp, held)
 
 
 def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:
@@ -286,7 +326,7 @@ def _engine_cut(shape: ModelShape, tp: int, ep: int) -> str | None:
 
 
 def _cut(shape: ModelShape, tp: int, held: Callable[[Row, int], LocalTensor], *, fused: bool = False) -> str | None:
-    for row in (row for row in family_of(shape.model_type).rows if row.is_linear):
+    for row in family_of(shape.model_type).linear_rows(shape):
         sizes = dict(zip(row.hf, row.op.hf_shapes(shape), strict=True))
         for piece in (piece for rank in range(tp) for piece in held(row, rank).pieces):
             box = piece.box

@@ -140,6 +140,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         cores=tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here)))),
         seed=config.seed + engine,
         routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
+        plain_modules=tuple(model.family.plain_modules(model.shape)),
         verify=config.sync.verify,
         shows_progress=rank == 0 and config.log.progress,
     )

@@ -7,9 +7,9 @@ Megatron's names of experts are the names in SequentialMLP, where each expert is
 TEGroupedMLP's names. The engine has one parameter, [experts, ...], for the same part of all experts of a layer, in the
 layout of SGLang's Triton kernels. The part of a rank's e-th expert is "parameter[e]".
 
-DeepSeek's models have multi-latent attention: queries, keys and values are computed from latents. Latents are whole on
-every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and glm4_moe add a bias per expert
-to the router's scores when they choose experts. No optimizer changes it.
+DeepSeek's models and glm4_moe_lite have multi-latent attention: queries, keys and values are computed from latents.
+Latents are whole on every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and GLM's
+models add a bias per expert to the router's scores when they choose experts. No optimizer changes it.
 """
 
 from __future__ import annotations
@@ -202,6 +202,11 @@ def _experts(
     )
 
 
+def _latent_norm(latent: str, width: str) -> Row:
+    row = _row(f"self_attn.{latent}_a_layernorm", f"self_attention.{latent}_layernorm", (width,))
+    return replace(row, megatron_te=f"{_MCORE}self_attention.linear_{latent}_up_proj.layer_norm_weight")
+
+
 _INPUT_NORM = _row("input_layernorm", "input_layernorm", ("hidden",))
 _MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", ("hidden",))
 _QKV_BIAS = _qkv("bias", ())
@@ -211,7 +216,8 @@ ATTENTION = (
     _qkv("weight", ("hidden",)),
     _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "q"), 1),
 )
-MLP = (replace(_MLP_NORM, megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight"), *_mlp())
+_FUSED_MLP_NORM = replace(_MLP_NORM, megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight")
+MLP = (_FUSED_MLP_NORM, *_mlp())
 _DENSE = (*ATTENTION, *MLP, FINAL_NORM)
 
 _FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # used if the queries have a latent too
@@ -220,18 +226,19 @@ _LATENT_ATTENTION = (
     _INPUT_NORM,
     _row("self_attn.q_proj", "self_attention.linear_q_proj", ("q_from_hidden", "hidden"), 0),
     _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", ("q_lora", "hidden"), engine=_FUSED),
-    _row("self_attn.q_a_layernorm", "self_attention.q_layernorm", ("q_lora",)),
+    _latent_norm("q", "q_lora"),
     _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", ("q", "q_lora"), 0),
     _row(*_KV_DOWN, ("kv_down_fused", "hidden"), engine=_FUSED),
     _row(*_KV_DOWN, ("kv_down_alone", "hidden")),
-    _row("self_attn.kv_a_layernorm", "self_attention.kv_layernorm", ("kv_lora",)),
+    _latent_norm("kv", "kv_lora"),
     _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", ("kv_up", "kv_lora"), 0),
     _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "v"), 1),
 )
 # First layers with an MLP, then layers with experts and shared experts.
 _DENSE_THEN_MOE = (
-    _MLP_NORM,
+    replace(_FUSED_MLP_NORM, span="dense"),
     *_mlp(span="dense"),
+    replace(_MLP_NORM, span="moe"),  # router and experts share its output, so no linear layer has it
     _router(span="moe"),
     *_mlp("mlp.shared_experts", "shared_ffn", "moe"),
     *_experts(span="moe"),
@@ -242,9 +249,10 @@ _ROUTER_BIAS = Row(
 )
 
 _LLAMA = Family(_DENSE, EMBEDDING, OUTPUT)
+_DEEPSEEK_V3 = Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT)
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE), EMBEDDING, OUTPUT),
-    "deepseek_v3": Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT),
+    "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": Family(
         (*ATTENTION, _QKV_BIAS, *_qk_norms("qk_norm"), *_DENSE_THEN_MOE, _ROUTER_BIAS),
         EMBEDDING,
@@ -252,6 +260,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         engine_ties=False,
     ),
+    "glm4_moe_lite": replace(_DEEPSEEK_V3, engine_ties=False),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": Family(

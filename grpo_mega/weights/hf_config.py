@@ -51,6 +51,15 @@ _OF = {
         first_k_dense_replace:int=1 norm_topk_prob:bool=true use_qk_norm:bool=false bos_token_id:int?=null
         eos_token_id:ids?=null
     """,
+    "glm4_moe_lite": """
+        vocab_size:int=154880 hidden_size:int=2048 intermediate_size:int=10240 moe_intermediate_size:int=1536
+        num_hidden_layers:int=47 num_attention_heads:int=20 num_key_value_heads:int=20 n_shared_experts:int=1
+        n_routed_experts:int=64 routed_scaling_factor:float=1.8 kv_lora_rank:int=512 q_lora_rank:int?=768
+        qk_rope_head_dim:int=64 v_head_dim:int=256 qk_nope_head_dim:int=192 n_group:int=1 topk_group:int=1
+        num_experts_per_tok:int=4 norm_topk_prob:bool=true max_position_embeddings:int=202752 rms_norm_eps:float=1e-05
+        bos_token_id:int?=0 eos_token_id:ids?=1 pretraining_tp:int=1 rope_interleave:bool=true
+        mlp_layer_types:texts?=null attention_bias:bool=false attention_dropout:number=0.0
+    """,
     "llama": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
         num_attention_heads:int=32 num_key_value_heads:int?=null max_position_embeddings:int=2048
@@ -96,6 +105,7 @@ _OF = {
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
     "glm4_moe": {"num_local_experts": "n_routed_experts"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
@@ -164,6 +174,7 @@ _NEEDED_OF = {
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
 }
 _COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -176,7 +187,7 @@ _SIZES = (
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads
-_LATENT = ("deepseek_v2", "deepseek_v3")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -225,6 +236,8 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields["mlp_only_layers"] = []
     if model_type == "glm4_moe":
         fields.setdefault("partial_rotary_factor", 0.5)
+    if model_type == "glm4_moe_lite":
+        _resolve_layer_types(fields)
     types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
     if types is not None and (not isinstance(types, list) or len(types) != num_layers):
         raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
@@ -235,6 +248,18 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         )
     fields["rope_parameters"] = _rope(fields, ROPE_THETA.get(model_type, 1e4))
     return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
+
+
+def _resolve_layer_types(fields: Fields) -> None:
+    """Set which layers have experts. transformers reads mlp_layer_types, and SGLang first_k_dense_replace."""
+    num_layers, num_dense = fields["num_hidden_layers"], fields.setdefault("first_k_dense_replace", 1)
+    types = fields["mlp_layer_types"] or ["dense", *["sparse"] * (num_layers - 1)]
+    if types != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        raise WeightMappingError(
+            f"config.json has mlp_layer_types={_shown(types)} and first_k_dense_replace={num_dense}; they must name the"
+            " same first layers without experts, so correct the file"
+        )
+    fields["mlp_layer_types"] = types
 
 
 def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:

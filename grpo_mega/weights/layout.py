@@ -2,10 +2,10 @@
 tensors.
 
 A rank's position in Megatron is (tp_rank, pp_rank, dp_rank). In the default order tp is fastest, then dp, then pp.
-Context-parallel ranks hold the same weights, like data-parallel ranks, and come right after tp. Expert-parallel ranks
-are neighbours within the context- and data-parallel ranks. Local names of a Megatron rank are "chunk<v>.<parameter
-name>", where v is the model chunk (0 without interleaving). `*_shards` describes all ranks, `*_rank_shards` one rank
-tensor by tensor, `*_blocks` one rank in blocks.
+Context-parallel ranks hold the same weights, like data-parallel ranks, and come right after tp. Experts have other
+axes over all ranks of a pipeline stage: etp (ranks that split an expert) is fastest, then ep. Local names of a Megatron
+rank are "chunk<v>.<parameter name>", where v is the model chunk (0 without interleaving). `*_shards` describes all
+ranks, `*_rank_shards` one rank tensor by tensor, `*_blocks` one rank in blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class MegatronLayout:
     dp: int = 1
     order: RankOrder = "tp-dp-pp"  # axes, from neighbouring ranks to the farthest ones
     layers_per_chunk: tuple[int, ...] | None = None  # pp * vpp entries in model order; None: as even as possible
-    ep: int = 1  # size of expert parallelism over the dp * cp ranks; tp splits each expert like any other tensor
+    ep: int = 1  # number of parts of a layer's experts, over the tp * cp * dp ranks of a stage
     cp: int = 1  # number of ranks that share each sequence
+    etp: int = 1  # number of ranks that split each expert
 
     @property
     def world_size(self) -> int:
@@ -58,11 +59,30 @@ class MegatronLayout:
         """Return the cp_rank of a global rank."""
         return rank // self.tp % self.cp
 
+    @property
+    def num_expert_replicas(self) -> int:
+        """Return the number of ranks that hold the same part of an expert."""
+        return self.tp * self.num_replicas // (self.etp * self.ep)
+
+    @property
+    def has_own_expert_groups(self) -> bool:
+        """Return True if other ranks hold the same expert than hold the same other weights."""
+        return self.etp != self.tp or self.ep > 1
+
+    def etp_rank(self, rank: int) -> int:
+        """Return the etp_rank of a global rank."""
+        return self.rank_in_stage(rank) % self.etp
+
     def ep_rank(self, rank: int) -> int:
-        """Return the ep_rank of a global rank. Megatron orders ranks as tp, ep, dp, pp for experts and as tp, cp, dp,
+        """Return the ep_rank of a global rank. Megatron orders ranks as etp, ep, dp, pp for experts and as tp, cp, dp,
         pp otherwise.
         """
-        return (self.place(rank)[2] * self.cp + self.cp_rank(rank)) % self.ep
+        return self.rank_in_stage(rank) // self.etp % self.ep
+
+    def rank_in_stage(self, rank: int) -> int:
+        """Return the index of a global rank among the ranks of its pipeline stage."""
+        tp_rank, _, dp_rank = self.place(rank)
+        return (dp_rank * self.cp + self.cp_rank(rank)) * self.tp + tp_rank
 
     def chunk_sizes(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers per chunk, in model order. The first chunks take a remainder, because the last has the
@@ -107,6 +127,12 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
     obstacle = _training_obstacle(shape, layout.tp)
     if obstacle:
         yield f"tp={layout.tp} {obstacle}; use {_legal(shape, _training_obstacle)}"
+    if layout.tp % layout.etp:
+        yield f"etp={layout.etp}: must divide tp={layout.tp}; use 1, or a divisor of it"
+    elif shape.moe_ffn % layout.etp:
+        yield f"etp={layout.etp} does not divide the model's {shape.moe_ffn} rows of an expert; use 1"
+    if layout.etp > 1 and not shape.num_experts:
+        yield f"etp={layout.etp} splits experts, but the model is dense; use etp=1"
     if layout.vpp > 1 and layout.pp == 1:
         yield f"vpp={layout.vpp} interleaves pipeline stages, but pp=1; use vpp=1 or a larger pp"
     if layout.num_chunks > shape.num_layers:
@@ -116,15 +142,20 @@ def megatron_layout_problems(shape: ModelShape, layout: MegatronLayout) -> Itera
         )
     if layout.ep > 1 and not shape.num_experts:
         yield f"ep={layout.ep} spreads experts, but the model is dense; use ep=1"
-    replicas = "data-parallel ranks" if layout.cp == 1 else "data- and context-parallel ranks"
-    for size, parts in ((layout.num_replicas, replicas), (shape.num_experts, "experts of a layer")):
+    ranks = layout.tp * layout.num_replicas // layout.etp
+    for size, parts in ((ranks, "ranks (tp * cp * dp / etp)"), (shape.num_experts, "experts of a layer")):
         if size % layout.ep:
             yield f"ep={layout.ep} does not divide the {size} {parts}; use a divisor of them"
-    for axis, n in (("ep", layout.ep), ("cp", layout.cp)):
-        if n > 1 and layout.pp > 1 and layout.order != "tp-dp-pp":
+    if layout.pp > 1 and layout.order != "tp-dp-pp":
+        if layout.cp > 1:
             yield (
-                f"order={layout.order}: must be tp-dp-pp, Megatron's only order for {axis}={n} with pp={layout.pp};"
-                " change it"
+                f"order={layout.order}: must be tp-dp-pp, Megatron's only order for cp={layout.cp} with"
+                f" pp={layout.pp}; change it"
+            )
+        elif shape.num_experts and layout.ep * layout.etp != layout.tp:
+            yield (
+                f"order={layout.order}: must be tp-dp-pp with pp={layout.pp} unless ep * etp = tp={layout.tp}, found"
+                f" ep={layout.ep}, etp={layout.etp}; change one of them"
             )
 
 
@@ -153,7 +184,7 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
     """
     rows = shape.q + 2 * shape.kv if not shape.kv_lora else shape.q
     fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
-    return _obstacle(shape, tp) or fused
+    return _obstacle_of_others(shape, tp) or fused
 
 
 def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
@@ -162,14 +193,20 @@ def _obstacle(shape: ModelShape, tp: int, ep: int = 1) -> str | None:
     """
     if tp % ep:
         return f"is no multiple of ep={ep}"
+    others = _obstacle_of_others(shape, tp)
+    if others is None and shape.moe_ffn % (tp // ep):
+        return f"does not divide the model's {shape.moe_ffn} rows of an expert"
+    return others
+
+
+def _obstacle_of_others(shape: ModelShape, tp: int) -> str | None:
+    """Return the same for all weights but the experts."""
     rows = [(shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
     if shape.num_dense or not shape.num_experts:
         rows.append((shape.ffn, "rows of the MLP"))
     for size, what in ((shape.num_heads, "attention heads"), *rows):
         if size % tp:
             return f"does not divide the model's {size} {what}"
-    if shape.moe_ffn % (tp // ep):
-        return f"does not divide the model's {shape.moe_ffn} rows of an expert"
     kv = shape.num_kv_heads
     return f"is neither a multiple nor a divisor of the model's {kv} key-value heads" if kv % tp and tp % kv else None
 
@@ -224,7 +261,9 @@ def megatron_shards(
     experts in one module.
     """
     names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
-    places = [(*layout.place(rank)[:2], layout.ep_rank(rank)) for rank in range(layout.world_size)]
+    places = [
+        (*layout.place(rank)[:2], layout.ep_rank(rank), layout.etp_rank(rank)) for rank in range(layout.world_size)
+    ]
     blocks = {
         place: tuple(megatron_blocks(family, shape, layout, places.index(place), **names))
         for place in dict.fromkeys(places)
@@ -241,13 +280,13 @@ def engine_shards(
     assert layout.world_size <= world_size, (layout, world_size)
     shards = [tuple(engine_blocks(family, shape, layout, tp_rank)) for tp_rank in range(layout.tp)]
     blocks = tuple(shards[rank % layout.tp] if rank < layout.world_size else () for rank in range(world_size))
-    return ShardLayout(blocks, family.linear_tensors() if quantise else frozenset())
+    return ShardLayout(blocks, family.linear_tensors(shape) if quantise else frozenset())
 
 
 def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: bool = False) -> ShardLayout:
     """Return the embedded engine's layout: all whole Hugging Face tensors on every rank."""
     blocks = tuple(hf_blocks(family, shape))
-    return ShardLayout((blocks,) * world_size, family.linear_tensors() if quantise else frozenset())
+    return ShardLayout((blocks,) * world_size, family.linear_tensors(shape) if quantise else frozenset())
 
 
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:
@@ -275,7 +314,8 @@ def megatron_blocks(
             local = f"chunk{chunk}.{row.megatron_te if fused_norms and row.megatron_te else row.megatron}"
             if grouped_experts and row.kind == "expert":
                 local = local.replace("local_experts.{e}.", "") + "{e}"
-            shards[local] = row.op.megatron(Shard(_hf_names(family, shape, row), local, shape, layout.tp, tp_rank))
+            parts, part = (layout.etp, layout.etp_rank(rank)) if row.kind == "expert" else (layout.tp, tp_rank)
+            shards[local] = row.op.megatron(Shard(_hf_names(family, shape, row), local, shape, parts, part))
         return shards
 
     blocks = []

@@ -22,6 +22,7 @@ Where = Literal["first", "layer", "expert", "last"]
 Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
 FLOAT32 = "e_score_correction_bias"  # tensors whose names end like this are float32 for any dtype of the model
 BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
+MOST_ENGINE_RANKS = 8  # an engine does not span nodes
 
 # MoE model types: the fields with the number of experts and with the rows of an expert.
 _MOE_FIELDS = {
@@ -30,8 +31,9 @@ _MOE_FIELDS = {
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
 }
-_LATENT = ("deepseek_v2", "deepseek_v3")  # model types with multi-latent attention (MLA)
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
 
 
@@ -260,12 +262,36 @@ class Family:
             and all(all(size) for size in row.op.hf_shapes(shape))
         ]
 
-    def linear_tensors(self) -> frozenset[str]:
-        """Return the Hugging Face names, with {i} and {e}, of the tensors that SGLang quantises to FP8.
+    def linear_rows(self, shape: ModelShape) -> list[Row]:
+        """Return the rows of the model's tensors that SGLang quantises to FP8.
 
-        Embedding, output layer, norms, routers and biases are never among them.
+        Embedding, output layer, norms, routers and biases are never among them. The MLP of the first layers and shared
+        experts are not if a node's ranks could not split their rows into whole blocks. SGLang splits them over all
+        ranks of an engine, and experts may be spread instead. GLM-4.5-Air's first MLP has 85.5 blocks.
         """
-        return frozenset(name for row in self.rows if row.is_linear for name in row.hf)
+        rows = [row for row in self.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
+        widths = {"dense": shape.ffn, "moe": shape.shared_ffn}
+        return [
+            row
+            for row in rows
+            if row.span is None or row.kind == "expert" or widths[row.span] % (BLOCK * MOST_ENGINE_RANKS) == 0
+        ]
+
+    def linear_tensors(self, shape: ModelShape) -> frozenset[str]:
+        """Return the Hugging Face names of `linear_rows`, with {i} and {e}."""
+        return frozenset(name for row in self.linear_rows(shape) for name in row.hf)
+
+    def plain_modules(self, shape: ModelShape) -> list[str]:
+        """Return the names of the linear layers that are no `linear_rows`, layer by layer, for SGLang."""
+        quantised, layers = self.linear_tensors(shape), dict(shape.spans(range(shape.num_layers)))
+        return [
+            name.format(i=i).removesuffix(".weight")
+            for row in self.rows
+            if row.is_linear and row.span is not None and row.kind == "layer"
+            for i in layers.get(row.span, ())
+            for name in row.hf
+            if name not in quantised
+        ]
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Return name and shape of every tensor of the checkpoint."""

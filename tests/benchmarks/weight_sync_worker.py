@@ -38,7 +38,7 @@ EXACT = {
 }
 ROUGH = {
     "padded and tied, tp2 pp2 to tp4": (QWEN, MegatronLayout(tp=2, pp=2), EngineLayout(4, 1)),
-    "padded and tied, tp2 ep2 to tp2": (MIXTURE, MegatronLayout(tp=2, dp=2, ep=2), EngineLayout(2, 2)),
+    "padded and tied, tp2 ep2 to tp2": (MIXTURE, MegatronLayout(tp=2, dp=2, ep=2, etp=2), EngineLayout(2, 2)),
 }
 
 

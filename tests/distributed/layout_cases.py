@@ -53,6 +53,7 @@ MIXTURES = {
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5, "q_lora_rank": 10, "rope_parameters": YARN_ROPE}),
     "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4}),
     "glm4_moe-normed": ("glm4_moe", {"num_hidden_layers": 5, "use_qk_norm": True, "n_group": 1, "topk_group": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_hidden_layers": 3}),
     "deepseek_v3-plain": (
         "deepseek_v3",
         {"num_hidden_layers": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
@@ -122,7 +123,8 @@ MIXTURES_LAYOUTS = (
     "ep=4",
     "dp=4,ep=2",
     "tp=2,ep=2,sequence_parallel=true",
-    "tp=4,sequence_parallel=true",
+    "tp=2,etp=2,ep=2,sequence_parallel=true",
+    "tp=4,etp=2,sequence_parallel=true",
     "pp=2,ep=2",
     "pp=2,vpp=2,ep=2",
 )

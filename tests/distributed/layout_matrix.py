@@ -109,10 +109,15 @@ GRADIENTS = {
     "deepseek_v2": ("tp=1", "tp=2,sequence_parallel=true"),
     "deepseek_v3-plain": ("ep=2",),
     "glm4_moe": ("tp=1", "pp=2,ep=2"),
+    "glm4_moe_lite": ("tp=2,ep=2,sequence_parallel=true",),
     "glm4_moe-normed": ("tp=2,ep=2,sequence_parallel=true",),
     "qwen3_moe": (
         "tp=1",
+        "tp=2,sequence_parallel=true",
+        "tp=2,dp=2,sequence_parallel=true",
         "tp=2,ep=2,sequence_parallel=true",
+        "tp=2,etp=2,ep=2,sequence_parallel=true",
+        "tp=2,pp=2,order=tp-pp-dp,ep=2,sequence_parallel=true",
         "pp=2,vpp=2,ep=2",
         "pp=2,vpp=2,ep=2 model.recompute=full",
         "dp=4,ep=2 model.recompute=selective",
@@ -125,7 +130,10 @@ LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in G
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
-KEPT_LOGITS = ("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")
+KEPT_LOGITS = (
+    *("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true", "tp=2,etp=2,ep=2,sequence_parallel=true"),
+    "tp=2,sequence_parallel=true",
+)
 KEPT_GRADIENTS = (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
 IN_ONE_TOKEN = ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov", "dual_clip", "rloo")
 FULL_UPDATES = {
@@ -145,7 +153,7 @@ FULL_UPDATES = {
         "cp=2,pp=2",
     ),
     "qwen3": ("tp=2,pp=2", "dp=4"),
-    "qwen3_moe": ("ep=2", "ep=4", "dp=4,ep=2", "tp=4,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
+    "qwen3_moe": ("ep=2", "ep=4", "dp=4,ep=2", "tp=4,etp=2,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
     "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
     "qwen3_moe-routed": (
         "tp=2,sequence_parallel=true model.recompute=selective",

@@ -49,6 +49,7 @@ CASES = {
     "deepseek_v3": Case("deepseek_v3", {"q_lora_rank": 10}, torch.bfloat16, has_extra_layer=True),
     "deepseek_v3_no_dense": Case("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 4}),
     "glm4_moe": Case("glm4_moe", {"use_qk_norm": True}, torch.bfloat16),
+    "glm4_moe_lite": Case("glm4_moe_lite", {}, torch.bfloat16),
     "mixtral": Case("mixtral"),
     "qwen3_moe": Case("qwen3_moe", {}, torch.bfloat16),
 }

@@ -165,8 +165,8 @@ REFUSED: dict[Callable[[Path], None], str] = {
     fp8_without_scales: "has dtype F8_E4M3, .* there is no model.norm.weight_scale_inv; give one that is not quantized",
     unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', unknown to its model type; check model_type",
     unknown_type: (
-        "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, llama, mistral, mixtral, "
-        "qwen2, qwen3, qwen3_moe"
+        "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral,"
+        " mixtral, qwen2, qwen3, qwen3_moe"
     ),
     config_without_field: "config.json has no field 'num_attention_heads'",
     no_config: "config.json does not exist; give the folder of a Hugging Face checkpoint",

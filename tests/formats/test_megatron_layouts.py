@@ -24,10 +24,10 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"tp": 2, "pp": 2, "sequence_parallel": True}),
     ("qwen2", {"tp": 4}),
     ("qwen3_moe", {"dp": 4, "ep": 2}),
-    ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}),
+    ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True}),
     ("deepseek_v2", {"pp": 2, "dp": 2, "ep": 2}),
     ("deepseek_v3_no_dense", {"pp": 4}),
-    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}),
+    ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
 ]
 NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, layout in LAYOUTS]
 

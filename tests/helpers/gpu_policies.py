@@ -117,7 +117,7 @@ def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = 
     """Return fp32 gradients on the host, keyed by parameter. The weights do not change."""
     [batches] = policy.attach_logprobs(packed(policy, samples, token_budget))
     policy.pipeline.forward_backward(batches, policy._loss)
-    return {name: _gradient(p).float().cpu() for name, p in policy.parameters.items()}
+    return {name: _gradient(p).float().cpu() for name, p in policy.parameters.items() if p.requires_grad}
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -46,6 +48,7 @@ MIXTURES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
@@ -122,8 +125,10 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
     if family == "glm4_moe":
         own |= GLM
-    if family.startswith("deepseek"):
-        own |= LATENT | ({"num_experts_per_tok": 4} if family == "deepseek_v3" else {})
+    if family.startswith("deepseek") or family == "glm4_moe_lite":
+        own |= LATENT | ({"num_experts_per_tok": 4} if family != "deepseek_v2" else {})
+    if family == "glm4_moe_lite":  # transformers' norms of latents have this epsilon for any model
+        own |= {"rms_norm_eps": 1e-6, "q_lora_rank": 10}
     return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
 
 

@@ -71,15 +71,22 @@ def layouts(draw: st.DrawFn) -> MegatronLayout:
     dp = draw(st.sampled_from([1, 2, 4] if pp < 4 else [1, 2]))
     cp = draw(st.sampled_from([1, 1, 2, 3]))
     order = draw(st.sampled_from(get_args(RankOrder)))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    if order == "tp-dp-pp" or pp == 1:
+        etp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+        ep = draw(st.sampled_from([n for n in (1, 2, 4) if tp * dp * cp // etp % n == 0]))
+    else:  # Megatron supports only tp-dp-pp if experts are distributed over stages
+        etp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+        ep = tp // etp
     return MegatronLayout(
-        tp=draw(st.sampled_from([1, 2, 4])),
+        tp=tp,
         pp=pp,
         vpp=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
         dp=dp,
         order=order,
-        # Megatron supports only this order if experts are distributed over stages.
-        ep=draw(st.sampled_from([n for n in (1, 2, 4) if dp * cp % n == 0])) if order == "tp-dp-pp" or pp == 1 else 1,
+        ep=ep,
         cp=cp,
+        etp=etp,
     )
 
 
@@ -101,7 +108,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
     latent = {}
-    if model_type.startswith("deepseek"):
+    if model_type.startswith("deepseek") or model_type == "glm4_moe_lite":
         kv_heads = num_heads
         latent = {
             "num_dense": draw(st.integers(0, num_layers - 1)),

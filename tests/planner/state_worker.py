@@ -79,7 +79,7 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
     policy, shape = build(case, runtime)
     layout, family = runtime.layout, family_of(shape.model_type)
     policy._optimizer.step()  # Adam allocates its moments
-    planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape), False)
+    planned = stage_state(family, shape, layout, runtime.pp_rank, Storage.of(case.config, shape))
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = sum(
@@ -89,12 +89,9 @@ def check_state(case: StateCase, runtime: Runtime) -> None:
     assert planned.num_parameters == sum(p.numel() for p in policy.parameters.values())
     assert planned.weights == weights == sum(b.param_data.nbytes for b in buffers)
     assert planned.gradients == gradients
-    assert (
-        planned.optimizer(runtime.dp_rank * layout.cp + runtime.cp_rank)
-        == policy.memory.device_bytes - weights - gradients
-    )
+    assert planned.optimizer(layout.rank_in_stage(runtime.rank)) == policy.memory.device_bytes - weights - gradients
 
-    chunks = chunk_parameters(family, shape, layout, runtime.rank, fused_norms=False)
+    chunks = chunk_parameters(family, shape, layout, runtime.rank)
     for index, (model, chunk) in enumerate(zip(policy.models, chunks, strict=True)):
         assert [p.name for p in chunk] == [f"chunk{index}.{name}" for name, _ in model.named_parameters()]
         dense = [(mine, theirs) for mine, theirs in zip(chunk, model.parameters(), strict=True) if not mine.is_spread]

@@ -187,10 +187,10 @@ def test_the_shares_of_data_parallel_ranks_add_up_to_the_parameters(make_config:
     changes = {"layout.ep": ep, "layout.pp": 2, "layout.dp": 8, "rollout.tp": 4, "layout.overlap_grad_reduce": True}
     plan = plan_of(make_config(QWEN3_30B_A3B, **changes))
     shape = plan.setup.shape
-    experts_a_stage = 24 * shape.num_experts * 3 * shape.hidden * shape.moe_ffn // 4  # per tensor-parallel rank
+    experts_a_stage = 24 * shape.num_experts * 3 * shape.hidden * shape.moe_ffn
     for stage in plan.stages:
         dense = stage.state.num_parameters - experts_a_stage // ep
-        assert sum(stage.state.optimizer_elements) == dense + experts_a_stage
+        assert sum(stage.state.optimizer_elements) == plan.setup.layout.tp * dense + experts_a_stage
 
 
 def test_json_has_the_fields_that_scripts_use(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,18 @@ SMALL: dict[str, Any] = {
 QWEN2, QWEN3 = SMALL | {"model_type": "qwen2"}, SMALL | {"model_type": "qwen3"}
 EXPERTS = {"moe_intermediate_size": 352, "num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": []}
 QWEN3_MOE = SMALL | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1}
+SHARED_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 352,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM = SMALL | SHARED_EXPERTS | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True}
+DEEPSEEK = SMALL | SHARED_EXPERTS | {"model_type": "deepseek_v3", "num_key_value_heads": 12, "head_dim": 64}
+DEEPSEEK |= {"kv_lora_rank": 128, "q_lora_rank": 96, "qk_nope_head_dim": 48, "qk_rope_head_dim": 64, "v_head_dim": 80}
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,15 @@ OTHERS = [
             {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
             ("bf16", "tensorwise"),
         ),
+        ("qwen3_moe TP2+SP ETP2", QWEN3_MOE, {"tp": 2, "etp": 2, "dp": 1, "sequence_parallel": True}, ("bf16",)),
+        ("glm4_moe TP2+SP EP2", GLM, {"tp": 2, "ep": 2, "dp": 1, "sequence_parallel": True}, ("bf16", "delayed")),
+        (
+            "deepseek_v3 TP2+SP EP2",
+            DEEPSEEK,
+            {"tp": 2, "ep": 2, "dp": 1, "sequence_parallel": True},
+            ("bf16", "delayed", "tensorwise"),
+        ),
+        ("deepseek_v2", DEEPSEEK | {"model_type": "deepseek_v2", "q_lora_rank": None}, {"dp": 1}, ("blockwise",)),
     )
     for recipe in recipes
     for recompute in ("none", "selective")

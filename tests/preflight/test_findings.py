@@ -174,7 +174,6 @@ def test_every_broken_rule_is_named_once(folder: Path) -> None:
         "layout.cp=2",
         "layout.pp=4",
         "layout.ep=2 spreads",
-        "Megatron's only order for ep=2 with pp=4",
         "Megatron's only order for cp=2 with pp=4",
         "layers_per_chunk",
         "rollout.tp=5",

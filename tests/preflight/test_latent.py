@@ -87,8 +87,6 @@ def test_a_glm_of_another_kind_is_refused(changes: dict[str, Any], says: str) ->
             "rollout={engine: sglang, tp: 8, ep: 8}",
             "rollout.ep=8 does not divide the 12 experts of a layer; use a divisor",
         ),
-        ("rollout.quantization=fp8", "rollout.quantization='fp8': must be left out for deepseek_v3; remove it"),
-        ("precision.fp8=hybrid", "precision.fp8='hybrid': must be left out for deepseek_v3"),
         ("layout.tp=2", "layout.tp=2 with an MoE model needs layout.sequence_parallel=true; set it"),
         (
             "layout={tp: 8, sequence_parallel: true}",
@@ -105,7 +103,7 @@ def test_a_config_that_does_not_fit_is_refused_with_its_remedy(override: str, sa
     assert any(says in problem for problem in cut_problems(configs.validate(raw), shape))
 
 
-def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
+def test_grouped_experts_need_experts_and_transformer_engine() -> None:
     raw: dict[str, Any] = {
         "run_dir": "unused",
         "steps": 1,
@@ -113,19 +111,18 @@ def test_grouped_experts_need_transformer_engine_in_the_models_dtype() -> None:
         "batch": {"prompts_per_step": 8},
     }
     raw["model"] = {"path": "unused", "grouped_experts": True, "fused_permutation": True}
-    glm = FIELDS | GLM | {"model_type": "glm4_moe", "head_dim": 12, "partial_rotary_factor": 0.5}
-    for fields in (FIELDS, glm):
-        assert list(cut_problems(configs.validate(raw), shape_of(fields))) == [
-            f"model.{name}=true: must be left out for {fields['model_type']}, whose layers are Megatron's local ones;"
-            " remove it"
-            for name in ("grouped_experts", "fused_permutation")
-        ]
+    assert not list(cut_problems(configs.validate(raw), shape_of(FIELDS)))
+    dense = {"model_type": "llama"} | {
+        name: FIELDS[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    }
+    dense |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    assert list(cut_problems(configs.validate(raw), shape_of(dense))) == [
+        f"model.{name}=true: must be left out for llama, which has no experts; remove it"
+        for name in ("grouped_experts", "fused_permutation")
+    ]
     assert [p.partition(";")[0] for p in installed_problems(configs.validate(raw), Machine(1, 1))] == [
         f"model.{name}=true needs Transformer Engine" for name in ("grouped_experts", "fused_permutation")
     ]
-    raw["precision"] = {"fp8": "hybrid"}
-    problems = list(cut_problems(configs.validate(raw), shape_of(FIELDS | {"model_type": "mixtral", "head_dim": 10})))
-    assert "model.grouped_experts=true contradicts precision.fp8='hybrid'; remove one of them" in problems
 
 
 def test_settings_of_routers_need_routers_and_a_bias_to_move() -> None:

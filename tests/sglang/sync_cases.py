@@ -50,6 +50,7 @@ CASES = {
     "deepseek_v3": Case(
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),
+    "glm4_moe_lite": Case("glm4_moe_lite", LATENT, SPREAD, (2,), level="full"),
     # Families differ only in their tensors, and the cases above move all of these.
     "llama everywhere": Case("llama", level="full"),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),

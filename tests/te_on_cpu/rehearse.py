@@ -58,6 +58,7 @@ class KeptByTE(rehearse_rank.Kept):
         return tensor
 
 
+spread_on_host = rehearse_rank._spread_evenly
 counters: list[KeptByTE] = []
 weight_copies: dict[int, Any] = {}  # keyed by object id
 
@@ -88,8 +89,22 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 def packed_params(
     cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Replace the parameters of Megatron's local layers by Transformer Engine's."""
-    return te_params(cuts, cp_size)
+    """Replace the parameters of Megatron's local layers by Transformer Engine's, with those of latent attention."""
+    return packed.LatentPackedSeqParams(
+        **vars(te_params(cuts, cp_size)), position_ids=position_ids, segments=te_params(cuts, cp_size)
+    )
+
+
+def spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> Any:
+    """Replace the dispatcher's counts, as tensors, which the kernels of the fused permutation read."""
+    counts = spread_on_host(dispatcher, routing_map_TE)
+    for name in (
+        "num_global_tokens_per_local_expert",
+        "sort_input_by_local_experts",
+        "restore_output_by_local_experts",
+    ):
+        setattr(dispatcher, name, torch.as_tensor(getattr(dispatcher, name)))
+    return counts
 
 
 def read_half(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
@@ -126,6 +141,7 @@ def make_shapes_only() -> None:
     # A parameter that is saved through a hook loses its attributes. Megatron reads this one with overlapped reductions.
     Tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     packed.pack_params = packed_params
+    rehearse_rank._spread_evenly = spread_evenly
     rehearse_rank.Kept = KeptByTE  # type: ignore[misc]
     plain = models.TransformerConfig
     models.TransformerConfig = lambda **fields: plain(  # type: ignore[misc,assignment]

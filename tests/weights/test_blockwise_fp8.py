@@ -23,6 +23,10 @@ from tests.oracles import fp8_blocks as oracle
 DTYPES = (torch.bfloat16, torch.float32)
 LLAMA_70B = ModelShape("llama", 80, 8192, 28672, 64, 8, 128, 128256, tied=False)
 QWEN_72B = replace(LLAMA_70B, model_type="qwen2", ffn=29568)
+EXPERTS = {"num_experts": 8, "moe_ffn": 128, "num_dense": 1, "shared_ffn": 1024}
+EXPERTS |= {"kv_lora": 64, "rope_dim": 64, "v_dim": 128}
+GLM_AIR = ModelShape("glm4_moe", 46, 4096, 10944, 96, 8, 128, 151552, tied=False, num_experts=128, moe_ffn=1408)
+GLM_AIR = replace(GLM_AIR, num_dense=1, shared_ffn=1408)
 QWEN_SMALL = ModelShape("qwen2", 24, 896, 4864, 14, 2, 64, 151936, tied=True)
 
 
@@ -108,18 +112,47 @@ def test_a_slice_that_is_cut_between_blocks_gives_the_slice_of_the_whole(i: int,
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_only_linear_layers_of_attention_and_mlp_are_quantized(model_type: str) -> None:
     """Check the last words of their names, which the table does not use."""
-    found = family_of(model_type).linear_tensors()
+    shapes = (replace(LLAMA_70B, model_type=model_type, ffn=1024, q_lora=width, **EXPERTS) for width in (0, 64))
+    found = frozenset().union(*(family_of(model_type).linear_tensors(shape) for shape in shapes))
     ends = {name.removesuffix(".weight").rpartition(".")[2] for name in found}
     latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
-    attention = latent | {"q_proj", "o_proj"} if "deepseek" in model_type else {f"{x}_proj" for x in "qkvo"}
+    has_latents = "deepseek" in model_type or model_type == "glm4_moe_lite"
+    attention = latent | {"q_proj", "o_proj"} if has_latents else {f"{x}_proj" for x in "qkvo"}
     assert ends == attention | (
         {"w1", "w2", "w3"} if model_type == "mixtral" else {"gate_proj", "up_proj", "down_proj"}
     )
     assert all(name.endswith(".weight") for name in found)
 
 
-def problems_of(shape: ModelShape, tp: int, engine_tp: int = 1, engine: str = "sglang") -> list[str]:
-    rollout = RolloutConfig.model_validate({"engine": engine, "tp": engine_tp, "quantization": "fp8"})
+def test_rows_that_ranks_cannot_split_into_blocks_stay_in_bf16_by_name() -> None:
+    """A name must not match others: `mlp.gate` is the router, and `mlp.gate_proj` is not."""
+    family, projections = family_of("glm4_moe"), ("gate_proj", "up_proj", "down_proj")
+    plain = family.plain_modules(GLM_AIR)
+    assert plain[:3] == [f"model.layers.0.mlp.{name}" for name in projections]
+    assert set(plain[3:]) == {
+        f"model.layers.{i}.mlp.shared_experts.{name}" for i in range(1, 46) for name in projections
+    }
+    quantised = {name.removesuffix(".weight") for name in family.linear_tensors(GLM_AIR)}
+    assert {f"model.layers.{{i}}.mlp.experts.{{e}}.{name}" for name in projections} < quantised
+    assert not quantised & {
+        f"model.layers.{{i}}.mlp.{block}{n}" for block in ("", "shared_experts.") for n in projections
+    }
+    assert family.plain_modules(replace(GLM_AIR, ffn=12288, shared_ffn=2048)) == []
+    assert family_of("qwen2").plain_modules(QWEN_72B) == []
+
+
+def test_experts_of_11_blocks_are_spread_over_the_ranks_of_an_engine() -> None:
+    [problem] = problems_of(GLM_AIR, 1, 8)
+    assert "model.layers.{i}.mlp.experts.{e}.up_proj.weight starts at row 176" in problem
+    assert problem.endswith("use rollout.ep=8, or leave rollout.quantization out")
+    assert problems_of(GLM_AIR, 1, 8, engine_ep=8) == []
+
+
+def problems_of(
+    shape: ModelShape, tp: int, engine_tp: int = 1, engine: str = "sglang", engine_ep: int = 1
+) -> list[str]:
+    sizes = {"tp": engine_tp, "ep": engine_ep}
+    rollout = RolloutConfig.model_validate({"engine": engine, "quantization": "fp8", **sizes})
     return list(rollout_block_problems(rollout, LayoutConfig(tp=tp), shape))
 
 

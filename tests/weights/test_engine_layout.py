@@ -34,7 +34,7 @@ LATENT = {"num_dense": 1, "shared_ffn": 16, "kv_lora": 3, "rope_dim": 1, "v_dim"
 
 def shape_of(family: str, *, num_kv_heads: int, tied: bool = False, vocab: int = 70, q_lora: int = 0) -> ModelShape:
     experts = EXPERTS if family in MIXTURES else {}
-    if "deepseek" in family:
+    if "deepseek" in family or family == "glm4_moe_lite":
         experts, num_kv_heads = experts | LATENT | {"q_lora": q_lora}, 8
     sizes = {"num_layers": 2, "hidden": 6, "ffn": 24, "num_heads": 8, "head_dim": 2}
     return ModelShape(model_type=family, num_kv_heads=num_kv_heads, vocab=vocab, tied=tied, **sizes, **experts)
@@ -210,7 +210,9 @@ def test_sizes_that_fit_are_accepted() -> None:
     "layout",
     [
         MegatronLayout(tp=2, pp=2, dp=4, ep=2),
-        MegatronLayout(tp=2, pp=2, dp=4, ep=4),
+        MegatronLayout(tp=2, pp=2, dp=4, ep=4, etp=2),
+        MegatronLayout(tp=4, pp=2, dp=1, ep=2, etp=2),
+        MegatronLayout(tp=4, pp=2, dp=2, ep=4, order="tp-pp-dp"),
         MegatronLayout(tp=1, pp=3, dp=4, ep=2),
         MegatronLayout(tp=2, pp=1, dp=4, ep=2, order="tp-pp-dp"),
         MegatronLayout(tp=2, pp=2, dp=1, ep=2, cp=2),
@@ -222,23 +224,24 @@ def test_the_ranks_of_every_axis_are_megatrons(layout: MegatronLayout) -> None:
     importlib.import_module("grpo_mega.megatron")  # import its patches before Megatron
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     order = {"tp-dp-pp": "tp-cp-ep-dp-pp", "tp-pp-dp": "tp-cp-ep-pp-dp"}[layout.order]
-    sizes = {"tp": layout.tp, "ep": layout.ep, "dp": layout.dp * layout.cp // layout.ep, "pp": layout.pp, "cp": 1}
+    sizes = {"tp": layout.etp, "ep": layout.ep, "dp": layout.num_expert_replicas, "pp": layout.pp, "cp": 1}
     dense = {"tp": layout.tp, "ep": 1, "dp": layout.dp, "pp": layout.pp, "cp": layout.cp}
     found: dict[int, dict[str, int]] = {rank: {} for rank in range(layout.world_size)}
-    for axis_sizes, axes in ((dense, ("tp", "cp", "dp", "pp")), (sizes, ("ep",))):
-        for axis in axes:
+    names = {axis: axis for axis in ("tp", "cp", "dp", "pp")}
+    for axis_sizes, axes in ((dense, names), (sizes, {"ep": "ep", "tp": "etp"})):
+        for axis, name in axes.items():
             for group in parallel_state.RankGenerator(**axis_sizes, order=order).get_ranks(axis):
                 for index, rank in enumerate(group):
-                    found[rank][axis] = index
+                    found[rank][name] = index
     for rank, index in found.items():
         tp_rank, pp_rank, dp_rank = layout.place(rank)
-        cp_rank, ep_rank = layout.cp_rank(rank), layout.ep_rank(rank)
-        assert index == {"tp": tp_rank, "cp": cp_rank, "dp": dp_rank, "pp": pp_rank, "ep": ep_rank}
+        dense_ranks = {"tp": tp_rank, "cp": layout.cp_rank(rank), "dp": dp_rank, "pp": pp_rank}
+        assert index == dense_ranks | {"ep": layout.ep_rank(rank), "etp": layout.etp_rank(rank)}
 
 
 def test_a_trainer_rank_holds_a_run_of_the_experts_and_the_whole_router() -> None:
     shape = replace(shape_of("mixtral", num_kv_heads=2), num_experts=4)
-    layout = MegatronLayout(tp=2, dp=2, ep=2)
+    layout = MegatronLayout(tp=2, dp=2, ep=2, etp=2)
     held = megatron_shards(family_of("mixtral"), shape, layout).rank_shards(3)  # tp rank 1, ep rank 1
     experts = {name: local for name, local in held.items() if "layers.1.mlp.experts" in name}
     assert list(experts) == [

@@ -94,7 +94,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     for number, ((source, sizes), (target, layout)) in enumerate(product(trainers.items(), engines.items())):
         dtype = (torch.bfloat16, torch.float32)[number % 2]
         yield f"dense {source} to {target}", Case(DENSE, MegatronLayout(**sizes), to_engines(DENSE, layout), dtype)
-    spread, apart = MegatronLayout(dp=4, ep=2), MegatronLayout(tp=2, dp=2, ep=2)
+    spread, apart = MegatronLayout(dp=4, ep=2), MegatronLayout(tp=2, dp=2, ep=2, etp=2)
     yield "experts dp4 ep2 to tp2", Case(MIXTURE, spread, to_engines(MIXTURE, EngineLayout(2, 2)), torch.bfloat16)
     yield "experts tp2 ep2 to tp1", Case(MIXTURE, apart, to_engines(MIXTURE, EngineLayout(1, 3)), torch.bfloat16)
     yield "dense tp2 pp2 to replicas", Case(DENSE, MegatronLayout(tp=2, pp=2), to_replicas(DENSE), torch.bfloat16)

@@ -47,10 +47,10 @@ EXPERTS = {"moe_intermediate_size": 10, "num_experts_per_tok": 2}
 NAMES = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 9, "q_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 MODELS: dict[str, dict[str, Any]] = {model_type: SMALL | {"model_type": model_type} for model_type in FAMILIES}
-for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"):
+for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"):
     MODELS[_type] |= EXPERTS | {NAMES.get(_type, "n_routed_experts"): 5}
     MODELS[_type] |= {"n_group": 1, "topk_group": 1} if _type.startswith(("deepseek", "glm")) else {}
-    MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") else {}
+    MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") or _type == "glm4_moe_lite" else {}
 # Fields that every model's config.json needs. transformers uses defaults if they are missing.
 NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 NEEDED |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
@@ -145,8 +145,10 @@ def test_missing_and_null_fields_mean_the_same_as_in_transformers(model_type: st
         left_out = {key: value for key, value in MODELS[model_type].items() if key != name}
         for fields in (left_out, MODELS[model_type] | {name: None}):
             expected, found = theirs(fields, tmp_path), ours(fields)
-            if expected is None or found is None:  # only we refuse rope_theta=null: transformers fails later
-                assert found is None and (expected is None or fields.get("rope_theta", 1) is None), (
+            if expected is None or found is None:  # only we refuse these if they are null: transformers fails later
+                assert found is None and (
+                    expected is None or None in (fields.get("rope_theta", 1), fields.get("head_dim", 1))
+                ), (
                     name,
                     fields.get(name, "left out"),
                 )
@@ -279,3 +281,14 @@ def test_torch_knows_the_dtypes_of_a_config() -> None:
     from grpo_mega.weights import hf_config
 
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in hf_config._DTYPES)
+
+
+def test_transformers_and_sglang_must_agree_on_the_layers_without_experts() -> None:
+    """transformers reads one field and SGLang another."""
+    fields = MODELS["glm4_moe_lite"]
+    assert resolve_config(fields)["mlp_layer_types"] == ["dense", "sparse", "sparse"]
+    types = ["dense", "dense", "sparse"]
+    assert resolve_config(fields | {"mlp_layer_types": types, "first_k_dense_replace": 2})["mlp_layer_types"] == types
+    for changes in ({"mlp_layer_types": types}, {"first_k_dense_replace": 2}, {"mlp_layer_types": ["sparse"] * 3}):
+        with pytest.raises(WeightMappingError, match="they must name the same first layers without experts"):
+            resolve_config(fields | changes)

@@ -33,7 +33,7 @@ def counts_of(case: Case, side: list[RankShards]) -> Tensors:
 def test_the_ranks_of_a_replica_hold_every_element_exactly_once(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
     for name, counts in counts_of(case, side).items():
-        copies = layout.dp * layout.cp // (layout.ep if ".experts." in name else 1)
+        copies = layout.num_expert_replicas if ".experts." in name else layout.num_replicas
         if name.endswith("norm.weight") or ".gate." in name or "_a_proj" in name:  # whole on every rank
             copies *= layout.tp
         if case.shape.tied and name == "model.embed_tokens.weight" and layout.pp > 1:
@@ -63,11 +63,16 @@ def test_pieces_fill_a_local_tensor_once_except_vocabulary_padding(case: Case) -
 @given(cases())
 def test_all_replicas_hold_the_same(case: Case) -> None:
     side, [layout] = case.side(0), case.layouts
-    of_place: dict[tuple[int, int, int], RankShards] = {}
+    of_dense: dict[tuple[int, int], RankShards] = {}
+    of_experts: dict[tuple[int, int, int], RankShards] = {}
     for rank, holding in enumerate(side):
         tp_rank, pp_rank, _ = layout.place(rank)
-        assert of_place.setdefault((tp_rank, pp_rank, layout.ep_rank(rank)), holding) == holding
-    assert len(of_place) == layout.tp * layout.pp * layout.ep
+        experts = {name: tensor for name, tensor in holding.items() if ".mlp.experts." in name}
+        dense = {name: tensor for name, tensor in holding.items() if name not in experts}
+        assert of_dense.setdefault((tp_rank, pp_rank), dense) == dense
+        assert of_experts.setdefault((layout.etp_rank(rank), layout.ep_rank(rank), pp_rank), experts) == experts
+    assert len(of_dense) == layout.tp * layout.pp
+    assert len(of_experts) == layout.etp * layout.ep * layout.pp
 
 
 @few

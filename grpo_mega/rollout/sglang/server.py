@@ -88,6 +88,7 @@ class EngineSettings:
     cores: tuple[int, ...] = ()  # CPU cores of a server without a GPU
     seed: int = 0
     routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
+    plain_modules: tuple[str, ...] = ()  # linear layers that are not quantised (Family.plain_modules)
     verify: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
@@ -154,7 +155,8 @@ class EngineSettings:
 
     def fixed_arguments(self) -> dict[str, Any]:
         """Return the server arguments that the trainer relies on."""
-        blocks = {"json_model_override_args": {"quantization_config": BLOCKS}} if self.holds_blocks else {}
+        quantization = BLOCKS | ({"modules_to_not_convert": [*self.plain_modules]} if self.plain_modules else {})
+        blocks = {"json_model_override_args": {"quantization_config": quantization}} if self.holds_blocks else {}
         return {
             "model_path": self.model_path,
             "load_format": "dummy",  # the first sync brings the weights

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.te_on_cpu.emulated_te import extension, machine, stubs
+from tests.te_on_cpu.emulated_te import extension, machine, permutation, stubs
 from tests.te_on_cpu.emulated_te.launcher import wheel
 
 TE = "transformer_engine"
@@ -43,6 +43,7 @@ def install(version: str) -> None:
     sys.modules[extension.NAME] = extension.module()
     with _environment(SETTINGS):
         _import()
+    permutation.install()
     _everywhere("canonicalize_device", lambda function: lambda device: torch.device("cpu"))
     _everywhere("flash_attn_p2p_communicate", machine.waited_for_once)
 

@@ -265,7 +265,7 @@ def _about(job: Job) -> dict[str, Any]:
         "card": torch.cuda.get_device_name(device.torch_device) if device.is_cuda else None,
         "world_size": layout.world_size,
         "ranks_per_node": ranks_per_node(),
-        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "order")}
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "order")}
         | {"engine_tp": job.config.rollout.tp},
         "threads": torch.get_num_threads(),
         "sync_bytes": traffic.same_rank + traffic.moved,

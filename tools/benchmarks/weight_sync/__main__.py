@@ -101,6 +101,8 @@ def spec_of(options: argparse.Namespace) -> Spec:
             raise ConfigError(f"--layers={options.layers} is more than the model's {shape.num_layers}; use fewer")
         shape = replace(shape, num_layers=options.layers)
     source, target = source_of(options.source), target_of(options.target)
+    if shape.num_experts:  # the full gather knows experts only in this form
+        source = replace(source, etp=source.tp)
     raise_all(megatron_layout_problems(shape, source))
     raise_all(engine_layout_problems(shape, target.tp, target.ep))
     return Spec(shape, source, target, options.ranks_per_node, options.bucket_mib << 20)

@@ -28,18 +28,21 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import Attentio
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 # SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
 DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
 DeepseekV2Config.scoring_func = "softmax"
 DeepseekV3Config.scoring_func, DeepseekV3Config.topk_method = "sigmoid", "noaux_tc"
+Glm4MoeLiteConfig.scoring_func, Glm4MoeLiteConfig.topk_method = "sigmoid", "noaux_tc"
+Glm4MoeLiteConfig.first_k_dense_replace = 1
 
 
 Forward = Callable[[torch.nn.Module, torch.Tensor, Any, Any], torch.Tensor]
@@ -88,6 +91,7 @@ EntryClass = [
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,

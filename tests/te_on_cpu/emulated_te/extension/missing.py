@@ -13,7 +13,7 @@ NAMES = """
     scaled_masked_softmax_backward scaled_upper_triang_masked_softmax_forward
     scaled_upper_triang_masked_softmax_backward
     scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward rmsnorm_bwd_add
-    mxfp8_scaling_compute_partial_amax mxfp8_scaling_partial_cast fused_multi_row_padding fused_multi_row_unpadding
+    mxfp8_scaling_compute_partial_amax mxfp8_scaling_partial_cast
     fa_prepare_fwd fa_prepare_bwd copy_to_kv_cache fused_qkv_rope_forward fused_qkv_rope_backward
     fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd fused_score_for_moe_aux_loss_fwd
     fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_bwd dropout_fwd dropout_bwd

@@ -77,7 +77,7 @@ def te_general_grouped_gemm(
     transB: bool,
     D: list[torch.Tensor],
     output_dtype: DType,
-    m_splits: list[int] | None,
+    m_splits: list[int],
     bias: list[torch.Tensor],
     bias_type: DType,
     single_output: bool,
@@ -92,14 +92,38 @@ def te_general_grouped_gemm(
     """Write the products of pairs, [op(B) op(A)], into `D`: one tensor per pair, or one tensor with the rows of all
     pairs.
     """
-    if any(x.numel() for x in (*bias, *pre_gelu_out)) or not all(map(is_plain, (*A, *B))):
-        raise NotImplementedError("te_general_grouped_gemm with a bias, gelu or FP8 is not emulated")
+    if any(x.numel() for x in (*bias, *pre_gelu_out)):
+        raise NotImplementedError("te_general_grouped_gemm with a bias or gelu is not emulated")
     outputs = D[0].split(m_splits) if single_output else D
-    for a, b, out in zip(A, B, outputs, strict=True):
+    for a, b, out, num_rows in zip(A, B, outputs, m_splits, strict=True):
         check(out.dtype is TORCH_OF[DType(output_dtype)], "GEMM output has invalid dtype")
-        result = torch.mm((b.T if transB else b).float(), (a.T if transA else a).float())
+        if num_rows == 0:
+            out.mul_(float(accumulate))
+            continue
+        (a, kind_a), (b, kind_b) = (
+            _operand(a, "A", is_columnwise=not transA),
+            _operand(b, "B", is_columnwise=transB),
+        )
+        _check_kinds(kind_a, kind_b)
+        result = torch.mm(b.T if transB else b, a.T if transA else a)
         out.copy_(out.float() + result if accumulate else result)
     return bias
+
+
+def fused_multi_row_padding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: list[int], padded_input_row_list: list[int]
+) -> None:
+    """Write each expert's rows to `output`, and rows of zeros after them."""
+    output.zero_()
+    for rows, wanted in zip(output.split(padded_input_row_list), input.split(input_row_list), strict=True):
+        rows[: len(wanted)] = wanted
+
+
+def fused_multi_row_unpadding(
+    input: torch.Tensor, output: torch.Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
+) -> None:
+    for rows, found in zip(output.split(unpadded_input_row_list), input.split(input_row_list), strict=True):
+        rows.copy_(found[: len(rows)])
 
 
 def _output_dtype(A: Any, output_dtype: DType | None) -> torch.dtype:
