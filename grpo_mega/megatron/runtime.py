@@ -178,8 +178,8 @@ def arrange(config: Config, device: devices.Device) -> Runtime:
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_rank(),
     )
-    ours = layout.ep_rank(rank), layout.etp_rank(rank)
-    assert expert_tp != layout.etp or of_experts == ours, (of_experts, ours, layout)
+    placed = layout.ep_rank(rank), layout.etp_rank(rank)
+    assert expert_tp != layout.etp or of_experts == placed, (of_experts, placed, layout)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return runtime

@@ -101,7 +101,7 @@ def measure_free_memory(config: Config, model: ModelFiles, runtime: Runtime) -> 
     fields = model.hf_config.to_dict()
     planned = Model(model.shape, experts_per_token(fields) if model.shape.num_experts else 0, fields)
     machine, total = Machine(runtime.num_ranks, ranks_per_node()), torch.cuda.mem_get_info(device)[1] / GIB
-    free.planned = free_on_gpu(config, planned, machine, total, uses_te=uses_transformer_engine(model.shape, runtime))
+    free.planned = free_on_gpu(config, planned, machine, total, uses_te=uses_transformer_engine(runtime))
     return free
 
 
