@@ -120,6 +120,18 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def layer_groups(models: Sequence[Any], num_layers: int) -> dict[torch.Tensor, int]:
+    """Return each parameter's guard group: 0 for the embedding, then one per decoder layer, then one for the rest."""
+    groups: dict[torch.Tensor, int] = {}
+    for model in models:
+        groups |= dict.fromkeys(model.parameters(), num_layers + 1)
+        if model.pre_process:
+            groups |= dict.fromkeys(model.embedding.parameters(), 0)
+        for layer in model.decoder.layers:
+            groups |= dict.fromkeys(layer.parameters(), layer.layer_number)
+    return groups
+
+
 def squared_norms(optimizer: MegatronOptimizer, group_of: Mapping[torch.Tensor, int], num_groups: int) -> torch.Tensor:
     """Return [num_groups] float64: this rank's part of the squared gradient norm of each group. Sum it over ranks.
 

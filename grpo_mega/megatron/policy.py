@@ -80,7 +80,7 @@ class Policy:
                 is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
                 is_cut = first[name] != second[name] or is_spread
                 assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
-        self._layer_group = _layer_groups(self.models, shape.num_layers)
+        self._layer_group = optimizers.layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
         self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
@@ -446,15 +446,3 @@ class Policy:
         """Onload weights and optimizer state, and wait until they can be read."""
         self.memory.onload_weights()
         self.memory.onload_optimizer()
-
-
-def _layer_groups(models: Sequence[Any], num_layers: int) -> dict[Tensor, int]:
-    """Return each parameter's guard group: 0 for the embedding, then one per decoder layer, then one for the rest."""
-    groups: dict[Tensor, int] = {}
-    for model in models:
-        groups |= dict.fromkeys(model.parameters(), num_layers + 1)
-        if model.pre_process:
-            groups |= dict.fromkeys(model.embedding.parameters(), 0)
-        for layer in model.decoder.layers:
-            groups |= dict.fromkeys(layer.parameters(), layer.layer_number)
-    return groups
