@@ -6,6 +6,7 @@ experts share a template, so a model with tens of thousands of experts takes onl
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,15 +59,15 @@ def dry_run(config_folder: Path, layout_text: str, cast: str | None, stored: Map
 
 
 def parse_layout(text: str) -> MegatronLayout:
-    """Read a layout as "tp=4,pp=4". dp is at least ep. Raise ConfigError."""
+    """Read a layout as "tp=4,pp=4". dp is at least what ep and etp need. Raise ConfigError."""
     sizes = dict.fromkeys(_AXES, 1)
     for part in filter(None, text.split(",")):
         axis, _, value = part.partition("=")
         if axis not in _AXES or not (value.isascii() and value.isdigit() and int(value) > 0):
             raise ConfigError(f"--layout={text}: {part!r} is not understood; give some of {', '.join(_AXES)} as tp=2")
         sizes[axis] = int(value)
-    tp, pp, vpp, dp, ep = sizes.values()
-    return MegatronLayout(tp, pp, vpp, max(dp, ep), ep=ep)
+    tp, pp, vpp, dp, ep, etp = sizes.values()
+    return MegatronLayout(tp, pp, vpp, max(dp, ep * etp // math.gcd(ep * etp, tp)), ep=ep, etp=etp)
 
 
 def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Counts) -> Iterator[str]:

@@ -185,7 +185,7 @@ def test_invalid_arguments_are_refused_in_one_line(
     ("new", "message"),
     [
         ("ep=4,order=tp-pp-dp", "order=tp-pp-dp: must be tp-dp-pp"),
-        ("ep=3", "ep=3 does not divide the 4 data-parallel ranks"),
+        ("ep=3", "ep=3 does not divide the 4 ranks (tp * cp * dp / etp)"),
     ],
 )
 def test_experts_that_megatron_cannot_distribute_are_refused(

@@ -82,7 +82,6 @@ def test_no_threads_of_ranks_and_examples_spin_while_they_wait() -> None:
     kept |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     examples = Path(__file__).resolve().parents[2] / "examples"
     commands = [
-        (kept, [str(examples / "arithmetic.py"), "--help"]),
         (kept, [str(examples / "answer_again.py"), "--help"]),
         (rank_environments(kept, world_size=1)[0], ["-c", "import torch"]),
     ]

@@ -144,7 +144,7 @@ def test_the_command_converts_in_the_direction_that_the_source_needs(
     ("layout", "message"),
     [
         ("tp=3", "tp=3 does not divide the model's 64 attention heads; use 1, 2, 4, 8"),
-        ("tp", "--layout=tp: 'tp' is not understood; give some of tp, pp, vpp, dp, ep as tp=2"),
+        ("tp", "--layout=tp: 'tp' is not understood; give some of tp, pp, vpp, dp, ep, etp as tp=2"),
         ("ep=2", "ep=2 spreads experts, but the model is dense; use ep=1"),
     ],
 )

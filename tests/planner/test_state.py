@@ -14,6 +14,6 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.full
 def test_model_and_optimizer_bytes_are_exact_and_activations_are_close(tmp_path: Path) -> None:
-    assert len(CASES) == 43
+    assert len(CASES) == 46
     problems = launch(Path(__file__).with_name("state_worker.py"), 4, tmp_path)
     assert not any(problems.values()), "\n".join(text for texts in problems.values() for text in texts)

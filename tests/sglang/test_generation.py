@@ -350,10 +350,10 @@ def test_a_buffer_is_reopened_only_by_a_new_server_or_when_it_has_grown(
 
     monkeypatch.setattr(engine, "_send", send)
     monkeypatch.setattr(engine, "_wait_until_loaded", lambda index: None)
-    for index, num_bytes in ((0, 300), (1, 70), (2, 300), (3, 71), (4, 10)):
+    for index, num_bytes in ((0, 300), (1, 70), (2, 5), (3, 300), (4, 71), (5, 5), (6, 10)):
         engine.load(Bucket(index, engine.allocate(index, num_bytes), (), 0, torch.float32))
-    assert opened == [(0, True), (1, True), (0, False), (1, True), (0, False)]
+    assert opened == [(0, True), (1, True), (2, True), (0, False), (1, True), (2, False), (0, False)]
     engine.restart([0])
-    engine.load(Bucket(5, engine.allocate(5, 10), (), 0, torch.float32))
+    engine.load(Bucket(7, engine.allocate(7, 10), (), 0, torch.float32))
     assert opened[-1] == (1, True)
     engine.close()
