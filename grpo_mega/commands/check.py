@@ -121,7 +121,6 @@ def run(options: CheckOptions) -> int:
     config, layouts = configs.load(options.config, list(options.overrides)), options.layouts.split()
     if not layouts:
         raise ConfigError(f"--layouts={options.layouts!r}: must name a layout; write it like {LAYOUTS}")
-    layout_configs(config, layouts)  # a wrong layout is found before the imports
     print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
     from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
 
@@ -155,30 +154,22 @@ def find_cases(config: Config, layouts: Sequence[str]) -> list[Case]:
     from grpo_mega import preflight
     from grpo_mega.planner import this_machine
 
-    cases = [Case("one rank", with_layout(config, "tp=1"))]
-    cases += [Case(name, one) for name, one in layout_configs(config, layouts).items()]
+    cases: list[Case] = []
     problems: list[str] = []
     notes: dict[str, None] = {}  # each once, in order
-    for case in cases:
+    for name, text in [("one rank", "tp=1"), *((text, text) for text in layouts)]:
+        try:
+            case = Case(name, with_layout(config, text))
+        except ConfigError as error:
+            problems += error.lines
+            continue
         found = this_machine.find_all(case.config, preflight.this_machine(case.config.layout))
         problems += found.violations
         notes |= dict.fromkeys(found.notes)
+        cases.append(case)
     raise_all(problems)
     print_notes(notes)
     return cases
-
-
-def layout_configs(config: Config, layouts: Sequence[str]) -> dict[str, Config]:
-    """Return the config of each layout. Raise ConfigError with the problems of all of them."""
-    found: dict[str, Config] = {}
-    problems: list[str] = []
-    for text in layouts:
-        try:
-            found[text] = with_layout(config, text)
-        except ConfigError as error:
-            problems += error.lines
-    raise_all(problems)
-    return found
 
 
 def with_layout(config: Config, text: str) -> Config:

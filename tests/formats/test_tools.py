@@ -79,7 +79,7 @@ def test_a_checkpoint_of_a_run_is_found_with_its_config_step_and_layout(
         # 6 tensors per layer, plus embedding, final norm and output layer, on each tp rank
         ("llama-70b", "tp=4,pp=4", (80 * 6 + 3) * 4, "70.554 billion parameters"),
         # 7 tensors per layer without experts, on each of 8 ep ranks; 2 tensors per expert
-        ("qwen3-235b", "tp=4,pp=4,ep=8", (94 * 7 + 3) * 4 * 8 + 94 * 128 * 2 * 4, "235.094 billion parameters"),
+        ("qwen3-235b", "tp=4,pp=4,ep=8", (94 * 7 + 3) * 8 + 94 * 128 * 2, "235.094 billion parameters"),
     ],
 )
 def test_the_dry_run_lists_every_slice_of_a_large_model_within_seconds(

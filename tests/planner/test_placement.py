@@ -73,12 +73,12 @@ def test_a_trainers_device_has_nothing_of_an_engine(path: Path) -> None:
     engine = together.engine
     for before, after in zip(together.stages, apart.stages, strict=True):
         for phase in ("log-probs", "update", "checkpoint"):
-            # Context, graphs and two buckets leave with the engine. The trainers' communicator replaces its
-            # communicator.
-            left = (0.55 + 2.0 + 2 * 0.25) * GIB + engine.weights.value + engine.cache.value
+            # Context, graphs, workspaces and three buckets leave with the engine. The trainers' communicator replaces
+            # its communicator.
+            left = (0.55 + 1.5 + 0.5 + 3 * 0.25) * GIB + engine.weights.value + engine.cache.value
             assert before.totals[phase].value - after.totals[phase].value == pytest.approx(left)
         assert "engine weights" not in {figure.label for figure in after.phases["sync"]}
-    parts = 2 * 0.55 + 3 * 0.25 + 2 * 0.25 + 2.0 + engine.weights.gib + engine.cache.gib + engine.extra.gib
+    parts = 2 * 0.55 + 3 * 0.25 + 3 * 0.25 + 2.0 + engine.weights.gib + engine.cache.gib + engine.extra.gib
     assert apart.engine_total.gib == pytest.approx(parts)
     assert together.engine_device == [] and together.engine_total.value == 0
 

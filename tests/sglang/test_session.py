@@ -136,7 +136,7 @@ def test_the_loader_writes_into_the_servers_own_folder_only(tmp_path: Path, monk
     outside = tmp_path.with_name("outside.json")
     request = {"action": "check", "parameters": {}, "padded": [], "number": 5, "tp_rank": 1, "report": str(outside)}
     loader.load(torch.nn.Linear(3, 2), [(json.dumps(request), torch.empty(0))])
-    assert [path.name for path in tmp_path.iterdir()] == ["loader_1_2.json"] and not outside.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["loader_1_1.json"] and not outside.exists()
     with pytest.raises(ValueError, match="invalid literal"):
         loader.load(torch.nn.Linear(3, 2), [(json.dumps(request | {"tp_rank": "../../outside"}), torch.empty(0))])
 
