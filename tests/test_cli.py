@@ -85,7 +85,7 @@ def test_a_user_error_is_one_line_with_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("trian c.yaml", "'trian' is not a command; did you mean train? use one of init, train, "),
+        ("trian c.yaml", "'trian' is not a command; did you mean train? use one of init, sft, train, "),
         ("rank", "rank: must be started by a launcher; use train, eval, sample or check"),
         ("train {config} --setp steps=3", "unknown argument --setp; did you mean --set? see --help"),
         ("train {config} --unknown", "unknown argument --unknown; see --help"),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -69,12 +70,21 @@ def load_state(
     names = {p: name for model in models for name, p in model.named_parameters()}
     with compat.only_plain_pickles(), _one_line(folder), _compared(optimizer) as differing:
         with (folder / METADATA).open("rb") as file:
-            load_metadata(file)  # torch would report a refusal with two tracebacks
+            metadata = load_metadata(file)  # torch would report a refusal with two tracebacks
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
-        state = dist_checkpointing.load(
-            _state(models, optimizer, counters, reference, is_loading=True), str(folder), strategy
-        )
+        wanted = _state(models, optimizer, counters, reference, is_loading=True)
+        # Norms of local layers have no extra state. Norms of Transformer Engine keep their own, which is empty.
+        absent = [
+            {
+                name: wanted[f"model{index}"].pop(name).data
+                for name, value in list(wanted[f"model{index}"].items())
+                if isinstance(value, ShardedObject) and value.unique_key not in metadata.state_dict_metadata
+            }
+            for index in range(len(models))
+        ]
+        state = dist_checkpointing.load(wanted, str(folder), strategy)
         for index, model in enumerate(models):
+            state[f"model{index}"] |= absent[index]
             for name, value in state[f"model{index}"].items():  # TE would load any pickle
                 if "_extra_state" in name and isinstance(value, torch.Tensor) and value.numel():
                     check_extra_state(value.cpu().numpy().tobytes())

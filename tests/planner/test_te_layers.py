@@ -96,7 +96,10 @@ class Layer:
         raw = {
             "run_dir": "unused",
             "steps": 1,
-            "model": {"path": "unused", "dtype": "bfloat16", "recompute": self.recompute} | self.model,
+            # Fake tensors have no number of tokens per expert, and grouped products need one.
+            "model": {"path": "unused", "dtype": "bfloat16", "recompute": self.recompute}
+            | ({} if self.fields is LLAMA_70B else {"grouped_experts": False, "fused_permutation": False})
+            | self.model,
             "precision": PRECISIONS[self.recipe],
             "layout": self.layout,
             "data": {"train": "unused", "max_prompt_length": 128},

@@ -56,10 +56,9 @@ def test_recipes_that_the_card_lacks_are_refused() -> None:
 
 
 def test_tritons_kernels_say_their_name_when_they_are_launched() -> None:
-    rows = torch.randn(4, 8)
-    routing = torch.eye(4, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=r"_row_id_map_pass_1_kernel is not emulated"):
-        te.moe_permute(rows, routing, num_out_tokens=4, map_type="mask")
+    logits, targets = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="online_softmax_kernel is not emulated"):
+        te.parallel_cross_entropy(logits, targets, 0.0, False, None)
 
 
 def test_only_transformer_engine_sees_a_gpu() -> None:

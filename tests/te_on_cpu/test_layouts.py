@@ -219,7 +219,7 @@ def test_a_layout_differs_from_one_rank_by_rounding(found: Found, family: str, r
     difference = asdict(compare_outcomes(layout, found.outcomes[family, recipe, layout], one_rank))
     own = asdict(compare_outcomes(layout, one_rank, found.outcomes[family, "bf16", "tp=1"]))
     print(layout, difference, own)
-    sums = 10 if family == "qwen3" else 2.5  # factor on the tolerance, because rounding errors add up
+    sums = 10 if family == "qwen3" else 4  # factor on the tolerance, because rounding errors add up
     for name in ("loss", "logprobs", "ref_logprobs", "weights", "grad_norm", "metrics"):
         tolerance = checks.TOLERANCE["bfloat16"] * (sums if name in ("grad_norm", "metrics") else 1)
         allowed = 1e-6 if layout in ("pp=2", "pp=2,vpp=2") else max(tolerance, 2 * own[name])

@@ -101,7 +101,9 @@ def sglang_model(tensors: Tensors, shape: ModelShape, tp: int, ep: int = 1) -> l
                 shards[block + parameter] = [whole_ones[r % (tp // ep)][r // (tp // ep)] for r in range(tp)]
         else:
             assert any(x in name for x in ("k_proj", "v_proj", "up_proj", ".experts.")), name
-    if shape.tied and shape.num_experts and not shape.kv_lora:  # SGLang does not tie these MoE models
+    if (
+        shape.tied and shape.num_experts and shape.model_type not in ("deepseek_v2", "deepseek_v3")
+    ):  # SGLang ties only these
         shards["lm_head.weight"] = shards["model.embed_tokens.weight"]
     return [{name: parts[rank] for name, parts in shards.items()} for rank in range(tp)]
 

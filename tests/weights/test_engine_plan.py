@@ -189,7 +189,7 @@ def test_plans_are_deterministic_and_do_not_grow_with_the_layers() -> None:
 
 
 def test_experts_are_planned_together_too() -> None:
-    made = plan_for(MIXTURE, MegatronLayout(tp=2, dp=4, ep=4), EngineLayout(2, 1))
+    made = plan_for(MIXTURE, MegatronLayout(tp=2, dp=4, ep=4, etp=2), EngineLayout(2, 1))
     assert sum(len(t.transfers) for t in made.templates) < len(list(made.transfers())) / 3
     names = {t.target for t in made.transfers()}
     assert {f"model.layers.3.mlp.experts.w13_weight[{e}]" for e in range(8)} <= names
