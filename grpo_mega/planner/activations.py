@@ -148,10 +148,10 @@ def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
     # In FP8 the projections of queries and of keys and values each keep a copy of the norm's output.
     copies = 2 if setup.config.precision.fp8 else 1
     norm = figure("a norm keeps, per token", lambda: (1 + copies * x / b) * h / s + 4 / (b * s), "")
-    # The norms' inputs (the latent of keys and values with the keys' rotary part) and outputs, and statistics.
+    # The norms' inputs, outputs and statistics.
     latents = figure(
         "norms of latents keep, per token",
-        lambda: ((1 + x / b) * (q_lora + kv_lora) + rope + (2 if q_lora else 1) * 4 / b) / s,
+        lambda: ((1 + x / b) * (q_lora + kv_lora) + (2 if q_lora else 1) * 4 / b) / s,
         "",
     )
     # Rotary angles of queries and keys, queries, keys, values, the output, and softmax statistics in fp32.

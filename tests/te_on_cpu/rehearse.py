@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 # torch.compile does not change the tensors that are saved.
@@ -31,6 +32,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from grpo_mega.megatron import attention as packed
 from grpo_mega.megatron import model as models
 from grpo_mega.megatron import rehearsal as rehearse_rank
+from grpo_mega.megatron.attention import LatentPackedSeqParams
 from grpo_mega.megatron.pipeline import te_params
 from tests.te_on_cpu.emulated_te import extension
 from tests.te_on_cpu.emulated_te.extension import positions
@@ -87,12 +89,15 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 def packed_params(
-    cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
+    is_latent: bool, cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Replace the parameters of Megatron's local layers by Transformer Engine's, with those of latent attention."""
-    return packed.LatentPackedSeqParams(
-        **vars(te_params(cuts, cp_size)), position_ids=position_ids, segments=te_params(cuts, cp_size)
-    )
+    """Replace the parameters of Megatron's local layers by those of Transformer Engine's layers."""
+    segments = te_params(cuts, cp_size)
+    return LatentPackedSeqParams("packed", position_ids=position_ids, segments=segments) if is_latent else segments
+
+
+def with_fusions(plain: Any, **fields: Any) -> Any:
+    return plain(**fields | {"bias_activation_fusion": True, "bias_dropout_fusion": True})
 
 
 def spread_evenly(dispatcher: Any, routing_map_TE: Tensor) -> Any:
@@ -140,13 +145,10 @@ def make_shapes_only() -> None:
     TransformerEngineBaseModule.get_weight_workspace = noted
     # A parameter that is saved through a hook loses its attributes. Megatron reads this one with overlapped reductions.
     Tensor.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    packed.pack_params = packed_params
     rehearse_rank._spread_evenly = spread_evenly
     rehearse_rank.Kept = KeptByTE  # type: ignore[misc]
-    plain = models.TransformerConfig
-    models.TransformerConfig = lambda **fields: plain(  # type: ignore[misc,assignment]
-        **fields | {"bias_activation_fusion": True, "bias_dropout_fusion": True}
-    )
+    for name in ("TransformerConfig", "MLATransformerConfig"):
+        setattr(models, name, partial(with_fusions, getattr(models, name)))
 
 
 def main() -> None:
@@ -161,6 +163,7 @@ def main() -> None:
         weight_copies.clear()
         base._dummy_wgrads.clear()  # drop the fake tensors of the last request
         dist.init_process_group("fake", store=dist.HashStore(), rank=request["rank"], world_size=request["world_size"])
+        packed.pack_params = partial(packed_params, "kv_lora_rank" in request["model"])
         found = rehearse_rank.run_rank(request, counted)
         runtimes.stop()
         [kept] = counters
