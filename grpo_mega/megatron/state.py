@@ -138,8 +138,8 @@ def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
     """Return the loaded state of an optimizer in the form of this layout's optimizer.
 
     If ep > 1, Megatron has a separate optimizer for experts, and its state has one more level. Any saved parameter
-    group serves for all groups, because they have the same step. Other settings are those of this run: another kind of
-    Adam has other settings.
+    group serves for all groups, because they have the same step. All other settings come from this run, because another
+    kind of Adam has different ones.
     """
     saved = next(part for part in (loaded, *loaded.values()) if isinstance(part, dict) and "optimizer" in part)
     group, is_single = saved["optimizer"]["param_groups"][0], len(parts(optimizer)) == 1

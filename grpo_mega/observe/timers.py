@@ -19,7 +19,7 @@ _OTHER = "other"
 
 
 class FreeMemory:
-    """The smallest free memory of the device in each phase of a step, beside the plan's figure.
+    """Records the lowest free memory of the device in each phase of a step, and the plan's figure for it.
 
     The driver's figure counts every process on the device, and NCCL's buffers. The phases are generation, asleep (both
     policy and engine are on the host), training and sync.

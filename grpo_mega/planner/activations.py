@@ -77,7 +77,7 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
     layer = selective if recompute == "selective" else whole
     shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]
-    # When the backward pass reaches the recomputed layers, those that are kept, later in the chunk, are freed already.
+    # When the backward pass reaches the recomputed layers, it has freed the kept layers, which come later in the chunk.
     kept = 0 if recompute == "full" and not others else layer
     # The final norm's tensors; its output is part of the log-probs' memory.
     final = 0.0 if pp_rank < setup.layout.pp - 1 else 2.0 if setup.uses_te else 8 / b

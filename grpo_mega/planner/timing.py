@@ -134,7 +134,7 @@ def _repeated(setup: PlannedJob) -> float:
     """Return the share of a forward pass through the layers that the backward pass computes again."""
     weights, shape = model_flops.layer_weights(setup.shape, setup.experts_per_token), setup.shape
     ffn = shape.moe_ffn * setup.experts_per_token + shape.shared_ffn if shape.num_experts else shape.ffn
-    # As in _layers_seconds, in units of a bf16 product at full rate.
+    # Same formulas as in _layers_seconds. The unit is a bf16 product at full rate.
     products, mlp = 2 * weights / setup.assumed.matmul_share, 6 * shape.hidden * ffn / setup.assumed.matmul_share
     attention = (shape.q + shape.v) * setup.mean_sample / setup.assumed.attention_share
     part = "moe" if shape.num_experts else "mlp"

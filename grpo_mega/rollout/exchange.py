@@ -188,7 +188,7 @@ def samples_of(
 
 
 def _with_rank(group: Group, rank: int) -> Group:
-    """Return the group with routes that are marked as those of this rank."""
+    """Return the group with `rank` stored in the routes of its samples."""
     marked = [replace(s, routes=replace(s.routes, rank=rank)) if s.routes else s for s in group.samples]
     return Group(group.prompt, marked)
 

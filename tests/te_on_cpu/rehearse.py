@@ -91,7 +91,7 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 def packed_params(
     is_latent: bool, cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
 ) -> PackedSeqParams:
-    """Replace the parameters of Megatron's local layers by those of Transformer Engine's layers."""
+    """Return the parameters that Transformer Engine's layers take for packed sequences."""
     segments = te_params(cuts, cp_size)
     return LatentPackedSeqParams("packed", position_ids=position_ids, segments=segments) if is_latent else segments
 
