@@ -109,6 +109,12 @@ def test_each_turn_follows_the_prompt_of_an_engine(
     assert marked(load(tmp_path, chat(*turns), template)) == expected
 
 
+def test_turns_of_a_prompt_are_given_even_if_they_are_empty(tmp_path: Path) -> None:
+    given = [{"role": role, "content": text} for role, text in (("user", "q"), ("assistant", ""), ("user", "r"))]
+    [text] = marked(load(tmp_path, {"prompt": given, "completion": "b"}, LINES))
+    assert text == "<user>\nq<eos>\n<assistant>\n<eos>\n<user>\nr<eos>\n<assistant>\n[b<eos>]"
+
+
 def test_a_stop_token_that_starts_the_next_turn_is_trained_once(tmp_path: Path) -> None:
     row = load(tmp_path, chat(*CHAT[1:]), NO_END, stop_ids=(EOS_ID, USER_ID))
     assert marked(row) == ["<user>\nq<assistant>[\na<user>]\nr<assistant>[\nb<user>]"]

@@ -166,6 +166,7 @@ OTHERS += [
     for name, fields, layout, recipe, recompute, model in (
         ("qwen3 core", QWEN3, {"tp": 2, "dp": 1}, "bf16", "selective", {"recompute_modules": ["core_attn"]}),
         ("qwen3 both", QWEN3, {"tp": 2, "dp": 1}, "delayed", "selective", {"recompute_modules": ["core_attn", "mlp"]}),
+        ("qwen3_moe core", QWEN3_MOE, {"dp": 2, "ep": 2}, "bf16", "selective", {"recompute_modules": ["core_attn"]}),
     )
 ]
 SHARED = [
