@@ -76,6 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
+@pytest.fixture(autouse=True)
+def restored_environment() -> Iterator[None]:
+    """Restore the variables that a test's code sets for its own children (data/hub.py)."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def preloaded_python() -> Iterator[None]:
     """Start the module's programs by sys.executable from a Python that has imported everything heavy
