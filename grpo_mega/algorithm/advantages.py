@@ -1,9 +1,9 @@
 """Advantages from rewards: one pure function of a group's samples per `algorithm.adv_type`.
 
 Input: the scored groups of a step. Output: the same samples with `advantages`, one finite float32 value per response
-token, and 0 on tokens that the policy did not sample. Zero-variance groups and groups of one sample get exactly 0, unless gdpo or whitening subtracts a step mean that
-is not 0. Samples without a reward always get 0. reinforce_plus_plus has no group baseline, so only whole steps of equal
-values get 0.
+token, and 0 on tokens that the policy did not sample. Zero-variance groups and groups of one sample get exactly 0,
+unless gdpo or whitening subtracts a step mean that is not 0. Samples without a reward always get 0. reinforce_plus_plus
+has no group baseline, so only whole steps of equal values get 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Samples as arrays and JSON, and their exchange between ranks.
 
 Tokens, log-probs, rewritten contexts and routes of all samples are four arrays, one sample after another. The other
-fields are one JSON object per sample. Prompts are not included, because every rank has them. The backlog's file has the same arrays.
+fields are one JSON object per sample. Prompts are not included, because every rank has them. The backlog's file has the
+same arrays.
 
 After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays
 are sent in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the
