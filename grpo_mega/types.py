@@ -110,9 +110,6 @@ class Sample:
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
     spans: Sequence[Span] = ()  # spans of the whole response, in order
-    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
-    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
-    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
@@ -122,6 +119,9 @@ class Sample:
     old_logprobs: list[float] | None = None  # only for logged samples, after the update; 0 on tokens not sampled
     # Routes of prompt and response without the last token, if they are replayed; never with contexts.
     routes: Routes | None = None
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
 
     @property
     def is_scored(self) -> bool:

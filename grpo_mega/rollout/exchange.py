@@ -183,8 +183,8 @@ def samples_of(
         end = start + fields["length"]
         kept: dict[str, Any] = {name: fields[name] for name in _FIELDS} | {
             "spans": [Span(*span) for span in fields["spans"]],
-            "sampled": [(first, last) for first, last in fields.get("sampled", ())],
-            "contexts": [Context(at, tuple(islice(context_ids, n))) for at, n in fields.get("contexts", ())],
+            "sampled": tuple((first, last) for first, last in fields.get("sampled", ())),
+            "contexts": tuple(Context(at, tuple(islice(context_ids, n))) for at, n in fields.get("contexts", ())),
             "messages": fields.get("messages"),
         }
         if "routes_of" in fields:
