@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 111,
+    "initializer_range": 0.07,
     "layer_types": ["full_attention"] * 5,
 }
 # test_replay.py sets keys that reach both sides of each recipe's limits with few tokens. sft has a test of its own.
@@ -83,7 +84,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict
     folder = tmp_path_factory.mktemp("conversations")
     start = make_model("qwen2", seed=3, tied=True, **SIZES)
     models = {"reference": start, "before": moved(start, 1), "now": moved(start, 2)}
-    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"num_hidden_layers": 3, "layer_types": None})
+    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"num_hidden_layers": 4, "layer_types": None})
     for name, model in models.items():
         save_checkpoint(model, folder / name)
     groups, tokens = make_groups()
@@ -99,7 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict
     layouts = {}
     for text in LAYOUTS:
         of_recipes = {recipe: config_of(folder, text, recipe, own) for recipe, own in RECIPES.items()}
-        layouts[text] = Layout(config_of(folder, text, "opd", {"kl_beta": 0.1}), of_recipes)
+        layouts[text] = Layout(config_of(folder, text, "opd", {"kl_beta": 0.1, "distill_kl": "reverse"}), of_recipes)
     torch.save((layouts, gradients), folder / "cases.pt")
     return folder, launch(Path(__file__).with_name("conversations_worker.py"), 2, folder), losses
 
@@ -267,5 +268,6 @@ def test_loss_and_gradients_equal_those_of_each_token_alone(
     for layout in LAYOUTS:
         assert not problems[layout], "\n".join(problems[layout])
         metrics, differences = torch.load(folder / f"{layout}.pt", weights_only=False)[recipe]
-        assert metrics["loss/total"] == pytest.approx(losses[recipe], rel=2e-6), layout
+        # Terms of about 1 nat cancel in some losses.
+        assert metrics["loss/total"] == pytest.approx(losses[recipe], rel=2e-6, abs=2e-6), layout
         assert len(differences) > 36 and max(differences.values()) < 2e-6, (layout, differences)
