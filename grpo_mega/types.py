@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+# Why a response ended: by itself, or at a limit of tokens, of turns or of time.
+FinishReason = Literal["stop", "length", "turns", "deadline"]
 StepMetrics = dict[str, float]  # metrics of one step, with names like paths: "reward/mean", "loss/kl", "seconds/update"
 
 
@@ -52,6 +53,29 @@ class Span(NamedTuple):
     end: int
 
 
+class Context(NamedTuple):
+    """The tokens that the response follows from `start` on, instead of the prompt and the earlier response.
+
+    An agent or a chat template may rewrite the history of a conversation, for example remove the thinking of earlier
+    turns.
+    """
+
+    start: int  # index of a response token
+    token_ids: tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Response tokens `start` to `end` - 1, and the tokens that they follow. A segment is one row of a micro-batch."""
+
+    context_ids: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_ids) + self.end - self.start
+
+
 @dataclass(frozen=True)
 class Routes:
     """The experts that an engine used for the tokens of a sample, from the first token on; see rollout/routes.py."""
@@ -75,6 +99,9 @@ class Sample:
     `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token
     is part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled,
     before top-p and top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
+
+    The response of a conversation also has tokens that the policy did not sample: tool results, and separators of the
+    chat template. They have log-prob 0, and no loss, mean or count of the algorithm includes them.
     """
 
     prompt: Prompt
@@ -88,9 +115,13 @@ class Sample:
     reward: float | None = None  # weighted sum of the scores
     step_ends: list[int] = field(default_factory=list)  # index of each step's last response token, ascending
     step_rewards: list[float] = field(default_factory=list)  # weighted reward of each step
-    advantages: Tensor | None = None  # [response_len] float32
-    old_logprobs: list[float] | None = None  # only for logged samples, after the update
-    routes: Routes | None = None  # routes of prompt and response without the last token, if they are replayed
+    advantages: Tensor | None = None  # [response_len] float32, 0 on tokens that are not sampled
+    old_logprobs: list[float] | None = None  # only for logged samples, after the update; 0 on tokens not sampled
+    # Routes of prompt and response without the last token, if they are replayed; never with contexts.
+    routes: Routes | None = None
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
 
     @property
     def is_scored(self) -> bool:
@@ -118,8 +149,32 @@ class Sample:
         return len(self.response_ids)
 
     @property
+    def num_sampled(self) -> int:
+        """Return the number of response tokens that the policy sampled."""
+        return sum(end - start for start, end in self.sampled) if self.sampled else self.response_len
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of turns that the policy sampled."""
+        return len(self.sampled) or min(1, self.response_len)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return True if a limit ended the response."""
+        return self.finish_reason not in (None, "stop")
+
+    @property
     def total_len(self) -> int:
-        return len(self.prompt.token_ids) + len(self.response_ids)
+        """Return the number of tokens that the trainer computes: contexts and response, over all segments."""
+        return sum(segment.num_tokens for segment in self.segments())
+
+    def segments(self) -> list[Segment]:
+        """Return the parts of the response, in order. There is one, unless a history was rewritten."""
+        contexts = list(self.contexts)
+        if not contexts or contexts[0].start > 0:
+            contexts.insert(0, Context(0, self.prompt.token_ids))
+        ends = [*(context.start for context in contexts[1:]), self.response_len]
+        return [Segment(c.token_ids, c.start, end) for c, end in zip(contexts, ends, strict=True)]
 
 
 @dataclass
@@ -134,7 +189,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of response tokens."""
+        """Return the number of response tokens, sampled or not."""
         return sum(sample.response_len for sample in self.samples)
 
     @property
@@ -145,7 +200,7 @@ class Group:
 
 @dataclass
 class PackedBatch:
-    """One micro-batch: several samples end to end, then padding, in one row of T tokens.
+    """One micro-batch: the segments of several samples end to end, then padding, in one row of T tokens.
 
     With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
 
@@ -158,14 +213,15 @@ class PackedBatch:
     targets: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
-    loss_mask: Tensor  # [T] float32, 1 on response tokens that contribute to the loss
+    loss_mask: Tensor  # [T] float32, 1 on sampled tokens that contribute to the loss
     loss_weights: Tensor  # [T] float32, weight of each token in the mini-batch's loss (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sample_indices: list[int]  # step-wide index of each segment's sample, without padding
-    lengths: list[int]  # tokens per sample over all context-parallel ranks, without padding
-    # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the
-    # segments of all samples. It is -1 if the sample's segment has the whole prompt.
+    # Step-wide index of each segment's sample, without padding. All segments of a sample are here, one after another.
+    sample_indices: list[int]
+    lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
+    # With shared prompts, per segment: index of the shared segment with all prompt tokens but the last, after the
+    # segments of all samples. It is -1 if the segment has its whole context.
     shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0
