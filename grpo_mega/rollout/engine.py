@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.types import Group, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
+
+if TYPE_CHECKING:
+    from grpo_mega.rollout.sessions.conversations import Conversations
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ class RolloutRequest:
     them.
 
     Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a
-    group; the engine continues its unfinished samples and does not modify the objects.
+    group; the engine continues its unfinished samples and does not modify the objects. Conversations are not continued:
+    if a phase ends before a conversation, the conversation is discarded.
     """
 
     groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
@@ -156,6 +161,9 @@ class RolloutRequest:
     usage: Usage = field(default_factory=Usage)
     # It gets each token of a request's only sample as it is drawn. Only the embedded engine calls it.
     on_token: Callable[[int], None] | None = None
+    # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
+    # None: each sample is one response to its prompt.
+    conversations: Conversations | None = None
 
 
 class Engine(ABC):
