@@ -9,11 +9,13 @@ together, but `generate` may return at once on a rank that drives no engine.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +41,11 @@ class Sampling:
     seed: int = 0
     with_routes: bool = False  # record the experts of each token, see routes.py
     longest_first: bool = False  # the order in which samples start (schedule.py); does not change any sample
+
+
+def context_seed(context_ids: Sequence[int]) -> int:
+    """Return the CRC-32 of a turn's context. Random streams of a sample's turns differ in this number."""
+    return zlib.crc32(np.asarray(context_ids, np.int64).tobytes())
 
 
 class StopCondition:
