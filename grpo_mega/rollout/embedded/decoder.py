@@ -6,7 +6,7 @@ new cohort. `join` first merges all cohorts into one and drops the finished sequ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -82,6 +82,12 @@ class Decoder:
             self.add(part)
         self._cohorts = [_merged(self._cohorts)]
 
+    def cancel(self, slots: Collection[int]) -> None:
+        """Stop decoding the sequences of these slots."""
+        for cohort in self._cohorts:
+            cohort.rows.is_live &= torch.tensor([slot not in slots for slot in cohort.rows.slots.tolist()])
+        self._drop_finished_cohorts()
+
     def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
         """Sample one token of every sequence. Return the slots of the sequences that ended, with the reason."""
         ended = list[tuple[int, Literal["stop", "length"]]]()
@@ -99,7 +105,7 @@ class Decoder:
                 ended.append((slot, "stop" if stopped else "length"))
             rows.is_live = rows.is_live & ~is_ended
         self.num_steps += 1
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
+        self._drop_finished_cohorts()
         return ended
 
     def advance(self) -> None:
@@ -113,6 +119,9 @@ class Decoder:
         """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
         num_tokens = self.num_steps - self._added_at[slot]
         return self.tokens_ST[slot, :num_tokens].tolist(), self._logprobs_ST[slot, :num_tokens].tolist()
+
+    def _drop_finished_cohorts(self) -> None:
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
 
     def _stop_set(self, stop_token_ids: frozenset[int]) -> int:
         """Return the row of these stop tokens in _is_stop_NV."""

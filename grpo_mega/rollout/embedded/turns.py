@@ -62,6 +62,7 @@ class TurnLoop:
     def run(self) -> None:
         """Run until all conversations ended or the phase stops. Raise EngineError if one failed."""
         try:
+            self._conversations.sampling = self._request.sampling
             self._start_samples()
             while self._samples and not self._is_stopped:
                 if not self._decoder.is_running:  # nothing to decode until the next conversation is due
@@ -148,8 +149,17 @@ class TurnLoop:
             self._due.pop(key, None)
             self._late.discard(key)
             del self._samples[key]
+            self._cancel(key)
             self._schedule.ended(end.prompt_index, sample, self._clock)
         self._start_samples()
+
+    def _cancel(self, key: Key) -> None:
+        """Forget the turns of a conversation that did not wait for them, because of its deadline."""
+        self._asked = [request for request in self._asked if request.key != key]
+        slots = [slot for slot, request in self._turns.items() if request.key == key]
+        self._decoder.cancel(slots)
+        for slot in slots:
+            del self._turns[slot]
 
     def _join_asked(self) -> None:
         """Let the turns that are due join the batch, in the order of their length."""
@@ -188,8 +198,6 @@ class TurnLoop:
         if not self._samples:
             return
         self._conversations.abort()
-        while not self._conversations.events.empty():
-            self._conversations.events.get()
         for (prompt_index, _), sample in self._samples.items():
             self._schedule.left_over(prompt_index, [sample])
 
