@@ -24,8 +24,8 @@ from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.turns import TurnRequest, TurnResult
 from grpo_mega.types import Group, Prompt, Sample
-from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk
 from tests.helpers.models import FAMILIES, MIXTURES, VOCAB_SIZE, make_model
+from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk
 from tests.rollout.test_embedded import STOPS, make_engine, make_prompts
 
 SAMPLING = Sampling(group_size=3, temperature=0.8, max_response_length=50, stop_token_ids=STOPS, seed=11)

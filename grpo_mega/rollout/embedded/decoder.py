@@ -85,7 +85,9 @@ class Decoder:
     def cancel(self, slots: Collection[int]) -> None:
         """Stop decoding the sequences of these slots."""
         for cohort in self._cohorts:
-            cohort.rows.is_live &= torch.tensor([slot not in slots for slot in cohort.rows.slots.tolist()])
+            cohort.rows.is_live &= torch.tensor(
+                [slot not in slots for slot in cohort.rows.slots.tolist()], device=self._model.device
+            )
         self._drop_finished_cohorts()
 
     def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
