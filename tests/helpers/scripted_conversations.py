@@ -60,6 +60,12 @@ class ScriptedConversations:
             while not self.events.empty():
                 self.events.get()
 
+    def release(self) -> None:
+        """Ask for all turns that are held back."""
+        with self._lock:
+            self.held.clear()
+            self._put_waiting()
+
     def close(self) -> None:
         self.abort()
 
@@ -80,6 +86,9 @@ class ScriptedConversations:
             self.ended.append(key)
             event = Ended(key[0], stop.value)
         self._waiting[key, number] = event
+        self._put_waiting()
+
+    def _put_waiting(self) -> None:
         for name in sorted(self._waiting):
             if self.held.get(name, 0) <= len(self.turns) + len(self.ended):
                 self.events.put(self._waiting.pop(name))

@@ -235,10 +235,10 @@ def test_a_phase_that_ends_early_discards_running_conversations(model: Any) -> N
     started, ended = set(conversations.started), set(conversations.ended)
     assert started == ended | conversations.aborted and len(started) < 24
     samples = {(index, s.index): s for index, group in found.items() for s in group.samples}
-    assert samples.keys() == ended and all(sample.is_finished for sample in samples.values())
+    assert samples.keys() <= ended and all(sample.is_finished for sample in samples.values())
     again = ScriptedConversations(TALK)
     rest = converse(engine, again, groups={index: group for index, group in found.items() if index not in done})
-    assert sorted(again.started) == sorted({(i, j) for i in range(8) for j in range(3)} - ended)
+    assert sorted(again.started) == sorted({(i, j) for i in range(8) for j in range(3)} - samples.keys())
     assert all(group.is_complete(3) for group in rest.values()) and again.num_aborts == 0
     assert all(samples[i, s.index] is s for i, g in rest.items() for s in g.samples if (i, s.index) in samples)
 
