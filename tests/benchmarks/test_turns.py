@@ -20,7 +20,7 @@ def test_all_variants_run_and_the_same_checkout_gives_the_same_responses(
     join_every = turn_loop.JOIN_EVERY
     benchmark.main([f"--against={harness.ROOT}", *sizes])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["is_same"] is True and found["tokens"] > 10 and turn_loop.JOIN_EVERY == join_every
+    assert found["is_same"] is True and found["tokens"] > 10 and join_every == turn_loop.JOIN_EVERY
     assert found["joining"] > 0 and found["single"] > 0
     assert found["seconds"].keys() == {"joining", "rounds", "single", "other"}
 

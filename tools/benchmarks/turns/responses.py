@@ -1,7 +1,7 @@
 """Generate single responses with the embedded engine of the checkout in PYTHONPATH, once per line of input.
 
-`python responses.py CHECKOUT JSON` prints one line of JSON per line of input: CPU seconds, number of tokens, and a checksum
-of all tokens and log-probs. JSON has the sizes of __main__.py.
+`python responses.py CHECKOUT JSON` prints one line of JSON per line of input: CPU seconds, number of tokens, and a
+checksum of all tokens and log-probs. JSON has the sizes of __main__.py.
 """
 
 from __future__ import annotations
