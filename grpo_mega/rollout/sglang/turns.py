@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
 from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
@@ -118,7 +118,7 @@ class Turns:
             if event.error is not None:
                 self._conversations.events.put(Failed(request.key[0], event.error))
             if (sample := event.sample) is not None:
-                reason = "stop" if sample.finish_reason == "stop" else "length"
+                reason: Literal["stop", "length"] = "stop" if sample.finish_reason == "stop" else "length"
                 version = sample.policy_version if sample.spans else self._version
                 result = TurnResult(list(sample.response_ids), list(sample.rollout_logprobs), reason, version)
                 self._conversations.answer(request, result)
