@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_mega.config.rewards import RewardFunctionConfig
 from grpo_mega.errors import UserError
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.worker import START_LIMIT_S, describe_error
+from grpo_mega.rewards.forked import START_LIMIT_S, describe_error
 
 PROGRAM = """
 import json, sys

@@ -34,11 +34,12 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.checks import Check, Checks
+from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine, len_reward
-from grpo_mega.rewards.worker import CheckJob, ForkServer, Outcome, Request, Worker, WorkerEnded
+from grpo_mega.rewards.worker import MATH_VERIFY, CheckJob, Outcome, Request
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still
@@ -90,7 +91,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._is_ready = not has_workers  # True once a worker has imported all functions
         self._pids: list[int] = []
 
-        self._server = ForkServer(imports_math_verify=self._is_judged)
+        self._server = ForkServer([MATH_VERIFY] if self._is_judged else [])
         num_workers = rewards.num_workers if has_workers else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
@@ -251,11 +252,11 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Return a worker that is ready. Raises RewardError if none can start."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, CheckJob(self._rewards, is_replacement, self._code_dir))
+                worker = Worker(self._server, CheckJob(self._code_dir, self._rewards, is_replacement))
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
-                    self._maybe_of_groups = worker.of_groups
+                    self._maybe_of_groups = worker.ready
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
@@ -292,7 +293,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             while self._failure is None:
                 if (check := self._checks.next()) is None:
                     self._has_work.wait(SECONDS_BETWEEN_LOOKS)
-                elif (check.group is not None) == (check.name in worker.of_groups):
+                elif (check.group is not None) == (check.name in worker.ready):
                     payloads = [self._pending[key].payload for key in (check.keys if check.group else check.keys[:1])]
                     if check.failure is not None:
                         _, _, answer, _ = pickle.loads(payloads[0])
