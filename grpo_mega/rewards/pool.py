@@ -88,17 +88,21 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
         self._failure: str | None = None
-        self._is_ready = not has_workers  # True once a worker has imported all functions
+        self._is_ready = not (has_workers and rewards.functions)  # True once a worker has imported all functions
         self._pids: list[int] = []
 
         self._server = ForkServer([MATH_VERIFY] if self._is_judged else [])
-        num_workers = rewards.num_workers if has_workers else 0
+        num_workers = rewards.num_workers if has_workers and rewards.functions else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def has_functions(self) -> bool:
+        return bool(self._weights)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -141,15 +145,21 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             for name in self._in_workers:
                 self._queue(Check(name, [key]))
 
-    def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
+    def submit_group(
+        self,
+        keys: Sequence[Hashable],
+        given: Mapping[str, Any],
+        token_ids: Sequence[list[int]],
+        conversations: Sequence[list[dict[str, Any]]] = (),
+    ) -> None:
         """Queue the functions that take a whole group. All samples of the group must have been submitted.
 
-        `given` is the argument of registry.call_group. A sample without a group when results are collected is its own
-        group.
+        `given` and `conversations` are arguments of registry.call_group. A sample without a group when results are
+        collected is its own group.
         """
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
-        group = pickle.dumps((given, token_ids))
+        group = pickle.dumps((given, token_ids, conversations))
         with self._lock:
             for key in keys:
                 self._pending[key].group = keys

@@ -73,8 +73,8 @@ def _run(function: RewardFunction, pickled: list[bytes], group: bytes | None, fo
         if group is None:
             returned = [function(*samples[0])]
         else:
-            given, token_ids = pickle.loads(group)
-            returned = registry.call_group(function, samples, given, token_ids, form)
+            given, token_ids, conversations = pickle.loads(group)
+            returned = registry.call_group(function, samples, given, token_ids, form, conversations)
         outcomes: list[Outcome] = []
         for value, (_, response, _, _) in zip(returned, samples, strict=True):
             try:
