@@ -37,7 +37,7 @@ from grpo_mega.rewards.checks import Check, Checks
 from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
-from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
+from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_PROGRAMS, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine, len_reward
 from grpo_mega.rewards.worker import MATH_VERIFY, CheckJob, Outcome, Request
 
@@ -291,10 +291,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                     self._again(check)
                 elif problem:
                     self.first_error = self.first_error or problem
-                    self._blame(check, Score(0.0, "error"))
+                    self._blame(check, Score(None if check.name in OF_PROGRAMS else 0.0, "error"), problem)
                 else:
                     self.counters["killed_workers"] += 1
-                    self._blame(check, Score(None if check.name in OF_SERVERS else 0.0, "timeout"))
+                    self._blame(check, Score(None if check.name in OF_SERVERS | OF_PROGRAMS else 0.0, "timeout"))
             return
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
@@ -315,10 +315,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     # The methods below run with the lock held.
 
-    def _blame(self, check: Check, score: Score) -> None:
+    def _blame(self, check: Check, score: Score, problem: str = "") -> None:
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.texts is None:
-            late = f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            late = problem or f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
             self._give(check, [(score, late if score.value is None else None)], is_own=False)
         elif check.failure is not None:
             for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):

@@ -31,6 +31,7 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_oracle": "examples/arithmetic_oracle.py",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
+    "code": "grpo_mega.rewards.code.code",
     "cosine": "grpo_mega.rewards.shaping.cosine",
     "format": "grpo_mega.rewards.shaping.format_reward",
     "language_consistency": "grpo_mega.rewards.shaping.language_consistency",
@@ -48,6 +49,9 @@ ACCURACY = "accuracy"
 JUDGED = frozenset({ACCURACY, "len", "cosine"})
 # Functions that wait for a server, so a timeout is not the fault of the response.
 OF_SERVERS = frozenset({"reward_model"})
+# Functions that run the response as a program, elsewhere. Their verdict "error" is a program's, and a worker that ends
+# or hangs is not the fault of the response.
+OF_PROGRAMS = frozenset({"code"})
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 # A function that names one of them has TRL's signature.
 _LISTS = frozenset({"prompts", "completions", "completion_ids"})
@@ -98,6 +102,13 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
             function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
+    if name == "code":
+        from grpo_mega.rewards.code import check_deadline as check_time
+
+        try:
+            check_time(options, deadline_s)
+        except ValueError as error:
+            raise ConfigError(f"reward function 'code': {error}") from None
     if name == "reward_model":
         from grpo_mega.rewards.reward_model import check_deadline  # imported late, because its imports take time
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.pool import RewardPool
-from grpo_mega.rewards.registry import AGENT, FINISH_REASON, MESSAGES
+from grpo_mega.rewards.registry import AGENT, FINISH_REASON, MESSAGES, OF_PROGRAMS
 from grpo_mega.text import num_common
 from grpo_mega.types import Group, Sample
 
@@ -161,7 +161,7 @@ def failures_of(sample: Sample) -> set[str]:
     for name, verdict in sample.verdicts.items():
         if verdict in ("error", "timeout") and sample.scores.get(name) is None:
             effects.add("missing")
-        elif verdict == "error":
+        elif verdict == "error" and name not in OF_PROGRAMS:
             effects.add("zero")
     return effects
 

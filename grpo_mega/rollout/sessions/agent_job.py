@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import os
 import threading
 import time
@@ -20,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from grpo_mega import user_code
-from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import as_score
 from grpo_mega.rewards.forked import ForkedJob, Serve, describe_error
 from grpo_mega.rollout.sessions.chat import Chat, LimitReached, NoAnswer, as_prompt
@@ -62,16 +60,8 @@ class AgentJob(ForkedJob):
         if self.agent is None:
             agent = tool_agent(Toolbox(self.tools, self.code_dir, self.tool_timeout_s), self)
         else:
-            agent = load_agent(self.agent, self.code_dir)
+            agent = user_code.load_function(self.agent, self.code_dir)
         return True, lambda owner: asyncio.run(_Loop(self, agent, owner).run())
-
-
-def load_agent(name: str, code_dir: Any) -> Agent:
-    """Return the agent function of this name. Raise ConfigError unless it is a coroutine function."""
-    function = user_code.load_function(name, code_dir)
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{name!r}: must be a coroutine function; write `async def run(chat, prompt)`")
-    return function
 
 
 def tool_agent(toolbox: Toolbox, job: AgentJob) -> Agent:

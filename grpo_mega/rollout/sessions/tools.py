@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega import user_code
+from grpo_mega.config.rollout import BUILT_IN_TOOLS
 from grpo_mega.errors import UserError
 from grpo_mega.rewards.forked import ForkedJob, ForkServer, Serve, Worker, WorkerEnded, describe_error
 from grpo_mega.text import well_formed
 
-BUILT_IN = {"python": "grpo_mega.rewards.sandbox.python"}  # tools by name
 MAX_CALLS = 32
 MAX_RESULT_CHARS = 20_000
 
 
 def load_tool(name: str, code_dir: Path | None) -> Callable[..., Any]:
     """Return the function of a tool. Raise ConfigError if it cannot be imported."""
-    return user_code.load_function(BUILT_IN.get(name, name), code_dir)
+    return user_code.load_function(BUILT_IN_TOOLS.get(name, name), code_dir)
 
 
 class Toolbox:
@@ -41,7 +41,7 @@ class Toolbox:
         loaded = {name: load_tool(name, code_dir) for name in names}
         self._names = {function.__name__: name for name, function in loaded.items()}
         self._coroutines = {f.__name__: f for f in loaded.values() if inspect.iscoroutinefunction(f)}
-        forked = [BUILT_IN.get(name, name) for name, f in loaded.items() if f.__name__ not in self._coroutines]
+        forked = [BUILT_IN_TOOLS.get(name, name) for name, f in loaded.items() if f.__name__ not in self._coroutines]
         # This thread lives as long as the worker, so the server does too.
         self._server = ForkServer([name.rpartition(".")[0] for name in forked if ":" not in name])
         if forked:
