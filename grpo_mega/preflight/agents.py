@@ -66,7 +66,7 @@ def report(request: dict[str, Any]) -> None:
     if request["agent"] is not None:
         problems += _problems_of(lambda: check_agent(request["agent"], code_dir), "rollout.agent=")
     for name in request["tools"]:
-        problems += _problems_of(lambda name=name: schemas.append(schema_of(name, code_dir)), "rollout.tools=")  # type: ignore[misc]
+        problems += _problems_of(lambda name=name: schemas.append(schema_of(name, code_dir)), "rollout.tools=")
     known = [schema["function"]["name"] for schema in schemas]
     problems += [f"rollout.tools: two functions are called {one}; rename one" for one in known if known.count(one) > 1]
     print(json.dumps({"problems": list(dict.fromkeys(problems)), "schemas": schemas}), file=output, flush=True)
