@@ -333,11 +333,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        log = open_log(config, runtime, data.notes)
-        stack.callback(log.close)
-        gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
-        tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
-        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
+        base = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        log = base.log
         trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
@@ -350,23 +347,39 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         rollouts = Rollouts(
             config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone, on_all
         )
-        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
-        yield Job(
-            config=config,
-            runtime=runtime,
-            model=model,
-            data=data,
-            sampler=sampler,
-            policy=policy,
-            colocation=colocation,
-            rollouts=rollouts,
-            checkpoints=checkpoints,
-            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
-            log=log,
-            timers=timers,
-            stop=StopRequest(config.run_dir),
-            health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
-        )
+        yield Job(**vars(base), colocation=colocation, rollouts=rollouts)
+
+
+def open_training(
+    stack: ExitStack,
+    config: Config,
+    runtime: Runtime,
+    model: ModelFiles,
+    data: RunData,
+    sampler: Sampler,
+    policy: Policy | None,
+    timers: Timers,
+) -> TrainingJob:
+    """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
+    log = open_log(config, runtime, data.notes)
+    stack.callback(log.close)
+    gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
+    tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
+    stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
+    return TrainingJob(
+        config=config,
+        runtime=runtime,
+        model=model,
+        data=data,
+        sampler=sampler,
+        policy=policy,
+        checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
+        inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+        log=log,
+        timers=timers,
+        stop=StopRequest(config.run_dir),
+        health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
+    )
 
 
 def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
