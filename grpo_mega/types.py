@@ -36,6 +36,12 @@ class Prompt:
     # The row's prompt (also as "prompts") and answer, keyed by column.
     raw_columns: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the chat messages that `text` renders, with the system prompt."""
+        prompts = self.raw_columns.get("prompts", self.text)
+        return [{"role": "user", "content": prompts}] if isinstance(prompts, str) else list(prompts)
+
 
 class Turn(NamedTuple):
     """A prompt as the data order draws it: once in every epoch of its set."""
@@ -110,6 +116,9 @@ class Sample:
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
     spans: Sequence[Span] = ()  # spans of the whole response, in order
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,11 +40,14 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 class Renderer:
-    """Renders prompts with a tokenizer's chat template. Raises ConfigError if the tokenizer has none."""
+    """Renders prompts with a tokenizer's chat template, and the schemas of tools if there are any.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Raises ConfigError if the tokenizer has no template.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> None:
         check_chat_template(tokenizer)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tools = tokenizer, list(tools) or None
         # The first omitted message, by form of the conversation; None if nothing is omitted.
         self._missing: dict[tuple[Any, ...], int | None] = {}
 
@@ -99,7 +102,7 @@ class Renderer:
         self, messages: list[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
     ) -> str:
         try:
-            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt)
+            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
             raise ConfigError(
                 f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
@@ -118,7 +121,7 @@ class Renderer:
             markers = [f"text{number}of{len(messages)}qzxv" if has else "" for number, has in enumerate(has_text)]
             marked = [message | {"content": marker} for message, marker in zip(messages, markers, strict=True)]
             try:
-                text = _apply(self._tokenizer, marked, add_generation_prompt=True)
+                text = _apply(self._tokenizer, marked, add_generation_prompt=True, tools=self._tools)
             except Exception:  # this template depends on the texts, and it accepted the texts of the row
                 text = "".join(markers)
             lost = (number for number, message in enumerate(marked) if not _holds_message(text, message))
@@ -230,7 +233,15 @@ def _open_thought(opening: str) -> str:
     return match.group() if match else ""
 
 
-def _apply(tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def _apply(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     assert isinstance(text, str)
     return text

@@ -41,7 +41,7 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     return {
         "reward/mean": _mean([s.reward for s in samples]),
         **spread,
-        **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        **{f"reward/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
         "reward/excluded": float(sum(not s.is_scored for s in samples)),
         **paid_but_wrong(samples),
         **{f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(verdicts.items())},
@@ -112,7 +112,7 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
         return {}
     return {
         "eval/score": sum(map(has_full_marks, samples)) / len(samples),
-        **{f"eval/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        **{f"eval/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
         "eval/response_length": sum(s.num_sampled for s in samples) / len(samples),
     }
 
@@ -141,3 +141,8 @@ def _mean(values: Sequence[float | None]) -> float:
     """Return the mean of the values that are not None; 0 if there are none."""
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else 0.0
+
+
+def _names(samples: Sequence[Sample]) -> list[str]:
+    """Return the names of all scores. Agent functions may return other names for other samples."""
+    return list(dict.fromkeys(name for sample in samples for name in sample.scores))

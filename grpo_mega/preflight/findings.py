@@ -1,7 +1,7 @@
 """Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports
 torch.
 
-Child processes render the chat template, import the user's reward functions, and ask torch if it sees a GPU that
+Child processes render the chat template, import the user's functions, and ask torch if it sees a GPU that
 `device` needs or finds.
 
 If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here
@@ -26,6 +26,7 @@ from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
+from grpo_mega.preflight.agents import agent_problems
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import (
     compiler_problems,
@@ -113,6 +114,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
                 " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
             )
     findings.take(reward_problems(config.rewards, config.code_dir))
+    findings.take(agent_problems(config.rollout, config.code_dir))
     try:
         findings.model = read(config)
     except UserError as error:
@@ -186,7 +188,8 @@ def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: 
         else:
             findings.notes.append(f"model.path={folder} has no weights here: not checked")
     if machine.is_here or any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir()):
-        if not findings.run(lambda: check_tokenizer_files(folder, shape.vocab)):
+        has_tools = bool(config.rollout.tools)
+        if not findings.run(lambda: check_tokenizer_files(folder, shape.vocab, has_tools=has_tools)):
             return  # teachers are compared with the tokenizer
     else:
         findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")

@@ -245,6 +245,8 @@ def assign_advantages(
 ) -> None:
     """Set the samples' advantages. `groups` are all groups of the step; `kl_penalties`: see algorithm/advantages.py."""
     longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
+    if config.rollout.agent is not None:  # the names that it returns have weight 1
+        weights = dict.fromkeys(sorted({n for g in groups for s in g.samples for n in s.scores}), 1.0) | weights
     advantages.assign_advantages(
         groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights
     )

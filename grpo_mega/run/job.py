@@ -39,6 +39,7 @@ from grpo_mega.observe.report import as_text
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE, TRACE
+from grpo_mega.preflight.agents import tool_schemas
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -388,7 +389,7 @@ def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
     load = None
     if config.algorithm.is_sft:
         load = partial(load_demonstrations, stop_ids=training_sampling(config, model, tokenizer).stop_token_ids)
-    data = load_data(config.data, tokenizer, load)
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
 
