@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+# Why a response ended: by itself, or at a limit of tokens, of turns or of time.
+FinishReason = Literal["stop", "length", "turns", "deadline"]
 StepMetrics = dict[str, float]  # metrics of one step, with names like paths: "reward/mean", "loss/kl", "seconds/update"
 
 
@@ -52,6 +53,29 @@ class Span(NamedTuple):
     end: int
 
 
+class Context(NamedTuple):
+    """The tokens that the response follows from `start` on, instead of the prompt and the earlier response.
+
+    An agent or a chat template may rewrite the history of a conversation, for example remove the thinking of earlier
+    turns.
+    """
+
+    start: int  # index of a response token
+    token_ids: tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Response tokens `start` to `end` - 1, and the tokens that they follow. A segment is one row of a micro-batch."""
+
+    context_ids: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.context_ids) + self.end - self.start
+
+
 @dataclass(frozen=True)
 class Routes:
     """The experts that an engine used for the tokens of a sample, from the first token on; see rollout/routes.py."""
@@ -75,6 +99,9 @@ class Sample:
     `response_ids` ends with the end-of-sequence token if the model stopped by itself (finish_reason "stop"). That token
     is part of the response and of the loss. `rollout_logprobs` has one entry per response token, temperature-scaled,
     before top-p and top-k. Both are lists on the rank that generated the sample, and arrays once all ranks share it.
+
+    The response of a conversation also has tokens that the policy did not sample: tool results, and separators of the
+    chat template. They have log-prob 0, and no loss, mean or count of the algorithm includes them.
     """
 
     prompt: Prompt
@@ -83,6 +110,9 @@ class Sample:
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
     spans: Sequence[Span] = ()  # spans of the whole response, in order
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
@@ -118,8 +148,27 @@ class Sample:
         return len(self.response_ids)
 
     @property
+    def num_sampled(self) -> int:
+        """Return the number of response tokens that the policy sampled."""
+        return sum(end - start for start, end in self.sampled) if self.sampled else self.response_len
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return True if a limit ended the response."""
+        return self.finish_reason not in (None, "stop")
+
+    @property
     def total_len(self) -> int:
-        return len(self.prompt.token_ids) + len(self.response_ids)
+        """Return the number of tokens that the trainer computes: contexts and response, over all segments."""
+        return sum(segment.num_tokens for segment in self.segments())
+
+    def segments(self) -> list[Segment]:
+        """Return the parts of the response, in order. There is one, unless a history was rewritten."""
+        contexts = list(self.contexts)
+        if not contexts or contexts[0].start > 0:
+            contexts.insert(0, Context(0, self.prompt.token_ids))
+        ends = [*(context.start for context in contexts[1:]), self.response_len]
+        return [Segment(c.token_ids, c.start, end) for c, end in zip(contexts, ends, strict=True)]
 
 
 @dataclass
