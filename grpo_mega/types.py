@@ -36,6 +36,12 @@ class Prompt:
     # The row's prompt (also as "prompts") and answer, keyed by column.
     raw_columns: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the chat messages that `text` renders, with the system prompt."""
+        prompts = self.raw_columns.get("prompts", self.text)
+        return [{"role": "user", "content": prompts}] if isinstance(prompts, str) else list(prompts)
+
 
 class Turn(NamedTuple):
     """A prompt as the data order draws it: once in every epoch of its set."""
