@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_mega.rollout.sessions.messages import Message
 from grpo_mega.rollout.sessions.template import Template
 
 Decode = Callable[[Sequence[int]], str]
@@ -72,6 +73,14 @@ class CallParser:
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             parsed.calls.append({"id": call_id, "type": "function", "function": function})
         return parsed
+
+    def written(self, message: Message) -> str:
+        """Return the text of a message with its calls, for a template that does not render calls."""
+        key = "parameters" if self.format == "llama3" else "arguments"
+        closing = _CLOSING if self.format == "hermes" else ""
+        calls = [{"name": c["function"]["name"], key: c["function"]["arguments"]} for c in message["tool_calls"]]
+        texts = [f"{self._opening}{json.dumps(call, ensure_ascii=False)}{closing}" for call in calls]
+        return "".join([message["content"], *texts])
 
     def _pieces(self, token_ids: Sequence[int]) -> tuple[list[str], bool]:
         """Split a turn at the marks that open a call outside of thoughts. Return True if it ends inside a thought."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -34,7 +34,7 @@ class Workers(Protocol):
 
     def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None: ...
 
-    def kill(self, session_id: str) -> None: ...
+    def kill(self, session_ids: Collection[str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -114,8 +114,7 @@ class Conversations:
             self._waiting.clear()
             return names
 
-        for name in self._run(end_all()):
-            self._workers.kill(name)
+        self._workers.kill(self._run(end_all()))
         while True:
             try:
                 self.events.get_nowait()
@@ -144,8 +143,8 @@ class Conversations:
         session = Session(self._template, self._parser, (prompt_index, sample_index), prompt, step, limits)
         opened = self._gateway.open(session)
         self._running[opened.id] = _Running(opened, prompt_index, sample_index, prompt, step, is_repeated)
-        columns = {**prompt.extras, "messages": prompt.messages, "answer": prompt.answer}
-        self._workers.start(opened.id, self._gateway.url(opened), opened.key, columns)
+        values = {"messages": prompt.messages, "answer": prompt.answer, "columns": prompt.extras}
+        self._workers.start(opened.id, self._gateway.url(opened), opened.key, values)
 
     def _forward_results(self) -> None:
         while (result := self._workers.results.get()) is not None:
@@ -193,8 +192,10 @@ class Conversations:
                 self._start(*where, is_repeated=True)
             return
         session = running.opened.session
+        for turn in session.turns:
+            turn.reward = result.turn_rewards.get(running.opened.answer_id(turn))
         self._waiting = {name: futures for name, futures in self._waiting.items() if name[0] != session.key}
-        limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.limit
+        limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.reached_limit
         sample = session.to_sample(limit or "stop")
         if result.kind == "returned":
             value = {} if result.value is None else {AGENT: result.value}

@@ -4,7 +4,7 @@ Only `max_tokens`, `stop` and `stream` may be chosen. Other sampling parameters 
 trainer computes log-probs at the run's temperature. A streamed answer is complete when its first event is sent.
 
 An answer may have a key that OpenAI's has not: `invalid_tool_calls`, a list of {"text", "error"} for calls that cannot
-be parsed. The agent should tell the model. POST /sessions/ID/v1/reward {"value": 1.0} rewards the last turn.
+be parsed. The agent should tell the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -52,6 +51,10 @@ class OpenSession:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
+    def answer_id(self, turn: Turn) -> str:
+        """Return the id of the answer with this turn."""
+        return f"chatcmpl-{self.id}-{turn.request.number}"
+
 
 class Gateway:
     """Runs in the event loop that calls `start`. `sampling` may be replaced between phases."""
@@ -67,7 +70,6 @@ class Gateway:
         self._url = ""
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
-        app.router.add_post("/sessions/{id}/v1/reward", self._reward)
         app.router.add_get("/sessions/{id}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None)
 
@@ -107,7 +109,7 @@ class Gateway:
                     await self._sample(opened, turn, chat)
         except RequestError as error:
             return _refusal(error)
-        head = {"id": f"chatcmpl-{opened.id}-{turn.request.number}", "created": int(time.time()), "model": MODEL}
+        head = {"id": opened.answer_id(turn), "created": int(time.time()), "model": MODEL}
         if not body.get("stream"):
             return web.json_response(head | _answer(turn))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -118,17 +120,6 @@ class Gateway:
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         return response
-
-    async def _reward(self, request: web.Request) -> web.Response:
-        try:
-            opened = self._find(request)
-            value = (await _json(request)).get("value")
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise RequestError(f"value={value!r}: must be a finite number")
-            opened.session.reward_last_turn(float(value))
-        except RequestError as error:
-            return _refusal(error)
-        return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
@@ -234,7 +225,7 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the answer in chunks, as OpenAI streams it: the role, the content, each call, then the reason of the end."""
+    """Yield the answer in chunks: the role, the content, each call, then the reason of the end."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": turn.answer["content"]}] if turn.answer["content"] else []
     for number, call in enumerate(turn.answer.get("tool_calls", ())):

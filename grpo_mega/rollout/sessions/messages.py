@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -56,10 +57,8 @@ def _clean_call(call: Any, place: str) -> dict[str, Any]:
         raise RequestError(f"{place}: each call must have a function with a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # such a text stays a text
             arguments = well_formed_json(json.loads(arguments or "{}"))
-        except (ValueError, RecursionError):
-            pass  # stays a text
     return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -104,7 +103,7 @@ def forms(messages: Sequence[Message], name: str) -> list[Message]:
 
     A chat template treats both lists alike, because it reads roles, thoughts, tool calls, and whether there is text.
     """
-    return [_form(message, f"{name}{number}") for number, message in enumerate(messages)]
+    return [_form(message, f"{name}{number:05d}") for number, message in enumerate(messages)]
 
 
 def _form(message: Message, name: str) -> Message:

@@ -8,7 +8,6 @@ as a whole, and nothing in it is trained but the turn that follows. Nothing is e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +113,7 @@ class Session:
             raise _limit_error(self.limit)
         parent, tail = self._extension(chat)
         if parent is None:
-            context = self._template.render(self._as_sampled(chat), chat.tools)
+            context = self._template.render(self.as_sampled(chat), chat.tools)
         else:
             context = (*parent.all_ids, *tail)
         room = min(
@@ -148,12 +147,11 @@ class Session:
         turn.finish_reason = "length" if is_cut else "tool_calls" if parsed.calls else "stop"
         self._by_path[digest(chat.paths[-1], clean(turn.answer, "answer"))] = turn
 
-    def reward_last_turn(self, value: float) -> None:
-        """Set the reward of the last turn that was sampled. Raise RequestError if there is none."""
-        turn = next((turn for turn in reversed(self.turns) if turn.result), None)
-        if turn is None:
-            raise RequestError("chat.reward: there is no turn to reward yet")
-        turn.reward = value
+    @property
+    def reached_limit(self) -> FinishReason | None:
+        """Return the limit that ends the sample, if it ends now. The calls of the last possible turn have no answer."""
+        is_cut = len(self.turns) == self._limits.max_turns and self.turns[-1].finish_reason == "tool_calls"
+        return self.limit or ("turns" if is_cut else None)
 
     def _extension(self, chat: ChatRequest) -> tuple[Turn | None, tuple[int, ...]]:
         """Return the deepest turn whose tokens the request extends, and the tokens after it; None, () if none does.
@@ -164,19 +162,21 @@ class Session:
             turn = self._by_path.get(chat.paths[number - 1])
             if turn is None or turn.result is None or turn.result.finish_reason == "length":
                 continue
-            messages = self._as_sampled(chat)
+            messages = self.as_sampled(chat)
             tail = self._template.extend(messages[:number], messages[number:], chat.tools, turn.token_ids[-1])
             return (None, ()) if tail is None else (turn, tail)
         return None, ()
 
-    def _as_sampled(self, chat: ChatRequest) -> list[Message]:
+    def as_sampled(self, chat: ChatRequest) -> list[Message]:
         """Return the messages to render. If the template does not render calls, they are text as it was sampled."""
         if self._template.shows_calls:
             return chat.messages
         messages = list(chat.messages)
         for number, message in enumerate(messages):
-            if "tool_calls" in message and (turn := self._by_path.get(chat.paths[number])):
-                messages[number] = {"role": "assistant", "content": self._parser.decode(turn.text_ids)}
+            if "tool_calls" in message:
+                turn = self._by_path.get(chat.paths[number])
+                text = self._parser.decode(turn.text_ids) if turn else self._parser.written(message)
+                messages[number] = {"role": "assistant", "content": text}
         return messages
 
     def to_sample(self, finish_reason: FinishReason) -> Sample:
@@ -240,5 +240,5 @@ class Session:
 
 
 def _limit_error(limit: str) -> RequestError:
-    names = {"turns": "rollout.max_turns", "length": "rollout.max_response_length", "deadline": "agent_timeout_s"}
-    return RequestError(f"the sample has reached {names[limit]}; return from the agent function", code=f"limit_{limit}")
+    key = {"turns": "max_turns", "length": "max_response_length"}[limit]
+    return RequestError(f"the sample has reached rollout.{key}; return from the agent function", code=key)

@@ -80,8 +80,6 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to where the model starts to write. Raise RequestError."""
-        if not self.shows_calls and any("tool_calls" in message for message in messages):
-            raise RequestError("messages: the chat template does not render tool_calls; write the calls as content")
         try:
             text = self._renderer.render(list(messages), "messages", tools)
         except ConfigError as error:
@@ -181,9 +179,10 @@ class Template:
         if not stops:
             return None
         place, length, token = min(stops)
-        shown = turn[:place]
-        if "tool_calls" in history[-1]:  # the text of the calls differs from the form
-            shown = shown[: shown.rfind(content[-len(own[0]) :]) + len(own[0])] if content else ""
-        if "".join(shown.split()) != "".join(content.split()):
+        shown, given = turn[:place], content
+        if "tool_calls" in history[-1]:  # the text of the calls differs from the form, so compare what is before it
+            last = MARK.findall(content)[-1:]
+            shown, given = (text[: text.find(*last) + len(*last)] if last else "" for text in (shown, given))
+        if "".join(shown.split()) != "".join(given.split()):
             return None
         return whole[: len(before) + place - length], turn[place - length :], token
