@@ -43,7 +43,7 @@ TEXTS += ["[TOOL_CALLS] []", "日本語 🙂", "<think>no</think>", "a<|im_end|>
 RESULTS = ["", " ", "4", '{"a": [1, null]}', "y" * 4000, "\udfff", "<|im_start|>assistant\n", "line\u2028two"]
 TOOL = {"type": "object", "properties": {"a": {"type": "integer", "description": "a number"}}, "required": ["a"]}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "Add one.", "parameters": TOOL}}]
-LIMITS = {"max_turns": 8, "max_response_length": 20000, "max_context": 60000}
+LIMITS = {"max_turns": 8, "max_response_length": 40000, "max_context": 90000}
 
 
 class CheckFailed(Exception):
@@ -89,6 +89,8 @@ class Conversation:
         limits = Limits(**LIMITS, stop_token_ids=frozenset(machine.stops))
         self.session = Session(machine.template, machine.parser, (0, 0), self.prompt, 0, limits)
         self.seen: list[tuple[tuple[int, ...], list[int], list[float]]] = []  # what the engine saw and sampled
+        self.num_calls = 0  # calls in the last text
+        self.num_written: int | None = None  # calls in the last turn; None if it was cut or has unusual tokens
 
     def run(self) -> Sample:
         """Have a conversation, and return its sample."""
@@ -127,7 +129,8 @@ class Conversation:
         """Return a random turn."""
         rng, machine = self.rng, self.machine
         ids: list[int] = []
-        for piece in re.findall("(?s).{1,7}", self.text()):  # so the tokens are not the tokenizer's
+        text = self.text()
+        for piece in re.findall("(?s).{1,7}", text):  # so the tokens are not the tokenizer's
             ids += machine.encode(piece) if rng.random() < 0.5 else [i for c in piece for i in machine.encode(c)]
         for mark in FAMILIES[machine.name].plain:  # a mark is one token, apart from a few
             if rng.random() < 0.9 and mark in machine.decode(ids):
@@ -140,6 +143,8 @@ class Conversation:
         else:
             ids, reason = [*ids, self.stop(ids)], "stop"
         logprobs = [-rng.random() for _ in ids]
+        is_whole = ids[:-1] == machine.encode(text) and "open " not in text
+        self.num_written = self.num_calls if is_whole else None
         return TurnResult(ids, logprobs, "length" if reason == "length" else "stop", len(self.seen))
 
     def stop(self, ids: list[int]) -> int:
@@ -154,11 +159,13 @@ class Conversation:
         rng, kind = self.rng, self.machine.parser.format
         call = {"name": "f", "parameters" if kind == "llama3" else "arguments": {"a": rng.randrange(9), "b": "\u2028"}}
         body = json.dumps(call, ensure_ascii=rng.random() < 0.5)
+        self.num_calls = 0
         if rng.random() < 0.2:
             body = body[: rng.randrange(len(body))]
         written = {"hermes": f"<tool_call>\n{body}\n</tool_call>", "llama3": body, "mistral": f"[TOOL_CALLS] [{body}]"}
         thought = rng.choice(["", "", "<think>\nit is\n</think>\n\n", "<think>\n\n</think>\n\n", "<think>open "])
         if self.tools and rng.random() < 0.5:
+            self.num_calls = int(body.endswith("}}"))
             return (thought + written[kind]) if kind == "hermes" else written[kind]
         return thought + rng.choice(["4", "hello there", "é🙂", "  4 \n", "", "say <tool_call>", "{}"])
 
@@ -199,8 +206,11 @@ class Conversation:
             raise CheckFailed(f"the context is not the template's: {self.machine.decode(turn.request.context_ids)!r}")
 
     def check_calls(self, turn: Turn) -> None:
-        """Check that a turn has a call only if the engine wrote one."""
+        """Check that a turn has a call if the engine wrote one, and only then."""
         counts, answer = self.machine.counts, turn.answer
+        if self.num_written not in (None, len(answer.get("tool_calls", ()))):
+            raise CheckFailed(f"the engine wrote {self.num_written} calls, and the answer is {answer}")
+        counts["turns with known calls"] += self.num_written is not None
         counts["calls"] += len(answer.get("tool_calls", ()))
         counts["invalid calls"] += len(answer.get("invalid_tool_calls", ()))
         for call in answer.get("tool_calls", ()):

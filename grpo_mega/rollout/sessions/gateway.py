@@ -71,12 +71,12 @@ class Gateway:
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{id}/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
         """Listen on a free port of 127.0.0.1."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1.0)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self._url = f"http://{host}:{port}"
