@@ -192,7 +192,9 @@ class Conversation:
 
     def check_template(self, turn: Turn) -> None:
         """Check that the context is the template's rendering of all messages, but for the sampled turns in it."""
-        pieces, messages, row = [], [], turn
+        pieces: list[tuple[int, ...]] = []
+        messages: list[dict[str, Any]] = []
+        row = turn
         while row.parent is not None:
             context, num_old = row.request.context_ids, len(row.parent.messages)
             pieces.append(context[len(context) - row.num_inserted :])

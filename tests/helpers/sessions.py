@@ -105,7 +105,13 @@ class ThreadWorkers:
         def run() -> None:
             value = self.agent(base_url, api_key, prompt)
             given = value if isinstance(value, SimpleNamespace) else SimpleNamespace(value=value)
-            fields = {"session_id": session_id, "value": None, "error": None, "kind": "returned", "turn_rewards": {}}
+            fields: dict[str, Any] = {
+                "session_id": session_id,
+                "value": None,
+                "error": None,
+                "kind": "returned",
+                "turn_rewards": {},
+            }
             if session_id not in self.killed:
                 self.results.put(SimpleNamespace(**(fields | vars(given))))
 
