@@ -191,21 +191,33 @@ class Conversation:
             ]
 
     def check_template(self, turn: Turn) -> None:
-        """Check that the context is the template's rendering of all messages, but for the sampled turns in it."""
-        pieces: list[tuple[int, ...]] = []
+        """Check that the context is the template's rendering of all messages.
+
+        Only spaces in sampled turns and the form of their calls may differ.
+        """
+        machine, row = self.machine, turn
+        pieces: list[str] = []  # texts and patterns, from the last to the first
+        exact: list[str] = []
         messages: list[dict[str, Any]] = []
-        row = turn
-        while row.parent is not None:
-            context, num_old = row.request.context_ids, len(row.parent.messages)
-            pieces.append(context[len(context) - row.num_inserted :])
-            messages[:0] = row.messages[num_old:]
-            row = row.parent
-        pieces.append(row.request.context_ids)
-        messages[:0] = row.messages
-        pattern = "(?s:.*)".join(re.escape(self.machine.decode(piece)) for piece in reversed(pieces))
-        shown = self.session.as_sampled(ChatRequest.read(messages, self.tools))
-        if not re.fullmatch(pattern, self.machine.render(shown, self.tools)):
-            raise CheckFailed(f"the context is not the template's: {self.machine.decode(turn.request.context_ids)!r}")
+        while (parent := row.parent) is not None:
+            inserted = machine.decode(row.request.context_ids[len(row.request.context_ids) - row.num_inserted :])
+            stop = machine.decode(parent.token_ids[-1:])
+            text = _squeezed(machine.decode(parent.text_ids))
+            if "tool_calls" in parent.answer and machine.template.shows_calls:
+                text = _squeezed(parent.answer["content"] or "")
+                exact += [re.escape(_squeezed(stop + inserted)), ".*", re.escape(text)]
+            else:
+                exact += [re.escape(_squeezed(stop + inserted)), re.escape(text)]
+            pieces += [re.escape(stop + inserted), ".*"]
+            messages[:0] = row.messages[len(parent.messages) :]
+            row = parent
+        start = machine.decode(row.request.context_ids)
+        shown = self.session.as_sampled(ChatRequest.read([*row.messages, *messages], self.tools))
+        whole = machine.render(shown, self.tools)
+        exact.append(re.escape(_squeezed(start)))
+        for found, text in (([*pieces, re.escape(start)], whole), (exact, _squeezed(whole))):
+            if not re.fullmatch("".join(reversed(found)), text, re.DOTALL):
+                raise CheckFailed(f"the context is not the template's: {machine.decode(turn.request.context_ids)!r}")
 
     def check_calls(self, turn: Turn) -> None:
         """Check that a turn has a call if the engine wrote one, and only then."""
@@ -260,6 +272,11 @@ def check_cost(machine: Machine, num_turns: int = 12) -> tuple[int, int]:
     if len(set(costs[3:])) != 1:
         raise CheckFailed(f"{machine.name}: the cost of a turn depends on the turns before: {costs}")
     return costs[-1]
+
+
+def _squeezed(text: str) -> str:
+    """Return the text without spaces."""
+    return "".join(text.split())
 
 
 def _rendered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

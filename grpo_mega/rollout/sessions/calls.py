@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mega.rollout.sessions.messages import Message
+from grpo_mega.rollout.sessions.messages import TAG, Message
 from grpo_mega.rollout.sessions.template import Template
 
 Decode = Callable[[Sequence[int]], str]
 FORMATS = ("hermes", "llama3", "mistral")
 _OPENING = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
 _CLOSING = "</tool_call>"
-_TAG = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>")
 
 
 @dataclass
@@ -36,7 +35,7 @@ class CallParser:
     def __init__(self, template: Template, decode: Decode, tool_format: str = "auto") -> None:
         """`tool_format` "auto": the format in which the template renders a call, or hermes if it renders none."""
         self._tokenizer, self.decode = template.tokenizer, decode
-        self._starts_in_thought = any(not match[1] for match in list(_TAG.finditer(template.prefill))[-1:])
+        self._starts_in_thought = any(not tag.startswith("</") for tag in TAG.findall(template.prefill)[-1:])
         self.format = tool_format
         if tool_format == "auto":
             self.format = next((name for name in FORMATS if self._reads(name, template)), "hermes")
@@ -95,8 +94,8 @@ class CallParser:
             last = number if is_inside else last
             # The arguments of a call may contain the tags of a thought.
             text = piece if is_inside or number == 0 else piece.partition(_CLOSING)[2]
-            for match in _TAG.finditer(text):
-                is_inside = not match[1]
+            for tag in TAG.findall(text)[-1:]:
+                is_inside = not tag.startswith("</")
         if is_inside:
             last = len(pieces) - 1
         return [self._opening.join(pieces[: last + 1]), *pieces[last + 1 :]], is_inside
@@ -132,7 +131,7 @@ def _mistral(content: str, pieces: list[str]) -> _Calls:
 
 def _llama3(content: str, pieces: list[str]) -> _Calls:
     """Parse a turn that is only {"name": ..., "parameters": ...}, or several of them with ";" between."""
-    text = pieces[0] if pieces else content[max((m.end() for m in _TAG.finditer(content)), default=0) :]
+    text = pieces[0] if pieces else TAG.split(content)[-1]
     before = content if pieces else content.removesuffix(text).strip()
     if not pieces and not re.match(r'\s*\{\s*"(?:name|parameters)"', text):
         return [], [], content

@@ -14,6 +14,7 @@ import hmac
 import json
 import secrets
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,11 @@ from grpo_mega.rollout.sessions.messages import RequestError, well_formed_json
 from grpo_mega.rollout.sessions.session import ChatRequest, Session, Turn
 
 MOST_BYTES = 1 << 28  # limit for a request
+MOST_ENDED = 10_000  # ended sessions that are known, for a better error
 MODEL = "policy"
 _READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
 _IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_OF_RUN = ("temperature", "top_p", "top_k")
 # Parameters that may be given with a value that changes nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -63,10 +66,10 @@ class Gateway:
         self, tokenizer: Any, sampling: Sampling, sample: Callable[[OpenSession, Turn, ChatRequest], Awaitable[None]]
     ) -> None:
         """`sample` waits until a turn has its result. It raises RequestError if the session ends before."""
-        self.sampling = sampling
+        self.sampling = self._training_sampling = sampling
         self._tokenizer, self._sample = tokenizer, sample
         self._open: dict[str, OpenSession] = {}
-        self._ended: set[str] = set()
+        self._ended: deque[str] = deque(maxlen=MOST_ENDED)
         self._url = ""
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
@@ -92,7 +95,7 @@ class Gateway:
     def end(self, opened: OpenSession) -> None:
         """Refuse further requests of the session."""
         if self._open.pop(opened.id, None):
-            self._ended.add(opened.id)
+            self._ended.append(opened.id)
 
     def url(self, opened: OpenSession) -> str:
         """Return the base url for a client, such as OpenAI(base_url=...)."""
@@ -102,7 +105,10 @@ class Gateway:
         try:
             opened = self._find(request)
             body = await _json(request)
-            chat = self._read(body)
+            try:
+                chat = self._read(body)
+            except RecursionError:
+                raise RequestError("the body is nested too deeply") from None
             async with opened.session.lock:
                 turn = opened.session.turn_of(chat)
                 if turn.result is None:
@@ -143,15 +149,16 @@ class Gateway:
 
     def _read(self, body: dict[str, Any]) -> ChatRequest:
         """Return the request of a body. Raise RequestError for a parameter that cannot be honoured."""
-        run = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p, "top_k": self.sampling.top_k}
         for name, value in body.items():
             if name in _READ or name in _IGNORED or value is None:
                 continue
-            if name in run:
-                if value != run[name] and not (name == "top_k" and value == -1 and not run[name]):
+            if name in _OF_RUN:
+                # An agent may name the temperature of training in evaluation too, which is greedy.
+                known = {getattr(one, name) for one in (self._training_sampling, self.sampling)}
+                if value not in known and not (name == "top_k" and value == -1 and 0 in known):
                     raise RequestError(
-                        f"{name}={value!r}: must be rollout.{name}={run[name]}, because the trainer computes log-probs"
-                        " of that distribution; leave it out",
+                        f"{name}={value!r}: must be rollout.{name}={getattr(self._training_sampling, name)}, because"
+                        " the trainer computes log-probs of that distribution; leave it out",
                         code="unsupported_parameter",
                     )
             elif value not in _NEUTRAL.get(name, ()) and (name, value, body.get("tools")) != (
@@ -162,6 +169,8 @@ class Gateway:
                 raise RequestError(
                     f"{name}={value!r:.80}: is not supported; leave it out", code="unsupported_parameter"
                 )
+        if not isinstance(body.get("stream_options") or {}, dict):
+            raise RequestError("stream_options: must be an object")
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise RequestError(f"max_tokens={most!r}: must be a number of at least 1")
@@ -202,8 +211,9 @@ async def _json(request: web.Request) -> dict[str, Any]:
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools in (None, []):
         return None
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools if isinstance(tools, list)]
-    if not functions or not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+    listed = tools if isinstance(tools, list) else [None]
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
+    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
         raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
     cleaned: list[dict[str, Any]] = well_formed_json(tools)
     return cleaned

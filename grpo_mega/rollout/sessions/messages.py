@@ -15,7 +15,7 @@ Message = dict[str, Any]  # role, content, and for some roles tool_calls, tool_c
 ROLES = ("system", "user", "assistant", "tool")
 # Keys that this endpoint or the openai package adds to an answer. They do not belong to the conversation.
 _ANSWER_KEYS = {"invalid_tool_calls", "refusal", "annotations", "audio", "function_call"}
-_TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning)>)")
+TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning)>)")  # start or end of a thought
 _CALL_ID = "callqzxv0"  # nine letters and digits, because Mistral's templates require them
 
 
@@ -107,7 +107,7 @@ def forms(messages: Sequence[Message], name: str) -> list[Message]:
 
 
 def _form(message: Message, name: str) -> Message:
-    parts = _TAG.split(message["content"]) if message["role"] == "assistant" else [message["content"]]
+    parts = TAG.split(message["content"]) if message["role"] == "assistant" else [message["content"]]
     texts = [part if place % 2 else mark(f"{name}p{place}") if part.strip() else "" for place, part in enumerate(parts)]
     form: Message = {"role": message["role"], "content": "\n".join(text for text in texts if text)}
     if "tool_calls" in message:

@@ -18,8 +18,9 @@ from typing import Any
 
 from grpo_mega.data.chat import Renderer, apply_template, find_closing, find_prefill
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.sessions.messages import MARK, Message, RequestError, forms, mark
+from grpo_mega.rollout.sessions.messages import MARK, TAG, Message, RequestError, forms, mark
 
+_MOST_FORMS = 10_000  # conversations of known form
 _QUESTION: Message = {"role": "user", "content": "question"}
 _CALL = {"type": "function", "id": "callqzxv0", "function": {"name": "f", "arguments": {"a": mark("call")}}}
 _TOOL = {
@@ -93,6 +94,8 @@ class Template:
         old, new = forms(history, "h"), forms(suffix, "s")
         key = json.dumps([old, new, bool(tools)], sort_keys=True)
         if key not in self._borders:
+            if len(self._borders) >= _MOST_FORMS:
+                self._borders.clear()
             self._borders[key] = self._find_border(old, new, [_TOOL] if tools else None)
         border = self._borders[key]
         if border is None or border.stop_id != stop_id:
@@ -171,10 +174,10 @@ class Template:
         if not stops:
             return None
         place, length, token = min(stops)
-        shown, given = turn[:place], content
-        if "tool_calls" in history[-1]:  # the text of the calls differs from the form, so compare what is before it
-            last = MARK.findall(content)[-1:]
-            shown, given = (text[: text.find(*last) + len(*last)] if last else "" for text in (shown, given))
-        if "".join(shown.split()) != "".join(given.split()):
+        if TAG.findall(turn[:place]) != TAG.findall(content):
+            return None
+        shown, given = "".join(turn[:place].split()), "".join(content.split())
+        # The text of calls differs from the form.
+        if not (shown.startswith(given) if "tool_calls" in history[-1] else shown == given):
             return None
         return whole[: len(before) + place - length], turn[place - length :], token

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 
 from grpo_mega.rollout.sessions.turns import Ended, TurnRequest, TurnResult
 from tests.helpers.sessions import CALL, TOOLS, Run, conversations, decode, prompt_of, result_of, tool, user
+from tools.chat_families import stop_ids
 
 NAME = "qwen2.5"
 
@@ -172,6 +174,7 @@ def test_a_call_that_cannot_be_parsed_is_told_to_the_client() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format="),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs="),
         ({"stop": "hello there"}, "stop='hello there': must be one token"),
+        ({"messages": [user("a") | {"x": json.loads("[" * 600 + "]" * 600)}]}, "the body is nested too deeply"),
         ({"max_tokens": 0}, "max_tokens=0: must be a number of at least 1"),
         ({"tools": [{"type": "function"}]}, "tools: must be a list of"),
         ({"messages": []}, "messages: must be a list of at least one message"),
@@ -181,6 +184,23 @@ def test_a_call_that_cannot_be_parsed_is_told_to_the_client() -> None:
 def test_parameters_that_cannot_be_honoured_are_refused(parameters: dict[str, Any], problem: str) -> None:
     error = refusal(**parameters)
     assert error.status_code == 400 and problem in str(error)
+
+
+def test_the_temperature_of_training_may_be_named_in_evaluation() -> None:
+    found: list[Any] = []
+
+    def use(client: openai.OpenAI) -> None:
+        for temperature in (0.7, 0.0, 0.5):
+            try:
+                found.append(ask(client, [user("hello")], temperature=temperature, top_k=-1 if temperature else 0))
+            except openai.BadRequestError as error:
+                found.append(str(error))
+
+    with conversations(NAME, agent(use), reply) as run:
+        run.conversations.sampling = replace(run.conversations.sampling, temperature=0.0)
+        run.start(prompt_of(NAME))
+        run.end()
+    assert found[0].id == found[1].id and "temperature=0.5: must be rollout.temperature=0.7" in found[2]
 
 
 def test_messages_that_the_template_refuses_are_an_error_of_the_client() -> None:
@@ -227,14 +247,8 @@ def test_max_tokens_and_stop_reach_the_engine() -> None:
     answer, run, _ = outcome_of(lambda client: ask(client, [user("hello")], max_completion_tokens=5, stop=["x", "y"]))
     assert answer.choices[0].finish_reason == "tool_calls"
     assert run.asked[0].max_new_tokens == 5
-    extra = run.asked[0].stop_token_ids - {*_stops()}
+    extra = run.asked[0].stop_token_ids - {*stop_ids(NAME)}
     assert {decode(NAME, [token]) for token in extra} == {"x", "y"}
-
-
-def _stops() -> tuple[int, ...]:
-    from tools.chat_families import stop_ids
-
-    return stop_ids(NAME)
 
 
 def test_a_limit_is_an_error_with_a_code_and_the_samples_finish_reason() -> None:
