@@ -192,7 +192,7 @@ def test_the_temperature_of_training_may_be_named_in_evaluation() -> None:
     def use(client: openai.OpenAI) -> None:
         for temperature in (0.7, 0.0, 0.5):
             try:
-                found.append(ask(client, [user("hello")], temperature=temperature, top_k=-1 if temperature else 0))
+                found.append(ask(client, [user("hello")], temperature=temperature, extra_body={"top_k": -1}))
             except openai.BadRequestError as error:
                 found.append(str(error))
 
