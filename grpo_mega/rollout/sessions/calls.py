@@ -27,7 +27,7 @@ class ParsedTurn:
     """`invalid` has the text of each call that cannot be parsed, and why, for the agent to tell the model."""
 
     content: str
-    calls: list[dict[str, Any]] = field(default_factory=list)  # as OpenAI's tool_calls
+    calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
     invalid: list[dict[str, str]] = field(default_factory=list)
 
 

@@ -1,6 +1,6 @@
 """The conversations of one engine: each sample is a session, and an agent function in a worker talks to its endpoint.
 
-The endpoint runs in an event loop in a thread of its own, for the embedded engine and for SGLang. The engine starts
+The endpoint runs in an event loop in a separate thread, for both engines. The engine starts
 conversations, takes events from a queue, and answers the turns that are asked for.
 
 A worker that died ends no sample: its conversation starts again, once. If that fails too, the sample has failed.

@@ -68,8 +68,8 @@ class Turn:
     num_inserted: int  # last tokens of the context, after the tokens of the parent
     is_cut_by_client: bool  # the client's max_tokens is its limit of tokens
     result: TurnResult | None = None
-    answer: Message = field(default_factory=dict)  # as the client gets it
-    finish_reason: str = ""  # as the client gets it
+    answer: Message = field(default_factory=dict)  # the client gets this message
+    finish_reason: str = ""  # "stop", "length" or "tool_calls", for the client
     reward: float | None = None
 
     @property

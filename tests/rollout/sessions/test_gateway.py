@@ -132,7 +132,7 @@ def test_many_asynchronous_clients_talk_at_the_same_time() -> None:
     assert len(run.asked) == 16
 
 
-def test_a_client_that_is_gone_and_asks_again_gets_the_turn_that_was_sampled() -> None:
+def test_a_client_that_asks_again_gets_the_turn_that_was_sampled() -> None:
     waiting, may_answer = threading.Event(), threading.Event()
 
     def slow(request: TurnRequest) -> TurnResult:

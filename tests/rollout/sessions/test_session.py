@@ -80,7 +80,7 @@ def test_a_thought_before_a_call_stays_while_tools_answer() -> None:
     assert third.parent is None, "the template removes the thought when a question follows"
 
 
-def test_calls_are_kept_in_the_history_of_templates_that_do_not_render_them() -> None:
+def test_calls_stay_in_the_history_if_the_template_does_not_render_them() -> None:
     talk = Dialogue("smollm2")
     first = talk.ask([user("hello")], f"Let me see. {CALL}", tools=TOOLS)
     assert first.answer["tool_calls"] and not talk.template.shows_calls
