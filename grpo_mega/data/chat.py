@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,21 +40,23 @@ def check_chat_template(tokenizer: Any) -> None:
 
 
 class Renderer:
-    """Renders prompts with a tokenizer's chat template. Raises ConfigError if the tokenizer has none."""
+    """Renders prompts with a tokenizer's chat template, and the schemas of tools if there are any.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Raises ConfigError if the tokenizer has no template.
+    """
+
+    def __init__(self, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> None:
         check_chat_template(tokenizer)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tools = tokenizer, list(tools) or None
         # The first omitted message, by form of the conversation; None if nothing is omitted.
         self._missing: dict[tuple[Any, ...], int | None] = {}
 
-    def render(self, messages: list[dict[str, Any]], place: str, tools: list[dict[str, Any]] | None = None) -> str:
+    def render(self, messages: list[dict[str, Any]], place: str) -> str:
         """Return the text of the prompt, up to where the model starts to write. `place` (file:line) is for errors.
 
-        `tools`: the schemas of the functions that the model may call. Raises ConfigError if the template refuses the
-        messages, or omits the text of one of them.
+        Raises ConfigError if the template refuses the messages, or omits the text of one of them.
         """
-        text = self._apply_template(messages, place, tools, add_generation_prompt=True)
+        text = self._apply_template(messages, place, add_generation_prompt=True)
         if surrogate := find_surrogate(text):
             raise ConfigError(
                 f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
@@ -97,15 +99,10 @@ class Renderer:
         return content + closing
 
     def _apply_template(
-        self,
-        messages: list[dict[str, Any]],
-        place: str,
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: list[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
     ) -> str:
         try:
-            return apply_template(self._tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
+            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
             raise ConfigError(
                 f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
@@ -124,7 +121,7 @@ class Renderer:
             markers = [f"text{number}of{len(messages)}qzxv" if has else "" for number, has in enumerate(has_text)]
             marked = [message | {"content": marker} for message, marker in zip(messages, markers, strict=True)]
             try:
-                text = apply_template(self._tokenizer, marked, add_generation_prompt=True)
+                text = _apply(self._tokenizer, marked, add_generation_prompt=True, tools=self._tools)
             except Exception:  # this template depends on the texts, and it accepted the texts of the row
                 text = "".join(markers)
             lost = (number for number, message in enumerate(marked) if not _holds_message(text, message))
@@ -173,17 +170,14 @@ def find_prefill(tokenizer: Any) -> str:
     Raises ConfigError if a template cannot render a question and its answer.
     """
     try:
-        before_turn = apply_template(tokenizer, [_QUESTION])
-        generation_prompt = apply_template(tokenizer, [_QUESTION], add_generation_prompt=True)
+        before_turn = _apply(tokenizer, [_QUESTION])
+        generation_prompt = _apply(tokenizer, [_QUESTION], add_generation_prompt=True)
         if not generation_prompt.startswith(before_turn):
             return _open_thought(generation_prompt)
         # A template may write an empty thought into the last turn, and the generation prompt shares its opening tag.
         # But the template omits thoughts from earlier turns. So compare with both renderings; the shorter common part
         # is the header.
-        answered = [
-            apply_template(tokenizer, [_QUESTION, _ANSWER]),
-            apply_template(tokenizer, [_QUESTION, _ANSWER, _QUESTION]),
-        ]
+        answered = [_apply(tokenizer, [_QUESTION, _ANSWER]), _apply(tokenizer, [_QUESTION, _ANSWER, _QUESTION])]
     except Exception as error:  # templates raise any exception
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} cannot render a question and its answer "
@@ -213,7 +207,7 @@ def find_turn_end(tokenizer: Any) -> str:
     """
     try:
         check_chat_template(tokenizer)
-        return apply_template(tokenizer, [_QUESTION, _ANSWER]).partition(_MARKER)[2]
+        return _apply(tokenizer, [_QUESTION, _ANSWER]).partition(_MARKER)[2]
     except Exception:  # templates can raise any exception; `find_prefill` reports it
         return ""
 
@@ -226,7 +220,7 @@ def find_closing(tokenizer: Any, stop_ids: Collection[int]) -> tuple[str, bool]:
     stops = [tokenizer.decode([token]) for token in stop_ids]
     for messages in ([_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]):
         with suppress(Exception):  # templates raise any exception; `find_prefill` reports it
-            end = apply_template(tokenizer, messages).partition(_MARKER)[2]
+            end = _apply(tokenizer, messages).partition(_MARKER)[2]
             if places := [(end.index(stop), stop) for stop in stops if stop and stop in end]:
                 place, stop = min(places)
                 return end[:place] + stop, True
@@ -239,18 +233,15 @@ def _open_thought(opening: str) -> str:
     return match.group() if match else ""
 
 
-def apply_template(
+def _apply(
     tokenizer: Any,
     messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Return the template's text, whatever it omits. Templates raise any exception."""
-    # The argument is left out without tools, because a tokenizer may replace this method.
-    options = {"tools": tools} if tools else {}
     text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     assert isinstance(text, str)
     return text

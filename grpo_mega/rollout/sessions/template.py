@@ -16,11 +16,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mega.data.chat import Renderer, apply_template, find_closing, find_prefill
+from grpo_mega.data.chat import Renderer, find_closing, find_prefill
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sessions.messages import MARK, TAG, Message, RequestError, forms, mark
 
-_MOST_FORMS = 10_000  # conversations of known form
+_MOST_FORMS = 10_000  # forms of conversations whose borders are stored
+_MOST_TOOLS = 100  # lists of tools whose renderers are stored
 _QUESTION: Message = {"role": "user", "content": "question"}
 _CALL = {"type": "function", "id": "callqzxv0", "function": {"name": "f", "arguments": {"a": mark("call")}}}
 _TOOL = {
@@ -47,7 +48,7 @@ class Template:
         self.tokenizer = tokenizer
         self.prefill = find_prefill(tokenizer)
         self.counts: Counter[str] = Counter()  # characters rendered, characters of forms rendered, and tokens encoded
-        self._renderer = Renderer(tokenizer)
+        self._renderers: dict[str, Renderer] = {}  # by tools
         self._stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
         self._borders: dict[str, _Border | None] = {}
         closing, has_stop = find_closing(tokenizer, stop_token_ids)
@@ -65,16 +66,21 @@ class Template:
     def render_call(self, calls: list[dict[str, Any]]) -> str:
         """Return the text of an assistant turn with these tool calls; "" if the template cannot render it."""
         try:
-            before = apply_template(self.tokenizer, [_QUESTION], [_TOOL], add_generation_prompt=True)
+            before = self._apply([_QUESTION], [_TOOL], add_generation_prompt=True)
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
-            return apply_template(self.tokenizer, [_QUESTION, turn], [_TOOL]).removeprefix(before)
+            return self._apply([_QUESTION, turn], [_TOOL]).removeprefix(before)
         except Exception:  # templates raise any exception
             return ""
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to where the model starts to write. Raise RequestError."""
+        key = json.dumps(tools)
+        if key not in self._renderers:
+            if len(self._renderers) >= _MOST_TOOLS:
+                self._renderers.clear()
+            self._renderers[key] = Renderer(self.tokenizer, tools or ())
         try:
-            text = self._renderer.render(list(messages), "messages", tools)
+            text = self._renderers[key].render(list(messages), "messages")
         except ConfigError as error:
             raise RequestError(" ".join(error.lines), code="template") from None
         return tuple(self._encode(text))
@@ -102,9 +108,7 @@ class Template:
             return None
         try:
             messages = [*border.history, *suffix]
-            text = apply_template(
-                self.tokenizer, messages, tools if border.needs_tools else None, add_generation_prompt=True
-            )
+            text = self._apply(messages, tools if border.needs_tools else None, add_generation_prompt=True)
         except Exception:  # `render` reports it
             return None
         if not text.startswith(border.head):
@@ -114,6 +118,15 @@ class Template:
         # The text is encoded behind the stop token, because some tokenizers treat the start of a text differently.
         ids = self._encode(stop + tail)
         return tuple(ids[1:] if ids[0] == stop_id else self._encode(tail))
+
+    def _apply(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -148,8 +161,8 @@ class Template:
         Return None if the rendering does not start with the prompt of that turn, or changes or omits a text.
         """
         try:
-            before = apply_template(self.tokenizer, history[:-1], tools, add_generation_prompt=True)
-            whole = apply_template(self.tokenizer, [*history, *suffix], tools, add_generation_prompt=True)
+            before = self._apply(history[:-1], tools, add_generation_prompt=True)
+            whole = self._apply([*history, *suffix], tools, add_generation_prompt=True)
         except Exception:  # templates raise any exception, for example for a tool message that follows no call
             return None
         self.counts["forms"] += len(before) + len(whole)
