@@ -1,4 +1,4 @@
-"""What conversations and engines exchange: a turn to sample, its result, and the end of a conversation."""
+"""Messages between conversations and engines: a turn to sample, its result, and the end of a conversation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,214 @@
+"""The conversations of one engine: each sample is a session, and an agent function in a worker talks to its endpoint.
+
+The endpoint runs in an event loop in a separate thread, for both engines. The engine starts
+conversations, takes events from a queue, and answers the turns that are asked for.
+
+A worker that died ends no sample: its conversation starts again, once. If that fails too, the sample has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.sessions.calls import CallParser, Decode
+from grpo_mega.rollout.sessions.gateway import Gateway, OpenSession, ended_error
+from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
+from grpo_mega.rollout.sessions.template import Template
+from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.types import FinishReason, Prompt
+
+T = TypeVar("T")
+AGENT = "agent"  # name of the score of an agent function that returns a number
+
+
+class Workers(Protocol):
+    """The processes that run the agent functions (agents.AgentWorkers)."""
+
+    results: queue.SimpleQueue[Any]  # AgentResult for each session that ended by itself; None is ignored
+
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None: ...
+
+    def kill(self, session_ids: Collection[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A conversation that runs in a worker."""
+
+    opened: OpenSession
+    prompt_index: int
+    sample_index: int
+    prompt: Prompt
+    step: int
+    is_repeated: bool
+
+
+class Conversations:
+    """All methods may be called from any thread, but `start`, `abort` and `close` from one at a time."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        decode: Decode,
+        sampling: Sampling,
+        workers: Workers,
+        *,
+        max_turns: int,
+        max_context: int,
+        tool_format: str = "auto",
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Check the chat template, and open the endpoint. Raise ConfigError if the template cannot be used.
+
+        `max_context`: maximum number of tokens that the engine accepts. `warn` gets the first error of an agent.
+        """
+        self.events: queue.SimpleQueue[Asked | Ended | Failed] = queue.SimpleQueue()
+        self._template = Template(tokenizer, sampling.stop_token_ids)
+        self._parser = CallParser(self._template, decode, tool_format)
+        self._workers, self._max_turns, self._max_context, self._warn = workers, max_turns, max_context, warn
+        self._running: dict[str, _Running] = {}  # by session id
+        self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
+        self._gateway = Gateway(tokenizer, sampling, self._sample)
+        self._has_warned = False
+        self._loop = asyncio.new_event_loop()
+        self._threads = [
+            threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True),
+            threading.Thread(target=self._forward_results, name="agent-results", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._run(self._gateway.start())
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of this phase, which an engine sets before it starts conversations."""
+        return self._gateway.sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling) -> None:
+        self._gateway.sampling = sampling
+
+    def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
+        """Start the agent function of a sample in a worker."""
+        self._start(prompt_index, sample_index, prompt, step, is_repeated=False)
+
+    def answer(self, request: TurnRequest, result: TurnResult) -> None:
+        """Answer a turn. The answer is ignored if its conversation has ended."""
+        self._loop.call_soon_threadsafe(self._resolve, request, result)
+
+    def abort(self) -> None:
+        """End all running conversations, and discard their events. Return when none runs."""
+
+        async def end_all() -> list[str]:
+            names = list(self._running)
+            for name in names:
+                self._end(name)
+            self._waiting.clear()
+            return names
+
+        self._workers.kill(self._run(end_all()))
+        while True:
+            try:
+                self.events.get_nowait()
+            except queue.Empty:
+                return
+
+    def close(self) -> None:
+        """End all conversations, the workers and the endpoint. May be called twice."""
+        if self._loop.is_closed():
+            return
+        self.abort()
+        self._workers.close()
+        self._run(self._gateway.close())
+        self._workers.results.put(None)
+        self._threads[1].join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads[0].join()
+        self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
+        sampling = self.sampling
+        limits = Limits(self._max_turns, sampling.max_response_length, self._max_context, sampling.stop_token_ids)
+        session = Session(self._template, self._parser, (prompt_index, sample_index), prompt, step, limits)
+        opened = self._gateway.open(session)
+        self._running[opened.id] = _Running(opened, prompt_index, sample_index, prompt, step, is_repeated)
+        values = {"messages": prompt.messages, "answer": prompt.answer, "columns": prompt.extras}
+        self._workers.start(opened.id, self._gateway.url(opened), opened.key, values)
+
+    def _forward_results(self) -> None:
+        while (result := self._workers.results.get()) is not None:
+            self._loop.call_soon_threadsafe(self._agent_ended, result)
+
+    # The methods below run in the event loop.
+
+    async def _sample(self, opened: OpenSession, turn: Turn, chat: ChatRequest) -> None:
+        """Ask the engine for a turn, and wait for its result."""
+        if opened.id not in self._running:
+            raise ended_error()
+        name = _name(turn.request)
+        future: asyncio.Future[TurnResult] = self._loop.create_future()
+        if name not in self._waiting:
+            self.events.put(Asked(turn.request))
+        self._waiting.setdefault(name, []).append(future)
+        opened.session.record(turn, chat, await future)
+
+    def _resolve(self, request: TurnRequest, result: TurnResult) -> None:
+        for future in self._waiting.pop(_name(request), ()):
+            if not future.done():
+                future.set_result(result)
+
+    def _end(self, session_id: str) -> _Running | None:
+        """Refuse further requests of a session, also requests that wait for a turn. Return None if it ended before."""
+        running = self._running.pop(session_id, None)
+        if running is not None:
+            self._gateway.end(running.opened)
+            for name, futures in self._waiting.items():
+                if name[0] == running.opened.session.key:
+                    for future in futures:
+                        if not future.done():
+                            future.set_exception(ended_error())
+        return running
+
+    def _agent_ended(self, result: Any) -> None:
+        running = self._end(result.session_id)
+        if running is None:
+            return
+        if result.kind == "died":
+            if running.is_repeated:
+                self.events.put(Failed(running.prompt_index, result.error or "the agent's worker died"))
+            else:
+                where = running.prompt_index, running.sample_index, running.prompt, running.step
+                self._start(*where, is_repeated=True)
+            return
+        session = running.opened.session
+        for turn in session.turns:
+            turn.reward = result.turn_rewards.get(running.opened.answer_id(turn))
+        self._waiting = {name: futures for name, futures in self._waiting.items() if name[0] != session.key}
+        limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.reached_limit
+        sample = session.to_sample(limit or "stop")
+        if result.kind == "returned":
+            value = {} if result.value is None else {AGENT: result.value}
+            sample.scores = dict(result.value if isinstance(result.value, dict) else value)
+        else:
+            sample.verdicts = {AGENT: limit or "error"}
+            sample.scores = {} if limit else {AGENT: 0.0}
+        if result.kind == "raised" and not limit and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"rollout.agent raised an error, so its sample scores 0: {result.error}")
+        self.events.put(Ended(running.prompt_index, sample))
+
+
+def _name(request: TurnRequest) -> tuple[Any, ...]:
+    """Return what identifies a turn. A conversation that starts again may ask for the same turn."""
+    return request.key, request.context_ids, request.max_new_tokens, request.stop_token_ids
