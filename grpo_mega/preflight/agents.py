@@ -5,6 +5,7 @@ A child process imports the functions, because user code never runs in the proce
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -24,12 +25,12 @@ def agent_problems(rollout: RolloutConfig, code_dir: Path | None) -> Iterator[st
     problems = list(_name_problems(rollout, code_dir))
     yield from problems
     if rollout.has_agents and not problems:
-        _ask(rollout, code_dir)
+        _ask(rollout.agent, rollout.tools, code_dir)
 
 
 def tool_schemas(rollout: RolloutConfig, code_dir: Path | None) -> list[dict[str, Any]]:
     """Return the JSON schemas of rollout.tools, in order. Raise ConfigError if there is a problem."""
-    return _ask(rollout, code_dir) if rollout.tools else []
+    return _ask(rollout.agent, rollout.tools, code_dir) if rollout.tools else []
 
 
 def _name_problems(rollout: RolloutConfig, code_dir: Path | None) -> Iterator[str]:
@@ -45,12 +46,13 @@ def _name_problems(rollout: RolloutConfig, code_dir: Path | None) -> Iterator[st
             yield from (f"{key}={line}" for line in error.lines)
 
 
-def _ask(rollout: RolloutConfig, code_dir: Path | None) -> list[dict[str, Any]]:
+@functools.cache
+def _ask(agent: str | None, tools: tuple[str, ...], code_dir: Path | None) -> list[dict[str, Any]]:
     """Return the schemas of the tools. Raise ConfigError with all problems of the agent function and the tools."""
-    key, names = "rollout.tools", ", ".join(map(repr, rollout.tools))
-    if rollout.agent is not None:
-        key, names = "rollout.agent", repr(rollout.agent)
-    given = {"agent": rollout.agent, "tools": list(rollout.tools)}
+    key, names = "rollout.tools", ", ".join(map(repr, tools))
+    if agent is not None:
+        key, names = "rollout.agent", repr(agent)
+    given = {"agent": agent, "tools": list(tools)}
     answer = ask_child(__name__, given, code_dir, f"{key}={names}")
     if answer["problems"]:
         raise ConfigError(*answer["problems"])

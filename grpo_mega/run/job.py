@@ -7,9 +7,8 @@ policy: they only generate, and the other ranks save for them.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,15 @@ from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import build_engine, build_sync, make_room, measure_free_memory
+from grpo_mega.run.engines import (
+    build_engine,
+    build_sync,
+    drives_engine,
+    make_room,
+    measure_free_memory,
+    open_agents,
+    open_conversations,
+)
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
 from grpo_mega.run.model_files import (
@@ -314,7 +321,10 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     because it needs no optimizer.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(_reward_pool(config))  # workers import in the background while the model is built
+        # Workers import in the background while the model is built. Only the first rank of each engine has workers.
+        has_workers = drives_engine(config)
+        pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
+        agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         with shown("reading the tokenizer and the data"):
             model, tokenizer, data, sampler = read_inputs(config)
@@ -343,10 +353,12 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         colocation.free = measure_free_memory(config, model, runtime)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)
-        on_all = partial(runtime.raise_on_all_ranks, everyone)
-        rollouts = Rollouts(
-            config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone, on_all
-        )
+        with runtime.raise_on_all_ranks(everyone):
+            conversations = open_conversations(config, tokenizer, model, agents, log.warn)
+        stack.enter_context(conversations or nullcontext())
+        raises = partial(runtime.raise_on_all_ranks, everyone)
+        parts = (config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone)
+        rollouts = Rollouts(*parts, raises, conversations)
         yield Job(**vars(base), colocation=colocation, rollouts=rollouts)
 
 
@@ -391,16 +403,6 @@ def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
         load = partial(load_demonstrations, stop_ids=training_sampling(config, model, tokenizer).stop_token_ids)
     data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
-
-
-def _reward_pool(config: Config) -> RewardPool:
-    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's
-    samples.
-    """
-    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
-    if num_engine_ranks:
-        rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return RewardPool(config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
