@@ -47,13 +47,19 @@ class Scorer:
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response."""
+        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response.
+
+        Rewards for lengths count the text of sampled tokens only.
+        """
         key = next(self._keys)
         self._samples[key] = sample
         self._key_of[id(sample)] = key
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
-        self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
+        length = None
+        if sample.sampled:
+            length = sum(len(self._decode(sample.response_ids[start:end])) for start, end in sample.sampled)
+        self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras, length)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
         """Send a group to the functions that are called once per group.
