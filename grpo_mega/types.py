@@ -116,17 +116,18 @@ class Sample:
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
     spans: Sequence[Span] = ()  # spans of the whole response, in order
-    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
-    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
-    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores
     step_ends: list[int] = field(default_factory=list)  # index of each step's last response token, ascending
     step_rewards: list[float] = field(default_factory=list)  # weighted reward of each step
-    advantages: Tensor | None = None  # [response_len] float32
-    old_logprobs: list[float] | None = None  # only for logged samples, after the update
-    routes: Routes | None = None  # routes of prompt and response without the last token, if they are replayed
+    advantages: Tensor | None = None  # [response_len] float32, 0 on tokens that are not sampled
+    old_logprobs: list[float] | None = None  # only for logged samples, after the update; 0 on tokens not sampled
+    # Routes of prompt and response without the last token, if they are replayed; never with contexts.
+    routes: Routes | None = None
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
 
     @property
     def is_scored(self) -> bool:
@@ -159,6 +160,11 @@ class Sample:
         return sum(end - start for start, end in self.sampled) if self.sampled else self.response_len
 
     @property
+    def num_turns(self) -> int:
+        """Return the number of turns that the policy sampled."""
+        return len(self.sampled) or min(1, self.response_len)
+
+    @property
     def is_truncated(self) -> bool:
         """Return True if a limit ended the response."""
         return self.finish_reason not in (None, "stop")
@@ -189,7 +195,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of response tokens."""
+        """Return the number of response tokens, sampled or not."""
         return sum(sample.response_len for sample in self.samples)
 
     @property
@@ -200,7 +206,7 @@ class Group:
 
 @dataclass
 class PackedBatch:
-    """One micro-batch: several samples end to end, then padding, in one row of T tokens.
+    """One micro-batch: the segments of several samples end to end, then padding, in one row of T tokens.
 
     With context parallelism a row is this rank's part: two chunks of every segment (see batching/layout.py).
 
@@ -213,14 +219,15 @@ class PackedBatch:
     targets: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in every segment
     cu_seqlens: Tensor  # [num_segments + 1] int32, covers all T tokens of this rank
-    loss_mask: Tensor  # [T] float32, 1 on response tokens that contribute to the loss
+    loss_mask: Tensor  # [T] float32, 1 on sampled tokens that contribute to the loss
     loss_weights: Tensor  # [T] float32, weight of each token in the mini-batch's loss (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    sample_indices: list[int]  # step-wide index of each segment's sample, without padding
-    lengths: list[int]  # tokens per sample over all context-parallel ranks, without padding
-    # With shared prompts, per sample: index of the shared segment with all prompt tokens but the last, after the
-    # segments of all samples. It is -1 if the sample's segment has the whole prompt.
+    # Step-wide index of each segment's sample, without padding. All segments of a sample are here, one after another.
+    sample_indices: list[int]
+    lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
+    # With shared prompts, per segment: index of the shared segment with all prompt tokens but the last, after the
+    # segments of all samples. It is -1 if the segment has its whole context.
     shared_prompt_segments: list[int] | None = None
     cp_size: int = 1  # number of ranks that share the row
     cp_rank: int = 0

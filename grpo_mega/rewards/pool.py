@@ -115,8 +115,19 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._changed.wait_for(lambda: self._is_ready or self._failure is not None)
             self._raise_failure()
 
-    def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
-        """Queue one sample for all functions. `key` must be new; `collect` returns the result under it."""
+    def submit(
+        self,
+        key: Hashable,
+        prompt: str,
+        response: str,
+        answer: str,
+        extras: dict[str, Any],
+        length: int | None = None,
+    ) -> None:
+        """Queue one sample for all functions. `key` must be new; `collect` returns the result under it.
+
+        `length` is the number of characters for `len` and `cosine`; None: all of the response.
+        """
         assert self._threads, "a pool without workers"
         score, texts = None, None  # the accuracy Score if it is clear without a check, else the texts that determine it
         if self._is_judged:
@@ -134,7 +145,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
-            self._pending[key] = _Pending(payload, len(response))
+            self._pending[key] = _Pending(payload, len(response) if length is None else length)
             self._unfinished += self._num_checks
             if texts is not None:
                 score = self._checks.known(texts)

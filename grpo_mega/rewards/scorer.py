@@ -54,7 +54,10 @@ class Scorer:
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response."""
+        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response.
+
+        Rewards for lengths count the text of sampled tokens only.
+        """
         if sample.messages is not None and (sample.scores or not self._pool.has_functions):
             self._own.append(sample)
             return
@@ -64,8 +67,10 @@ class Scorer:
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
         extras |= {} if sample.messages is None else {MESSAGES: sample.messages}
-        text = self._decode(sample.response_ids[_last_turn(sample) :])
-        self._pool.submit(key, prompt.text, text, prompt.answer, extras)
+        text, length = self._decode(sample.response_ids[_last_turn(sample) :]), None
+        if sample.sampled:
+            length = sum(len(self._decode(sample.response_ids[start:end])) for start, end in sample.sampled)
+        self._pool.submit(key, prompt.text, text, prompt.answer, extras, length)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
         """Send a group to the functions that are called once per group.

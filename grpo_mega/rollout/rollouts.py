@@ -262,7 +262,7 @@ class Rollouts:
                 if not self.config.log.progress:
                     return
                 # One number stores both counts over all ranks, because each request to the store takes time.
-                added = _SAMPLES_PER_COUNTER * sample.response_len + 1
+                added = _SAMPLES_PER_COUNTER * sample.num_sampled + 1
                 before = self.rendezvous.fetch_add(counter, added)
                 tokens, num_done = divmod(before + added, _SAMPLES_PER_COUNTER)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)

@@ -16,7 +16,6 @@ from typing import cast
 
 import torch
 
-from grpo_mega.batching.layout import from_samples
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
 from grpo_mega.data.demonstrations import Demonstration
@@ -85,21 +84,16 @@ def pack(rows: Sequence[Prompt], policy: Policy) -> tuple[list[Sample], list[lis
 
     The trained tokens of a micro-batch have loss_mask 1 and nll_weights 1 / the trained tokens of all rows.
     """
-    samples, masks = [], []
+    samples = []
     for row in rows:
         for index, segment in enumerate(cast("Demonstration", row).segments):
-            mask = torch.zeros(len(segment.response_ids))
-            for start, end in segment.trained:
-                mask[start:end] = 1.0
-            prompt = Prompt(row.id, "", segment.prompt_ids, "")
-            sample = Sample(prompt, index, segment.response_ids, [0.0] * len(mask), "stop")
-            sample.advantages = torch.zeros_like(mask)
+            prompt, zeros = Prompt(row.id, "", segment.prompt_ids, ""), [0.0] * len(segment.response_ids)
+            sample = Sample(prompt, index, segment.response_ids, zeros, "stop", sampled=segment.trained)
+            sample.advantages = torch.tensor(zeros)
             samples.append(sample)
-            masks.append(mask)
-    num_trained = sum(float(mask.sum(dtype=torch.float64)) for mask in masks)
+    num_trained = float(sum(sample.num_sampled for sample in samples))
     batches = pack_mini_batches([samples], [[1.0] * len(samples)], policy.packing)
     for batch in batches[0]:
-        batch.loss_mask = from_samples(masks, batch, samples)
         batch.nll_weights = batch.loss_mask / num_trained
     return samples, batches
 

@@ -269,7 +269,10 @@ def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[],
 
         async def ask(sample: Sample) -> list[float]:
             async with gate:
-                return await session.logprobs([*sample.prompt.token_ids, *sample.response_ids], sample.response_len)
+                values: list[float] = []
+                for context, start, end in sample.segments():
+                    values += await session.logprobs([*context, *sample.response_ids[start:end]], end - start)
+                return values
 
         found = []
         for answer in [session.start(ask(sample)) for sample in samples]:
