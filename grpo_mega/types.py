@@ -116,9 +116,6 @@ class Sample:
     rollout_logprobs: Sequence[float]
     finish_reason: FinishReason | None  # None: unfinished, to be continued
     spans: Sequence[Span] = ()  # spans of the whole response, in order
-    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
-    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
-    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
     scores: dict[str, float | None] = field(default_factory=dict)  # keyed by reward function
     verdicts: dict[str, str] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of the scores

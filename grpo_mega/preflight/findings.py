@@ -55,7 +55,7 @@ from grpo_mega.preflight.precision import (
     latent_problems,
 )
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
-from grpo_mega.rewards import registry
+from grpo_mega.rewards import registry, sandbox
 from grpo_mega.rewards.import_check import import_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -115,6 +115,8 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
             )
     findings.take(reward_problems(config.rewards, config.code_dir))
     findings.take(agent_problems(config.rollout, config.code_dir))
+    if machine.is_here:
+        findings.notes += sandbox_notes(config)
     try:
         findings.model = read(config)
     except UserError as error:
@@ -269,6 +271,19 @@ def row_problems(config: Config) -> Iterator[str]:
             if str(value) not in config.teachers:
                 yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
                 break
+
+
+def sandbox_notes(config: Config) -> list[str]:
+    """Return the note that programs of the model are not isolated on this machine."""
+    programs = [f"rewards.functions: {f.name}" for f in config.rewards.functions if f.name in registry.OF_PROGRAMS]
+    programs += ["rollout.tools: python"] if "python" in config.rollout.tools else []
+    reason = sandbox.missing() if programs else None
+    if reason is None:
+        return []
+    return [
+        f"{programs[0]}: this kernel allows no namespaces ({reason}), so the model's programs can use the network, read"
+        " files and signal processes of their user; run in a container without network, or allow user namespaces"
+    ]
 
 
 def start_notes(config: Config) -> list[str]:

@@ -88,8 +88,11 @@ def run_programs(
 
 @cache
 def missing() -> str | None:
-    """Return why programs can use network and files here; None if namespaces isolate them. Raises SandboxFailed."""
-    problem = _ask({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
+    """Return why programs can use network and files here; None if namespaces isolate them."""
+    try:
+        problem = _ask({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
+    except SandboxFailed as error:
+        problem = str(error)
     return problem or None
 
 

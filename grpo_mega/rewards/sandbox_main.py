@@ -20,6 +20,7 @@ import platform
 import resource
 import secrets
 import select
+import shutil
 import signal
 import sys
 import time
@@ -56,8 +57,6 @@ def main() -> None:
             die_with_parent(os.getppid())
         problem = _enter_namespaces(ready, go) if request["isolates"] else "not asked for"
         os.close(ready)
-        with contextlib.suppress(OSError):
-            adopt_orphans()
         if (init := os.fork()) == 0:
             with contextlib.suppress(OSError):
                 die_with_parent(os.getppid())
@@ -101,7 +100,10 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     """Run all programs, and write the answer."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # programs may send them
-    if request["isolates"] and not problem:
+    if not request["isolates"]:
+        with contextlib.suppress(OSError):
+            adopt_orphans()
+    elif not problem:
         try:
             with contextlib.suppress(OSError):  # programs may not enter further namespaces, which have no limits
                 Path("/proc/sys/user/max_user_namespaces").write_text("0")
@@ -112,6 +114,7 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     if not (problem and request["isolates"]):
         end = time.monotonic() + request.get("total_s", 0.0)
         for program, given in request["programs"]:
+            _empty_folder(has_namespace=request["isolates"])
             seconds = min(request["timeout_s"], end - time.monotonic())
             runs.append(_run(program, given, request | {"timeout_s": max(seconds, 0.0)}))
             if request["stops_early"] and runs[-1]["verdict"] != "finished":
@@ -141,14 +144,23 @@ def _build_root(folders: list[str]) -> None:
         _mount(path, str(inside), "", _MS_BIND | _MS_REC)
         if path not in _DEVICES:
             _make_read_only(str(inside), _AT_RECURSIVE)
-    working = Path(root, "tmp")
-    working.mkdir()
-    options = f"size={FOLDER_BYTES},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
-    _mount("tmpfs", str(working), "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    Path(root, "tmp").mkdir()
     os.chdir(root)
     _check(_libc.syscall(_SYS_PIVOT_ROOT[platform.machine()], b".", b"."))
     _check(_libc.umount2(b".", _MNT_DETACH))
     _make_read_only("/", 0)
+
+
+def _empty_folder(*, has_namespace: bool) -> None:
+    """Make the working folder an empty one."""
+    if not has_namespace:
+        for name in os.listdir("."):
+            shutil.rmtree(name, ignore_errors=True) if os.path.isdir(name) else os.unlink(name)
+        return
+    os.chdir("/")
+    _libc.umount2(b"/tmp", _MNT_DETACH)  # the folder of an earlier program
+    options = f"size={FOLDER_BYTES},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
+    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir("/tmp")
 
 
@@ -186,7 +198,10 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
         os.close(descriptor)
     status = 0 if is_late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     _kill_others(has_namespace=request["isolates"])
-    is_done = os.read(done_end, len(word)) == word  # nothing holds the other end any more
+    is_done = False
+    os.set_blocking(done_end, False)
+    with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
+        is_done = os.read(done_end, len(word)) == word
     most = request["output_bytes"]
     texts = [os.pread(fd, most, 0).decode(errors="replace") for fd in streams[1:]]
     is_full = any(os.fstat(fd).st_size >= most for fd in streams[1:])

@@ -67,10 +67,9 @@ class Scorer:
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
         extras |= {} if sample.messages is None else {MESSAGES: sample.messages}
-        length = None
+        text, length = self._decode(sample.response_ids[_last_turn(sample) :]), None
         if sample.sampled:
             length = sum(len(self._decode(sample.response_ids[start:end])) for start, end in sample.sampled)
-        text = self._decode(sample.response_ids[_last_turn(sample) :])
         self._pool.submit(key, prompt.text, text, prompt.answer, extras, length)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:

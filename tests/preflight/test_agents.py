@@ -1,4 +1,4 @@
-"""What is refused in agents and tools before a run starts, and the schemas that the model sees."""
+"""Agents and tools that are refused before a run starts, and the schemas that the model sees."""
 
 import json
 from pathlib import Path

@@ -90,7 +90,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
             for slot in self._slots:
                 for session_id in slot.ends.keys() & set(session_ids):
                     slot.killed.add(session_id)
-                    slot.ends[session_id] = time.monotonic() + self._grace_s
+                    slot.ends[session_id] = time.monotonic() + GRACE_S
                     slot.outbox.put(("kill", session_id))
             self._changed.wait_for(
                 lambda: self._failure or not any(one.ends.keys() & set(session_ids) for one in self._slots)

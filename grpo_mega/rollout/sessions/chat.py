@@ -1,4 +1,4 @@
-"""What an agent function gets: `chat`, a client of the sample's endpoint, and `prompt`, the row of the data set.
+"""The arguments of an agent function: `chat`, a client of the sample's endpoint, and `prompt`, the row of the data set.
 
     async def run(chat, prompt):
         message = await chat([*prompt.messages, {"role": "user", "content": "Guess."}], max_tokens=20)
@@ -42,7 +42,7 @@ class Chat:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url, self.api_key = base_url, api_key  # for any other OpenAI client
-        self.finish_reason: str | None = None  # of the last turn: stop, length or tool_calls
+        self.finish_reason: str | None = None  # why the last turn ended: stop, length or tool_calls
         self.turn_rewards: dict[str, float] = {}  # by the id of the turn's answer
         self._last_id: str | None = None
 
