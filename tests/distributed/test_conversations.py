@@ -83,7 +83,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict
     folder = tmp_path_factory.mktemp("conversations")
     start = make_model("qwen2", seed=3, tied=True, **SIZES)
     models = {"reference": start, "before": moved(start, 1), "now": moved(start, 2)}
-    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"num_hidden_layers": 2, "layer_types": None})
+    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"initializer_range": 0.15, "layer_types": None})
     for name, model in models.items():
         save_checkpoint(model, folder / name)
     groups, tokens = make_groups()
