@@ -218,7 +218,7 @@ class PackedBatch:
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     sample_indices: list[int]  # step-wide index of each segment's sample, without padding
-    segment_numbers: list[int]  # of each segment its position in Sample.segments(), without padding
+    segment_numbers: list[int]  # position of each segment in its sample (Sample.segments), without padding
     lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
     # With shared prompts, per segment: index of the shared segment with all prompt tokens but the last, after the
     # segments of all samples. It is -1 if the segment has its whole context.

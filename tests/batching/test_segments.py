@@ -58,7 +58,7 @@ def test_a_conversation_of_two_segments_equals_a_worked_example():
     assert sequences(batch).tolist() == [0] * 11 + [2]
 
 
-def test_a_first_context_replaces_the_prompt_and_padding_is_a_segment_of_its_own():
+def test_a_first_context_replaces_the_prompt():
     sample = conversation(runs=[(2,)])
     sample.contexts = [Context(0, (50, 51, 52))]
     (batch,) = pack_one([conversation(1, 100), sample], length_multiple=16)
@@ -80,7 +80,7 @@ def test_shared_prompts_leave_rewritten_contexts_in_their_rows():
     assert row.tolist() == [1, 2, 0, 201, 202, 0, *of_contexts, 0, 0, 0]
 
 
-def test_segments_are_split_over_micro_batches_unless_the_loss_needs_whole_samples():
+def test_segments_are_split_unless_the_loss_needs_whole_samples():
     sample = conversation(runs=[(3,), (4,)], contexts=[6])  # rows of 5 and 10 tokens
     assert len(pack_one([sample], token_budget=15)) == 1
     with pytest.raises(PlanError, match="a sample of 15 tokens"):
