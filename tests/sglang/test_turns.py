@@ -251,7 +251,7 @@ def body_of(turn: TurnRequest, sampling: Sampling) -> dict[str, Any]:
     return body
 
 
-def test_an_error_of_the_server_is_reported_once_and_later_answers_are_ignored() -> None:
+def test_a_servers_error_is_reported_once_and_later_answers_are_ignored() -> None:
     requests, conversations = Requests(), ScriptedConversations(TALK)
     turns = Turns(requests, conversations, SAMPLING, version=7)  # type: ignore[arg-type]
     turns.generate(2, [Sample(PROMPTS[2], index, [], [], None) for index in range(3)], SAMPLING, 3)
