@@ -20,7 +20,7 @@ Script = Generator[TurnRequest, TurnResult, Sample]
 class ScriptedConversations:
     """Runs a script per sample. It answers at once, except for turns that are held back."""
 
-    script: Callable[[Key, Prompt, int], Script]  # of a key, a prompt and a step
+    script: Callable[[Key, Prompt, int], Script]  # called with key, prompt and step
     # Turns (key, number) that are asked for only once this many turns were answered or conversations ended.
     held: dict[tuple[Key, int], int] = field(default_factory=dict)
     failing: set[Key] = field(default_factory=set)  # conversations that fail once instead of their second turn
@@ -101,7 +101,7 @@ class Talk:
     vocab_size: int
     stop_token_ids: frozenset[int]
     max_response_length: int
-    max_new_tokens: int = 9  # of a turn
+    max_new_tokens: int = 9  # limit of each turn
 
     def num_turns(self, key: Key) -> int:
         return 1 + (key[0] + key[1]) % 4

@@ -22,7 +22,7 @@ from grpo_mega.rollout.embedded.decoder import Decoder, Start
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import Rollouts
-from grpo_mega.rollout.sessions.turns import TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.turns import Asked, Ended, TurnRequest, TurnResult
 from grpo_mega.types import Group, Prompt, Sample
 from tests.helpers.models import FAMILIES, MIXTURES, VOCAB_SIZE, make_model
 from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk
@@ -220,6 +220,56 @@ def test_a_slow_tool_delays_other_conversations_only_once(model: Any, monkeypatc
     assert 0.2 / 4 <= loops[0]._patience < 0.2
     for request, result in conversations.turns:
         check_turn(model, request, result, SAMPLING.temperature)
+
+
+class AtDeadline(ScriptedConversations):
+    """Ends conversation (2, 1) at its deadline, once another turn was answered while its own is being decoded."""
+
+    def answer(self, request: TurnRequest, result: TurnResult) -> None:
+        assert request.key != (2, 1)
+        super().answer(request, result)
+        if (2, 1) in self._running:
+            del self._running[2, 1]
+            self.events.put(Ended(2, Sample(make_prompts()[2], 1, [], [], "deadline")))
+
+
+def test_a_turn_is_given_up_when_its_conversation_has_ended(model: Any) -> None:
+    def script(key: Key, prompt: Prompt, step: int) -> Script:
+        if key == (2, 1):
+            yield TurnRequest(key, prompt, 0, prompt.token_ids, 50, frozenset(), step)
+        return (yield from TALK(key, prompt, step))
+
+    conversations = AtDeadline(script)
+    found = converse(make_engine(model, 6), conversations)  # others need the place
+    assert all(group.is_complete(3) for group in found.values()) and conversations.num_aborts == 0
+    assert found[2].samples[1].finish_reason == "deadline" and not found[2].samples[1].response_ids
+    for request, result in conversations.turns:
+        check_turn(model, request, result, SAMPLING.temperature)
+
+
+class Restarting(ScriptedConversations):
+    """Asks for every first turn twice, like a conversation that starts again while its turn is being decoded."""
+
+    def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
+        super().start(prompt_index, sample_index, prompt, step)
+        first = TurnRequest((prompt_index, sample_index), prompt, 0, prompt.token_ids, 9, STOPS, step)
+        self.events.put(Asked(first))
+
+    def answer(self, request: TurnRequest, result: TurnResult) -> None:
+        if (request.key, request.number) not in turns_of(self):
+            super().answer(request, result)
+
+
+@pytest.mark.parametrize("max_concurrent", [3, 256])
+def test_a_turn_may_be_asked_for_again_while_it_is_decoded(model: Any, max_concurrent: int) -> None:
+    expected, conversations = ScriptedConversations(TALK), Restarting(TALK)
+    converse(make_engine(model), expected)
+    found = converse(make_engine(model, max_concurrent), conversations)
+    assert all(group.is_complete(3) for group in found.values())
+    theirs = turns_of(expected)
+    assert {name: one[1].token_ids for name, one in turns_of(conversations).items()} == {
+        name: one[1].token_ids for name, one in theirs.items()
+    }
 
 
 def enough(wanted: int) -> StopCondition:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -163,33 +162,31 @@ def test_a_phase_longer_than_its_deadline_is_a_failure(
     assert 3 not in found and conversations.num_aborts == 1
 
 
-def test_a_turn_is_given_up_when_its_conversation_has_ended(server: Server, engine: SGLangEngine) -> None:
-    """All turns are endless, and end with their conversations, at a deadline."""
-    conversations = EndedByDeadline(lambda: is_true_within(60, lambda: sum(load_of(server)) == 8))
+def test_conversations_that_end_during_their_turns_leave_a_usable_server(
+    server: Server, engine: SGLangEngine, weights: Any
+) -> None:
+    conversations = EndedByDeadline(endless_turn)
     endless = replace(SAMPLING, group_size=1, max_response_length=480, stop_token_ids=frozenset())
     found = converse(engine, conversations, endless)
     assert engine.failure is None and all(group.is_complete(1) for group in found.values()) and len(found) == 8
     assert {tuple(s.spans) for group in found.values() for s in group.samples} == {(Span(7, 0, 0),)}
-    assert is_true_within(60, lambda: load_of(server) == (0, 0)) and not conversations.turns
+    assert not conversations.turns
+    again = ScriptedConversations(TALK)
+    converse(engine, again)
+    assert engine.failure is None and is_true_within(60, lambda: load_of(server) == (0, 0))
+    for request, result in again.turns:
+        check_turn(weights, request, result, SAMPLING.temperature)
 
 
 class EndedByDeadline(ScriptedConversations):
-    """Ends all conversations once each has asked for a turn and `is_time` returns."""
-
-    def __init__(self, is_time: Callable[[], bool]) -> None:
-        super().__init__(endless_turn)
-        self._is_time = is_time
+    """Ends all conversations once each has asked for a turn."""
 
     def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
         super().start(prompt_index, sample_index, prompt, step)
         if len(self.started) == len(PROMPTS):
-            threading.Thread(target=self._end).start()
-
-    def _end(self) -> None:
-        assert self._is_time()
-        for (prompt_index, index), _ in list(self._running.items()):
-            self.events.put(Ended(prompt_index, Sample(PROMPTS[prompt_index], index, [], [], "deadline")))
-        self._running.clear()
+            for key in list(self._running):
+                del self._running[key]
+                self.events.put(Ended(key[0], Sample(PROMPTS[key[0]], key[1], [], [], "deadline")))
 
 
 def endless_turn(key: Key, prompt: Prompt, step: int) -> Script:
@@ -204,6 +201,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.futures: list[Future[None]] = []
         self.on_event: list[Callable[[Event], None]] = []
 
     def generate(
@@ -211,7 +209,8 @@ class Requests:
     ) -> Future[None]:
         self.bodies.append(request_body(samples, sampling, step, is_seeded=True))
         self.on_event.append(on_event)
-        return Future()
+        self.futures.append(Future())
+        return self.futures[-1]
 
 
 def test_a_turn_is_a_request_with_its_context_limits_and_seed() -> None:
@@ -251,7 +250,7 @@ def body_of(turn: TurnRequest, sampling: Sampling) -> dict[str, Any]:
     return body
 
 
-def test_an_error_of_the_server_is_reported_once_and_later_answers_are_ignored() -> None:
+def test_a_servers_error_is_reported_once_and_later_answers_are_ignored() -> None:
     requests, conversations = Requests(), ScriptedConversations(TALK)
     turns = Turns(requests, conversations, SAMPLING, version=7)  # type: ignore[arg-type]
     turns.generate(2, [Sample(PROMPTS[2], index, [], [], None) for index in range(3)], SAMPLING, 3)
@@ -265,3 +264,21 @@ def test_an_error_of_the_server_is_reported_once_and_later_answers_are_ignored()
     requests.on_event[0](Event(2, error="the server died"))
     requests.on_event[2](Event(2, Sample(PROMPTS[2], 2, [4], [-1.0], "stop", [Span(7, 0, 1)])))
     assert conversations.events.empty() and not conversations.turns
+
+
+def test_the_request_of_a_turn_is_cancelled_when_its_conversation_ends() -> None:
+    requests, conversations = Requests(), ScriptedConversations(TALK)
+    turns = Turns(requests, conversations, SAMPLING, version=7)  # type: ignore[arg-type]
+    turns.generate(2, [Sample(PROMPTS[2], index, [], [], None) for index in range(3)], SAMPLING, 3)
+    conversations.events.put(Ended(2, ended := Sample(PROMPTS[2], 1, [], [], "deadline")))
+    event = turns.next_event(0)
+    assert event.sample is not None and event.sample == replace(ended, spans=[Span(7, 0, 0)])
+    assert [future.cancelled() for future in requests.futures] == [False, True, False]
+    requests.is_aborting = True
+    conversations.abort()
+    with pytest.raises(queue.Empty):
+        turns.next_event(0)
+    requests.on_event[0](Event(2, aborted=()))
+    requests.on_event[2](Event(2, aborted=()))
+    left = [turns.next_event(0).aborted for _ in range(2)]
+    assert sorted(sample.index for aborted in left for sample in aborted or ()) == [0, 2]
