@@ -117,17 +117,22 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
     return "<think>\n" + "\n".join(lines) + "\n</think>\n" + answer
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    tags: Sequence[str] = TAGS,
+    characters: Sequence[str] = CHARACTERS,
+    chat_template: str = CHAT_TEMPLATE,
+) -> Qwen2Tokenizer:
     """Make a tokenizer with one token per character and one per tag. Decoding keeps the tags, because they are ordinary
     tokens.
 
     The tokenizer is byte-level BPE without merges. It must be a Qwen2Tokenizer, because AutoTokenizer loads one for
-    every Qwen2 checkpoint. Characters outside of CHARACTERS are dropped.
+    every Qwen2 checkpoint. Other characters are dropped.
     """
-    names = SPECIAL_TOKENS + TAGS + CHARACTERS
-    tokenizer = Qwen2Tokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], **TOKENIZER_SETTINGS)
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    vocab = {name: i for i, name in enumerate((*special_tokens, *tags, *characters))}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], **TOKENIZER_SETTINGS | {"chat_template": chat_template})
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special_tokens])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return tokenizer
 
 

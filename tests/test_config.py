@@ -228,6 +228,19 @@ def test_gdpo_needs_several_rewards(tmp_path: Path) -> None:
         ("rewards.deadline_s=0", "rewards.deadline_s=0: must be above 0; raise it"),
         ("rewards.functions=[]", "rewards.functions is empty; name at least one, for example accuracy"),
         ("rewards.functions=[{name: a}, {name: a}]", "rewards.functions names 'a' twice; give it once"),
+        # agents and tools
+        ("rollout={tools: [a.b, a.b]}", "rollout.tools names 'a.b' twice; give it once"),
+        ("rollout.max_turns=3", "rollout.max_turns=3 needs rollout.agent or rollout.tools; leave it out"),
+        ("rollout.tool_format=hermes", "rollout.tool_format=hermes needs rollout.agent or rollout.tools; leave it"),
+        ("rollout={agent: a.b, tools: [a.c]}", "rollout.tools=('a.c',): must not be set with rollout.agent, which"),
+        ("rollout={tools: [a.b], oversample: 2}", "rollout.oversample=2.0: must not be set with rollout.tools, whose"),
+        ("rollout={agent: a.b, oversample: 2, partial: true}", "rollout.partial=true: must not be set with rollout."),
+        ("rollout={agent: a.b, longest_first: true}", "rollout.longest_first=true: must not be set with rollout.agent"),
+        (
+            "rollout={agent: a.b, placement: separate}",
+            "rollout.placement=separate: must be colocated with",
+        ),
+        ("rollout={agent: a.b, routing_replay: true}", "rollout.routing_replay=true: must not be set with rollout.ag"),
         # values that contradict other values
         (
             "batch.mini_batches=5",

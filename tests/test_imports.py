@@ -54,8 +54,8 @@ WITHOUT = {
     "commands.trl": {"torch", "transformers", "numpy"},
     "commands.trl_flags": {"torch", "transformers", "numpy", "pydantic"},
 }
-# Functions of these modules run on ranks, and import heavy packages themselves.
-WITH_RANKS = ("commands.eval", "commands.check", "observe.trackers")
+# Functions of these modules run on ranks or in child processes, and import heavy packages themselves.
+WITH_RANKS = ("commands.eval", "commands.check", "observe.trackers", "preflight.agents")
 
 
 @dataclass(frozen=True)

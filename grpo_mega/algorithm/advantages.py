@@ -1,9 +1,9 @@
 """Advantages from rewards: one pure function of a group's samples per `algorithm.adv_type`.
 
 Input: the scored groups of a step. Output: the same samples with `advantages`, one finite float32 value per response
-token. Zero-variance groups and groups of one sample get exactly 0, unless gdpo or whitening subtracts a step mean that
-is not 0. Samples without a reward always get 0. reinforce_plus_plus has no group baseline, so only whole steps of equal
-values get 0.
+token, and 0 on tokens that the policy did not sample. Zero-variance groups and groups of one sample get exactly 0,
+unless gdpo or whitening subtracts a step mean that is not 0. Samples without a reward always get 0. reinforce_plus_plus
+has no group baseline, so only whole steps of equal values get 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from grpo_mega.batching.layout import sampled_mask
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Sample
@@ -47,7 +48,8 @@ def assign_advantages(
     """Set the advantages of every sample by a.adv_type. Return all samples as a flat list, in order.
 
     Samples without a reward get zeros and count in no mean. If a.kl_in is "reward", `kl_penalties` times kl_beta are
-    subtracted from the reward ([response_len] per sample, in the order of the samples; None: no penalty yet).
+    subtracted from the reward ([response_len] per sample, 0 on tokens that are not sampled, in the order of the
+    samples; None: no penalty yet).
     `reward_weights` are the weights of the reward functions, for gdpo. `groups` must be all groups of the step, on
     every rank. Raise RewardError if a reward is not finite.
     """
@@ -81,14 +83,15 @@ def assign_advantages(
         shift = sum(sums) / max(len(sums), 1)
         rows = _scaled([values_R - shift for values_R in rows], torch.tensor(sums, dtype=torch.float64), a)
     if a.normalize_advantages or a.adv_type in _WHITENED:
-        rows = _whitened(rows)
+        rows = _whitened(rows, [sampled_mask(s) > 0 for s in counted])
     # The mean of a step's z-scores is 0, but its floating-point sum is about 1e-17. Once that is subtracted, a
     # zero-variance group would seem to teach. So advantages that differ from 0 only by rounding become 0.
     rounding = 1e-12 * max((float(values_R.abs().max()) for values_R in rows if len(values_R)), default=0.0)
     for sample in samples:
         sample.advantages = torch.zeros(sample.response_len)
     for sample, values_R in zip(counted, rows, strict=True):
-        sample.advantages = values_R.masked_fill(values_R.abs() < rounding, 0.0).float()
+        is_zero_R = (values_R.abs() < rounding) | (sampled_mask(sample) == 0)
+        sample.advantages = values_R.masked_fill(is_zero_R, 0.0).float()
     return samples
 
 
@@ -169,11 +172,11 @@ def reinforce_plus_plus_baseline(g: Scored, a: AlgorithmConfig) -> Tensor:
 
 
 def opo(g: Scored, a: AlgorithmConfig) -> Tensor:
-    """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, where l are the lengths of the responses.
+    """OPO (arXiv 2505.23585): return r_i - sum_j l_j r_j / sum_j l_j, where l are the numbers of sampled tokens.
 
     This baseline has the least variance if a response's squared gradient grows with its length.
     """
-    lengths_G = torch.tensor([s.response_len for s in g.samples], dtype=torch.float64)
+    lengths_G = torch.tensor([s.num_sampled for s in g.samples], dtype=torch.float64)
     if not lengths_G.any():
         return lengths_G
     rewards_G = g.rewards_G - g.rewards_G[lengths_G.argmax()]  # shifted, so equal rewards return exactly 0
@@ -243,7 +246,8 @@ def group_zscore(rewards_G: Tensor, a: AlgorithmConfig) -> Tensor:
 def overlong_penalty(length: int, a: AlgorithmConfig, max_response_length: int) -> float:
     """Return DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
-    It is 0 up to the buffer and falls to -a.overlong_penalty at max_response_length.
+    It is 0 up to the buffer and falls to -a.overlong_penalty at max_response_length. The length counts inserted tokens
+    too, as that limit does.
     """
     buffer = round(a.overlong_buffer * max_response_length)
     if buffer == 0:
@@ -263,13 +267,14 @@ def _scaled(rows: Sequence[Tensor], values: Tensor, a: AlgorithmConfig) -> list[
     return [values_R / (deviation + a.std_eps) if deviation > 0 else torch.zeros_like(values_R) for values_R in rows]
 
 
-def _whitened(rows: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
-    """Return the rows shifted and scaled to mean 0 and standard deviation 1 over all response tokens.
+def _whitened(rows: Sequence[Tensor], is_sampled: Sequence[Tensor], eps: float = 1e-8) -> list[Tensor]:
+    """Return the rows shifted and scaled to mean 0 and standard deviation 1 over all sampled tokens.
 
     The result is (a - mean) / sqrt(var + eps), where var divides by the number of tokens minus one, as in verl; 0 if
     all are equal.
     """
-    values = torch.cat([torch.zeros(0, dtype=torch.float64), *rows])
+    sampled = [values_R[is_sampled_R] for values_R, is_sampled_R in zip(rows, is_sampled, strict=True)]
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *sampled])
     has_variance = bool((values != values[:1]).any())
     mean, scale = values.mean(), torch.rsqrt(values.var() + eps) if has_variance else 0.0
     return [(values_R - mean) * scale for values_R in rows]

@@ -1,8 +1,8 @@
 """The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches. With context parallelism
-a rank has a part of each response, and sums over a response include all parts, with exact gradients. Tokens with
-loss_mask 0 count in no sum, mean or count.
+Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches, also if it has several
+segments. With context parallelism a rank has a part of each response, and sums over a response include all parts, with
+exact gradients. Tokens with loss_mask 0 count in no sum, mean or count.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class LossInputs:
     ref_logprobs: Tensor | None
     rollout_logprobs: Tensor
     advantages: Tensor
-    loss_mask: Tensor  # 1 on response tokens that contribute to the loss
+    loss_mask: Tensor  # 1 on sampled tokens that contribute to the loss
     loss_weights: Tensor  # from token_weights.py
-    segments: Tensor  # int64, index of each token's sequence in the micro-batch
+    segments: Tensor  # int64, index of each token's sequence (its sample) in the micro-batch
     num_segments: int
     teacher_logprobs: Tensor | None = None  # log-probs of the model to distill from
     teacher_kl: Tensor | None = None  # KL over the vocabulary, with gradient

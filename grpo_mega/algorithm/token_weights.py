@@ -1,7 +1,7 @@
 """The weight of each token in the loss, computed before any batch is packed.
 
-The loss of a mini-batch is sum_t weight_t * loss_t over all its tokens, on any rank and in any micro-batch. The weights
-come from global counts, so no layout can change the loss.
+The loss of a mini-batch is sum_t weight_t * loss_t over all its sampled tokens, on any rank and in any micro-batch. The
+weights come from global counts of sampled tokens, so no layout can change the loss.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from grpo_mega.types import Sample
 def mini_batch_weights(
     mini_batches: Sequence[Sequence[Sample]], a: AlgorithmConfig, *, max_response_length: int
 ) -> list[list[float]]:
-    """Return, for each sample of each of the step's mini-batches, the weight of each of its response tokens.
+    """Return, for each sample of each of the step's mini-batches, the weight of each of its sampled tokens.
 
     Samples that do not contribute to the loss get 0 and do not count. With use_valid_token_scale, token-mean divides by
     the tokens of the whole rollout over the number of mini-batches.
     """
-    lengths = [[s.response_len if contributes_to_loss(s, a) else 0 for s in samples] for samples in mini_batches]
+    lengths = [[s.num_sampled if contributes_to_loss(s, a) else 0 for s in samples] for samples in mini_batches]
     num_tokens: list[float] = [sum(response_lens) for response_lens in lengths]
     if a.use_valid_token_scale:
         num_tokens = [sum(num_tokens) / len(mini_batches)] * len(mini_batches)
@@ -40,20 +40,21 @@ def mini_batch_weights(
 def contributes_to_loss(sample: Sample, a: AlgorithmConfig) -> bool:
     """Return False for samples outside the loss.
 
-    These are samples without a reward, unless a teacher teaches them, and with overlong_filter truncated samples. Both
-    stay in their group.
+    These are samples without a reward, unless a teacher teaches them, and with overlong_filter samples that a limit of
+    tokens, turns or time ended. Both stay in their group.
     """
-    return (sample.is_scored or a.distill_beta > 0) and not (a.overlong_filter and sample.finish_reason == "length")
+    return (sample.is_scored or a.distill_beta > 0) and not (a.overlong_filter and sample.is_truncated)
 
 
 def positive_weights(mini_batch: Sequence[Sample], a: AlgorithmConfig) -> list[float]:
-    """Return, for each sample, the weight of each of its tokens in the negative log-likelihood of right answers.
+    """Return, for each sample, the weight of each of its sampled tokens in the negative log-likelihood of right
+    answers.
 
     Right answers are responses in the loss with a reward above positive_above. The weight is 1 / the tokens of all
     right answers (VAPO, arXiv 2504.05118, eq. 9), and 0 for other samples.
     """
     is_right = [contributes_to_loss(s, a) and s.reward is not None and s.reward > a.positive_above for s in mini_batch]
-    num_tokens = sum(s.response_len for s, it_is in zip(mini_batch, is_right, strict=True) if it_is)
+    num_tokens = sum(s.num_sampled for s, it_is in zip(mini_batch, is_right, strict=True) if it_is)
     return [1.0 / num_tokens if it_is and num_tokens else 0.0 for it_is in is_right]
 
 

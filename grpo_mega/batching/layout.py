@@ -1,7 +1,8 @@
 """Map values between samples and packed rows, and split rows over context-parallel ranks.
 
-Response token j of a sample with P prompt tokens belongs to the position that predicts it: P - 1 + j of the sample's
-segment. Packed rows are written and read with `response_slice`, so the two cannot disagree.
+A sample has one segment, or one per rewritten history (Sample.segments). Response token j of a segment with a context
+of P tokens belongs to the position that predicts it: P - 1 + j of the segment. Packed rows are written and read with
+`response_slice`, so the two cannot disagree.
 
 With context parallelism each segment, padded to a multiple of 2 * cp tokens, is split into 2 * cp chunks. Rank r holds
 chunk r and chunk 2 * cp - 1 - r, in this order, so causal attention costs the same on every rank.
@@ -18,19 +19,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mega.types import PackedBatch, Sample, unknown_expert
+from grpo_mega.types import PackedBatch, Sample, Segment, unknown_expert
 
 
-def response_slice(segment_start: int, sample: Sample, *, is_shared: bool = False) -> slice:
-    """Return the positions of a packed row that predict the response of a sample whose segment starts at
+def response_slice(segment_start: int, segment: Segment, *, is_shared: bool = False) -> slice:
+    """Return the positions of a packed row that predict the response tokens of a segment that starts at
     `segment_start`.
 
-    `is_shared`: the segment has only the last token of the prompt.
+    `is_shared`: the row has only the last token of the segment's context.
     """
-    prompt_len = min(1, len(sample.prompt.token_ids)) if is_shared else len(sample.prompt.token_ids)
-    assert prompt_len > 0, f"prompt {sample.prompt.id} is empty: nothing predicts the first token of its response"
-    start = segment_start + prompt_len - 1
-    return slice(start, start + sample.response_len)
+    context_len = min(1, len(segment.context_ids)) if is_shared else len(segment.context_ids)
+    assert context_len > 0, "an empty prompt: nothing predicts the first token of its response"
+    start = segment_start + context_len - 1
+    return slice(start, start + segment.end - segment.start)
+
+
+def shares_prompt(sample: Sample) -> bool:
+    """Return True if the sample's row can leave its prompt to a segment that the samples of the prompt share."""
+    return not sample.contexts
+
+
+def sampled_mask(sample: Sample) -> Tensor:
+    """Return a vector [response_len] float32: 1 on tokens that the policy sampled, 0 on inserted tokens."""
+    if not sample.sampled:
+        return torch.ones(sample.response_len)
+    mask = torch.zeros(sample.response_len)
+    for start, end in sample.sampled:
+        mask[start:end] = 1.0
+    return mask
 
 
 def chunks_of(length: int, cp_size: int, cp_rank: int) -> list[range]:
@@ -58,13 +74,17 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
     `samples` are all samples of the step. There is one pair per chunk on this rank.
     """
     cuts = batch.cu_seqlens.tolist()
-    for start, end, index in zip(cuts, cuts[1:], batch.sample_indices, strict=False):  # padding has no sample
-        whole, pairs = response_slice(0, samples[index], is_shared=batch.shared_prompt_segments is not None), []
+    members = [samples[index] for index in dict.fromkeys(batch.sample_indices)]
+    rows = [(sample, segment) for sample in members for segment in sample.segments()]
+    assert len(rows) == len(batch.sample_indices), "a micro-batch must have all segments of its samples"
+    for start, end, (sample, segment) in zip(cuts, cuts[1:], rows, strict=False):  # padding has no sample
+        is_shared = batch.shared_prompt_segments is not None and shares_prompt(sample)
+        whole, pairs = response_slice(0, segment, is_shared=is_shared), []
         for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank):
             first = min(max(whole.start, chunk.start), chunk.stop)
             last = max(first, min(whole.stop, chunk.stop))
-            move = start - chunk.start
-            pairs.append((slice(first + move, last + move), slice(first - whole.start, last - whole.start)))
+            move, shift = start - chunk.start, segment.start - whole.start
+            pairs.append((slice(first + move, last + move), slice(first + shift, last + shift)))
             start += len(chunk)
         yield pairs
 
@@ -84,9 +104,10 @@ def from_samples(values: Sequence[Tensor], batch: PackedBatch, samples: Sequence
 def routes_row(batch: PackedBatch, samples: Sequence[Sample]) -> Tensor | None:
     """Return the recorded experts of the row's tokens (see PackedBatch.routes). `samples` are all samples of the step.
 
-    Tokens without a record have `unknown_expert`.
+    Tokens without a record have `unknown_expert`. Samples with several segments have no routes.
     """
     recorded = [samples[index].routes for index in batch.sample_indices]
+    assert not any(samples[index].routes and samples[index].contexts for index in batch.sample_indices)
     known = [routes.experts for routes in recorded if routes]
     if not known:
         return None
@@ -103,14 +124,25 @@ def routes_row(batch: PackedBatch, samples: Sequence[Sample]) -> Tensor | None:
 
 def segments(batch: PackedBatch) -> Tensor:
     """Return [T] int64: the index of each token's segment. Padding is the last segment."""
-    numbers = torch.arange(batch.num_segments, device=batch.cu_seqlens.device)
-    return numbers.repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
+    return _on_segments(batch, torch.arange(batch.num_segments))
+
+
+def sequences(batch: PackedBatch) -> Tensor:
+    """Return [T] int64: for each token the index of its sample's first segment. Other segments are as in `segments`."""
+    first: dict[int, int] = {}
+    of_samples = [first.setdefault(index, segment) for segment, index in enumerate(batch.sample_indices)]
+    return _on_segments(batch, torch.tensor([*of_samples, *range(len(of_samples), batch.num_segments)]))
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch with its tensors on `device`."""
     moved: dict[str, Any] = {name: v.to(device) for name, v in _tensors(batch).items()}
     return replace(batch, **moved)
+
+
+def _on_segments(batch: PackedBatch, values_S: Tensor) -> Tensor:
+    """Return [T]: the value of each token's segment."""
+    return values_S.to(batch.cu_seqlens.device).repeat_interleave(batch.cu_seqlens.diff(), output_size=batch.num_tokens)
 
 
 def _tensors(batch: PackedBatch) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ sample.
 Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with
 NaN for advantages that are not assigned yet. Routes are attached later, when they have reached the ranks that train
 them. Each row has only the part of its context-parallel rank; lengths and budgets count the tokens of one such rank.
+All segments of a sample are in one micro-batch, because some losses need sums over the whole sample.
 Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there are too few
 samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
 loss, gradient or metrics.
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_mega.batching.layout import part_of, response_slice
+from grpo_mega.batching.layout import part_of, response_slice, sampled_mask, shares_prompt
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Group, PackedBatch, Sample
@@ -75,7 +76,7 @@ def pack_mini_batches(
 ) -> list[list[PackedBatch]]:
     """Return [mini_batch][micro_batch] of the spec's DP rank and context-parallel rank.
 
-    token_weights[m][i] is the weight of each response token of sample i of mini-batch m in the global loss
+    token_weights[m][i] is the weight of each sampled token of sample i of mini-batch m in the global loss
     (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's
     samples, through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to
     `length_multiple`, so it may exceed `token_budget` by less than that. Raise PlanError if a sample is longer than the
@@ -94,7 +95,7 @@ def pack_mini_batches(
                 units[-1].append(i)
             else:
                 units.append([i])
-        lengths = [tokens_on_rank(_num_tokens([samples[i] for i in unit]), cp_size) for unit in units]
+        lengths = [_num_tokens([samples[i] for i in unit], cp_size) for unit in units]
         ranks = balance(
             lengths,
             dp_size=spec.dp_size,
@@ -254,25 +255,28 @@ def _pack_one(
     """
     tokens, targets, position_ids = torch.zeros(3, num_tokens, dtype=torch.int64).unbind()
     loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
-    chosen = [samples[member] for member in members]
+    rows = [(member, segment) for member in members for segment in samples[member].segments()]
     boundaries = [0]
-    for member in members:
-        sample, start = samples[member], boundaries[-1]
-        context = sample.prompt.token_ids[-1:] if spec.share_prompts else sample.prompt.token_ids
-        end = start + len(context) + sample.response_len
+    for member, segment in rows:
+        sample, start, part = samples[member], boundaries[-1], slice(segment.start, segment.end)
+        is_shared = spec.share_prompts and shares_prompt(sample)
+        context = segment.context_ids[-1:] if is_shared else segment.context_ids
+        first = start + len(context)
+        end = first + segment.end - segment.start
         length = tokens_on_rank(end - start, spec.cp_size) * spec.cp_size
         assert len(sample.rollout_logprobs) == sample.response_len, f"sample {offset + member} lacks rollout_logprobs"
-        tokens[start : end - sample.response_len] = torch.tensor(context)
-        tokens[end - sample.response_len : end] = torch.from_numpy(np.asarray(sample.response_ids, dtype=np.int64))
+        tokens[start:first] = torch.tensor(context)
+        tokens[first:end] = torch.from_numpy(np.asarray(sample.response_ids[part], dtype=np.int64))
         targets[start : end - 1] = tokens[start + 1 : end]
-        position_ids[start : start + length] = torch.arange(length) + len(sample.prompt.token_ids) - len(context)
-        response = response_slice(start, sample, is_shared=spec.share_prompts)
-        loss_mask[response] = float(weights[member] != 0)
-        loss_weights[response] = weights[member]
-        advantages[response] = torch.nan if sample.advantages is None else sample.advantages
-        rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs, dtype=np.float32))
+        position_ids[start : start + length] = torch.arange(length) + len(segment.context_ids) - len(context)
+        response, is_sampled = response_slice(start, segment, is_shared=is_shared), sampled_mask(sample)[part]
+        loss_mask[response] = float(weights[member] != 0) * is_sampled
+        loss_weights[response] = weights[member] * is_sampled
+        advantages[response] = torch.nan if sample.advantages is None else sample.advantages[part]
+        rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs[part], dtype=np.float32))
         boundaries.append(start + length)
-    segments = _lay_prompts(chosen, tokens, position_ids, boundaries) if spec.share_prompts else None
+    of_rows = [samples[member] for member, _ in rows]
+    segments = _lay_prompts(of_rows, tokens, position_ids, boundaries) if spec.share_prompts else None
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
         boundaries.append(num_tokens)
@@ -285,29 +289,36 @@ def _pack_one(
         loss_weights=loss_weights,
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
-        sample_indices=[offset + member for member in members],
-        lengths=[samples[member].total_len for member in members],
+        sample_indices=[offset + member for member, _ in rows],
+        lengths=[segment.num_tokens for _, segment in rows],
         shared_prompt_segments=segments,
     )
 
 
 def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor, boundaries: list[int]) -> list[int]:
-    """Append each prompt without its last token once, after all samples. Return each sample's trunk (see
-    PackedBatch).
+    """Append each prompt without its last token once, after all samples. Return each row's trunk (see PackedBatch).
+
+    `samples` has the sample of each row.
     """
     segment_of: dict[int, int] = {}
-    for prompt in {sample.prompt.id: sample.prompt for sample in samples}.values():
+    for prompt in {sample.prompt.id: sample.prompt for sample in samples if shares_prompt(sample)}.values():
         start, length = boundaries[-1], len(prompt.token_ids) - 1
         segment_of[prompt.id] = len(boundaries) - 1 if length else -1
         if length:
             tokens[start : start + length] = torch.tensor(prompt.token_ids[:-1])
             position_ids[start : start + length] = torch.arange(length)
             boundaries.append(start + length)
-    return [segment_of[sample.prompt.id] for sample in samples]
+    return [segment_of[sample.prompt.id] if shares_prompt(sample) else -1 for sample in samples]
 
 
-def _num_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of tokens of samples that share one prompt. The prompt counts once, its last token once per
-    sample.
+def _num_tokens(samples: Sequence[Sample], cp_size: int = 1) -> int:
+    """Return the number of tokens per context-parallel rank of samples of one prompt.
+
+    If there are several samples, the prompt counts once, and its last token once per sample that shares it.
     """
-    return len(samples[0].prompt.token_ids) - 1 + sum(1 + sample.response_len for sample in samples)
+    if len(samples) == 1:
+        return sum(tokens_on_rank(segment.num_tokens, cp_size) for segment in samples[0].segments())
+    sharing = [sample for sample in samples if shares_prompt(sample)]
+    prompt_len = len(samples[0].prompt.token_ids) - 1 if sharing else 0
+    others = sum(sample.total_len for sample in samples if not shares_prompt(sample))
+    return prompt_len + sum(1 + sample.response_len for sample in sharing) + others

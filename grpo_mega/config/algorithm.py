@@ -274,14 +274,19 @@ class AlgorithmConfig(Section):
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0,
         description=(
-            "Share of max_response_length at its end in which the reward decreases linearly. 0 turns the penalty off."
+            "Share of max_response_length at its end in which the reward decreases linearly. Tool results count, as "
+            "they do for max_response_length. 0 turns the penalty off."
         ),
     )
     overlong_penalty: PositiveFloat = Field(
         default=1.0, description="Reward that is lost at the end of the overlong buffer."
     )
     overlong_filter: bool = Field(
-        default=False, description="Exclude responses that were cut off at max_response_length from the loss."
+        default=False,
+        description=(
+            "Exclude responses that were cut off at max_response_length from the loss. With agents this excludes all "
+            "conversations that a limit ended, also of turns or time."
+        ),
     )
     correction: CorrectionConfig = Field(
         default=CorrectionConfig(), description="Corrections for samples from another policy than the current one."

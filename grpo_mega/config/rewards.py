@@ -57,7 +57,10 @@ class RewardsConfig(Section):
             RewardFunctionConfig(name="accuracy"),
             RewardFunctionConfig(name="format", weight=0.5),
         ),
-        description="Reward functions. The reward is the weighted sum of their values.",
+        description=(
+            "Reward functions. The reward is the weighted sum of their values. The list may be empty if rollout.agent "
+            "returns the rewards."
+        ),
     )
     num_workers: PositiveInt = Field(
         default=2, description="Number of worker processes per engine. The embedded engine has one set per rank."
@@ -86,10 +89,8 @@ class RewardsConfig(Section):
     @field_validator("functions")
     @classmethod
     def _distinct(cls, value: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
-        """Raise ValueError unless there is a reward function and no function occurs twice."""
+        """Raise ValueError if a function occurs twice."""
         names = [function.name for function in value]
-        if not names:
-            raise ValueError("rewards.functions is empty; name at least one, for example accuracy")
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"rewards.functions names {name!r} twice; give it once, with its total weight")

@@ -12,6 +12,8 @@ from pydantic import Field
 
 from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
 
+BUILT_IN_TOOLS = {"python": "grpo_mega.rewards.sandbox.python"}  # functions of rollout.tools by name
+
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = Field(
@@ -141,6 +143,44 @@ class RolloutConfig(Section):
     server_args: dict[str, str | int | float | bool] = Field(
         default={}, description="Additional arguments of the SGLang server, by SGLang's names."
     )
+    agent: str | None = Field(
+        default=None,
+        description=(
+            "Your own agent, `async def run(chat, prompt) -> float | dict[str, float] | None`, as module.function or "
+            "file.py:function. It runs once per sample. None generates one response per sample, or uses tools."
+        ),
+    )
+    tools: Annotated[tuple[str, ...], LIST] = Field(
+        default=(),
+        description=(
+            "Python functions that the model may call, as module.function or file.py:function, with type hints and a "
+            "docstring. python runs code in a sandbox. A sample ends with a turn that calls no tool."
+        ),
+    )
+    max_turns: PositiveInt = Field(
+        default=8, description="Maximum number of assistant turns in a sample. Used with agent or tools."
+    )
+    tool_timeout_s: Seconds = Field(
+        default=30.0, description="Maximum number of seconds of one tool call. The model is told that a call was late."
+    )
+    agent_timeout_s: Seconds = Field(
+        default=600.0, description="Maximum number of seconds of one sample's conversation, generation included."
+    )
+    agent_workers: PositiveInt = Field(
+        default=1, description="Number of processes per engine that run agents and tools, each for many samples."
+    )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+        default="auto",
+        description=(
+            "How the model writes tool calls: hermes (<tool_call> and JSON, also Qwen), llama3 (JSON) or mistral "
+            "([TOOL_CALLS]). auto finds it from the chat template."
+        ),
+    )
+
+    @property
+    def has_agents(self) -> bool:
+        """True if samples are conversations of an agent or with tools."""
+        return self.agent is not None or bool(self.tools)
 
     @property
     def is_served(self) -> bool:
@@ -200,11 +240,31 @@ class RolloutConfig(Section):
                 ),
             ),
         )
+        yield from self._agent_problems()
         if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
             yield (
                 f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn};"
                 " raise it"
             )
+
+    def _agent_problems(self) -> Iterator[str]:
+        """Yield the broken rules of agents and tools."""
+        for name in {name for name in self.tools if self.tools.count(name) > 1}:
+            yield f"rollout.tools names {name!r} twice; give it once"
+        key = "rollout.agent" if self.agent is not None else "rollout.tools"
+        unused, is_plain = " needs rollout.agent or rollout.tools; leave it out", not self.has_agents
+        kept = f": must not be set with {key}, whose samples are generated whole; leave it out"
+        yield from self._unmet(
+            "rollout.",
+            *((name, self.has_agents, unused) for name in ("max_turns", "tool_timeout_s", "agent_timeout_s")),
+            *((name, self.has_agents, unused) for name in ("agent_workers", "tool_format")),
+            ("partial", is_plain, kept),
+            ("oversample", is_plain or self.partial, kept),
+            ("longest_first", is_plain, kept),
+            ("placement", is_plain, f": must be colocated with {key}; leave it out"),
+            ("routing_replay", is_plain, f": must not be set with {key}; leave one out"),
+            ("tools", self.agent is None, ": must not be set with rollout.agent, which has its own; leave one out"),
+        )
 
 
 class SyncConfig(Section):

@@ -339,7 +339,9 @@ class Config(Section):
                 " contradict one another; set placement=separate and engine_ranks to the number of ranks that only"
                 " generate, or neither"
             )
-        if self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2:
+        if not self.rewards.functions and self.rollout.agent is None:
+            yield "rewards.functions is empty; name at least one, for example accuracy"
+        elif self.algorithm.adv_type == "gdpo" and len(self.rewards.functions) < 2 and self.rollout.agent is None:
             yield "algorithm.adv_type=gdpo normalises several rewards, but rewards.functions has one; use grpo"
         factors = [function.name for function in self.rewards.functions if function.multiplies]
         if self.algorithm.adv_type == "gdpo" and factors:
@@ -369,6 +371,11 @@ class Config(Section):
                 "batch.share_prompts",
                 self.layout.cp == 1,
                 f": must not be with layout.cp={self.layout.cp}; remove one of them",
+            ),
+            (
+                "batch.share_prompts",
+                not self.rollout.has_agents,
+                ": must not be with rollout.agent or rollout.tools, which may change the prompt; remove one of them",
             ),
             ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),

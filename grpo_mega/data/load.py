@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,13 +57,15 @@ class RunData:
             raise ConfigError(f"{error} ({others})" if others else str(error)) from None
 
 
-def load_data(config: DataConfig, tokenizer: Any, load: LoadSet | None = None) -> RunData:
+def load_data(
+    config: DataConfig, tokenizer: Any, load: LoadSet | None = None, tools: Sequence[dict[str, Any]] = ()
+) -> RunData:
     """Read, render and tokenise all sets. Raises ConfigError for unusable data.
 
-    `load` loads one set of prompts. None: load_prompts.
+    `load` loads one set of prompts. None: load_prompts, with these tools.
     """
     limit = f"data.max_length={config.max_length}" if load else f"data.max_prompt_length={config.max_prompt_length}"
-    load = load or load_prompts
+    load = load or partial(load_prompts, tools=tools)
     sets, notes, digests, num_too_long = [], [], {}, 0
     for number, source in enumerate(config.train):
         prompts, num_dropped, note = load(source, config, tokenizer, first_id=number * IDS_PER_SET)
@@ -104,14 +107,21 @@ def load_data(config: DataConfig, tokenizer: Any, load: LoadSet | None = None) -
 
 
 def load_prompts(
-    source: DataSource, config: DataConfig, tokenizer: Any, *, first_id: int = 0
+    source: DataSource,
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    first_id: int = 0,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Prompt], int, str]:
     """Return the prompts of one set in order, the number of prompts dropped as too long, and a line for the log.
+
+    `tools` has the schemas of rollout.tools, which the chat template writes into the prompts.
 
     Raises ConfigError if the set is unreadable or empty, a row is bad, the chat template is missing, or all prompts are
     too long.
     """
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, tools)
     conversations = read_conversations(source, config)
     prefill = find_prefill(tokenizer)
     texts = [renderer.render(one.messages, one.place) for one in conversations]

@@ -24,7 +24,7 @@ from grpo_mega.algorithm.kl import adapted_beta, vocab_parallel_kl
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
 from grpo_mega.batching import flops
-from grpo_mega.batching.layout import segments, to_device
+from grpo_mega.batching.layout import segments, sequences, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.distributed.recorder import recorder
@@ -417,7 +417,7 @@ class Policy:
                 advantages=batch.advantages,
                 loss_mask=batch.loss_mask,
                 loss_weights=batch.loss_weights,
-                segments=segments(batch),
+                segments=sequences(batch),
                 num_segments=batch.num_segments,
                 teacher_logprobs=batch.teacher_logprobs,
                 teacher_kl=self._teacher_kl(hidden_TH, batch),

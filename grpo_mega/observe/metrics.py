@@ -25,13 +25,14 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     reward/excluded                  samples without a reward, which do not train
     reward/paid_but_wrong            only with an oracle; see `paid_but_wrong`
     verdict/<function>/<verdict>
-    response_length/...
+    response_length/...              sampled tokens; cut: share of samples that reached the limit of tokens
+    agent/...                        only with agents; see `agent_metrics`
     groups/zero_variance             share of groups from which the update learns nothing
     """
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return {}
-    lengths = [s.response_len for s in samples]
+    lengths = [s.num_sampled for s in samples]
     verdicts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
     rewards = [s.reward for s in samples if s.reward is not None]
     spread = {}
@@ -40,7 +41,7 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     return {
         "reward/mean": _mean([s.reward for s in samples]),
         **spread,
-        **{f"reward/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
+        **{f"reward/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
         "reward/excluded": float(sum(not s.is_scored for s in samples)),
         **paid_but_wrong(samples),
         **{f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(verdicts.items())},
@@ -48,8 +49,31 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
         "response_length/min": float(min(lengths)),
         "response_length/max": float(max(lengths)),
         "response_length/cut": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        **agent_metrics(samples),
         "groups/zero_variance": sum(map(is_zero_variance, groups)) / len(groups),
     }
+
+
+def agent_metrics(samples: Sequence[Sample]) -> StepMetrics:
+    """Return means over the conversations of agents; {} without any.
+
+    agent/turns              turns that the policy sampled
+    agent/inserted_tokens    response tokens that it did not sample: tool results, and separators of the template
+    agent/segments           rows of a micro-batch; more than 1 if a history was rewritten
+    agent/ended_by_turns     share of conversations that reached rollout.max_turns
+    agent/ended_by_deadline  share of conversations that reached rollout.agent_timeout_s
+    """
+    found = [s for s in samples if s.messages is not None]
+    if not found:
+        return {}
+    sums = {
+        "turns": sum(s.num_turns for s in found),
+        "inserted_tokens": sum(s.response_len - s.num_sampled for s in found),
+        "segments": sum(len(s.segments()) for s in found),
+        "ended_by_turns": sum(s.finish_reason == "turns" for s in found),
+        "ended_by_deadline": sum(s.finish_reason == "deadline" for s in found),
+    }
+    return {f"agent/{name}": value / len(found) for name, value in sums.items()}
 
 
 def engine_mismatch(metrics: StepMetrics) -> float:
@@ -88,8 +112,8 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
         return {}
     return {
         "eval/score": sum(map(has_full_marks, samples)) / len(samples),
-        **{f"eval/{name}": _mean([s.scores[name] for s in samples]) for name in samples[0].scores},
-        "eval/response_length": sum(s.response_len for s in samples) / len(samples),
+        **{f"eval/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
+        "eval/response_length": sum(s.num_sampled for s in samples) / len(samples),
     }
 
 
@@ -117,3 +141,8 @@ def _mean(values: Sequence[float | None]) -> float:
     """Return the mean of the values that are not None; 0 if there are none."""
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else 0.0
+
+
+def _names(samples: Sequence[Sample]) -> list[str]:
+    """Return the names of all scores. Agent functions may return other names for other samples."""
+    return list(dict.fromkeys(name for sample in samples for name in sample.scores))

@@ -21,8 +21,9 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from string import Template
@@ -338,8 +339,60 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "t": tokens,
             "response": None if tokens else response,
         }
+        if tokens and record.get("turns"):
+            with suppress(AttributeError, TypeError, ValueError):
+                sample["parts"] = parts_of(record, len(tokens))
         groups.setdefault(key, head | {"samples": []})["samples"].append(sample)
     return list(groups.values())
+
+
+def parts_of(record: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
+    """Return a conversation as its turns, the inserted tokens between them, and its rewritten histories, in order.
+
+    Each part has "kind" (turn, inserted or history) and "label". Turns and inserted tokens have "start" and "end", a
+    turn may have a "reward", and a history has its "text".
+    """
+    turns, histories = record["turns"], dict(record.get("contexts") or ())
+    rewards = dict(record.get("turn_rewards") or ())
+    labels = _labels(record.get("messages") or [], len(turns))
+    parts: list[dict[str, Any]] = []
+    last = 0
+    for number, (start, end) in enumerate([*turns, (num_tokens, num_tokens)]):
+        inserted = labels[number - 1][1] if number else "before the first turn"
+        cuts = [last, *sorted(at for at in histories if last < at < start), start]
+        for first, stop in pairwise(cuts):
+            if first in histories:
+                parts.append({"kind": "history", "label": "history rewritten", "text": str(histories.pop(first))})
+            if stop > first:
+                parts.append({"kind": "inserted", "label": inserted, "start": first, "end": stop})
+        if start in histories:
+            parts.append({"kind": "history", "label": "history rewritten", "text": str(histories.pop(start))})
+        if number < len(turns):
+            turn = {"kind": "turn", "label": labels[number][0], "start": start, "end": end}
+            parts.append(turn | ({"reward": rewards[end - 1]} if end - 1 in rewards else {}))
+        last = end
+    return parts
+
+
+def _labels(messages: Sequence[Mapping[str, Any]], num_turns: int) -> list[tuple[str, str]]:
+    """Return the label of each turn, with the tools that it calls, and of the tokens inserted after it."""
+    calls: list[list[str]] = [[] for _ in range(num_turns)]
+    followers: list[list[str]] = [[] for _ in range(num_turns)]
+    turn = num_turns  # the last assistant message is the last turn
+    for message in reversed(messages):
+        name = str(message.get("name") or "")
+        if message.get("role") == "assistant":
+            turn -= 1
+            if turn < 0:
+                break
+            for call in message.get("tool_calls") or ():
+                calls[turn].append(str(call.get("function", call).get("name")))
+        elif turn > 0:
+            followers[turn - 1].insert(0, f"{message.get('role')} {name}".rstrip())
+    return [
+        (f"turn {number + 1}{', calls ' if called else ''}{', '.join(called)}", ", ".join(after) or "template")
+        for number, (called, after) in enumerate(zip(calls, followers, strict=True))
+    ]
 
 
 def _even(items: Sequence[T], count: int) -> list[T]:

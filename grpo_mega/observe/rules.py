@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_mega.observe.metrics import K3_STALE, engine_mismatch
+from grpo_mega.rewards.registry import OF_PROGRAMS
 
 REPEAT_AFTER = 20  # a rule warns at most once in this many steps
 
@@ -263,7 +264,9 @@ def _dropped(steps: Sequence[Metrics], keys: Keys) -> str | None:
 def _checks(steps: Sequence[Metrics], keys: Keys) -> str | None:
     endings = ("/timeout", "/crashed", "/error")
     shares = {
-        name: v for name, v in steps[-1].items() if name.startswith("verdict/") and name.endswith(endings) and v > 0
+        name: v
+        for name, v in steps[-1].items()
+        if name.startswith("verdict/") and name.endswith(endings) and v > 0 and name.split("/")[1] not in OF_PROGRAMS
     }
     listed = ", ".join(f"{name.removeprefix('verdict/')} {shares[name]:.1%}" for name in sorted(shares))
     return f"reward functions failed, share of samples: {listed}; see rewards.deadline_s" if shares else None

@@ -7,6 +7,10 @@ The first whole groups of a step are logged in samples.jsonl; prompts come in ra
 the number of characters of `response` up to the end of token i. `rollout_logprobs` are the engine's log-probs.
 `mismatch` is the trainer's old log-prob minus the engine's, omitted if the sample was not trained. `advantages` is
 present only if they differ between tokens, and `spans` (version, first token, end) only with several policies.
+
+A conversation of an agent also has `messages`, `turns`: the (first token, end) of each turn that the policy sampled,
+`contexts`: the (first token, text) of each rewritten history, and `turn_rewards`: the (last token, reward) of each
+turn with a reward. Tokens outside the turns have log-prob, mismatch and advantage 0, and do not count in `advantage`.
 """
 
 from __future__ import annotations
@@ -121,6 +125,8 @@ class SampleRows:
             texts = [self._texts[token] for token in ids]
             adds_up = "".join(texts) == response
             advantages = sample.advantages.tolist() if sample.advantages is not None else []
+            turns = sample.sampled or [(0, sample.response_len)]
+            of_sampled = [value for start, end in turns for value in advantages[start:end]]
             row = {
                 "step": step,
                 "prompt_id": sample.prompt.id,
@@ -134,17 +140,22 @@ class SampleRows:
                 "reward": sample.reward,
                 "rewards": sample.scores,
                 "verdicts": sample.verdicts,
-                "advantage": sum(advantages) / len(advantages) if advantages else None,
+                "advantage": sum(of_sampled) / len(of_sampled) if of_sampled else None,
                 "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
                 "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
             }
             if len(sample.spans) > 1:
                 row["spans"] = [list(span) for span in sample.spans]
-            if len(set(advantages)) > 1:
+            if len(set(of_sampled)) > 1:
                 row["advantages"] = [_short(v) for v in advantages]
             if sample.old_logprobs is not None:
                 pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
                 row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
+            if sample.messages is not None:
+                row["messages"] = sample.messages
+                row["turns"] = [list(turn) for turn in turns]
+                row["contexts"] = [[context.start, decode(context.token_ids)] for context in sample.contexts]
+                row["turn_rewards"] = list(zip(sample.step_ends, sample.step_rewards, strict=True))
             rows.append(row)
         return rows
 

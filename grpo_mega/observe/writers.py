@@ -191,6 +191,7 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
         ("kl", "kl/mean", "{:.4f}".format),
         ("length", "response_length/mean", _three_digits),
         ("cut", "response_length/cut", "{:.0%}".format),
+        ("turns", "agent/turns", "{:.1f}".format),
         ("clip", "clip/fraction", "{:.3f}".format),
         ("mismatch", "mismatch/abs_mean", "{:.0e}".format),
     ]

@@ -1,7 +1,7 @@
 """Find every rule that a config breaks, each with its remedy, before any rank starts or device is taken. Never imports
 torch.
 
-Child processes render the chat template, import the user's reward functions, and ask torch if it sees a GPU that
+Child processes render the chat template, import the user's functions, and ask torch if it sees a GPU that
 `device` needs or finds.
 
 If something is missing on this machine (weights, tokenizer, data, SGLang, Transformer Engine), a job that runs here
@@ -26,6 +26,7 @@ from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
+from grpo_mega.preflight.agents import agent_problems
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import (
     compiler_problems,
@@ -54,7 +55,7 @@ from grpo_mega.preflight.precision import (
     latent_problems,
 )
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
-from grpo_mega.rewards import registry
+from grpo_mega.rewards import registry, sandbox
 from grpo_mega.rewards.import_check import import_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
@@ -113,6 +114,9 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
                 " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
             )
     findings.take(reward_problems(config.rewards, config.code_dir))
+    findings.take(agent_problems(config.rollout, config.code_dir))
+    if machine.is_here:
+        findings.notes += sandbox_notes(config)
     try:
         findings.model = read(config)
     except UserError as error:
@@ -186,7 +190,8 @@ def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: 
         else:
             findings.notes.append(f"model.path={folder} has no weights here: not checked")
     if machine.is_here or any(path.name.startswith(("tokenizer", "vocab")) for path in folder.iterdir()):
-        if not findings.run(lambda: check_tokenizer_files(folder, shape.vocab)):
+        has_tools = bool(config.rollout.tools)
+        if not findings.run(lambda: check_tokenizer_files(folder, shape.vocab, has_tools=has_tools)):
             return  # teachers are compared with the tokenizer
     else:
         findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")
@@ -266,6 +271,19 @@ def row_problems(config: Config) -> Iterator[str]:
             if str(value) not in config.teachers:
                 yield f"{row.place}: {column}={value!r} names no teacher; use one of {', '.join(config.teachers)}"
                 break
+
+
+def sandbox_notes(config: Config) -> list[str]:
+    """Return the note that programs of the model are not isolated on this machine."""
+    programs = [f"rewards.functions: {f.name}" for f in config.rewards.functions if f.name in registry.OF_PROGRAMS]
+    programs += ["rollout.tools: python"] if "python" in config.rollout.tools else []
+    reason = sandbox.missing() if programs else None
+    if reason is None:
+        return []
+    return [
+        f"{programs[0]}: this kernel allows no namespaces ({reason}), so the model's programs can use the network, read"
+        " files and signal processes of their user; run in a container without network, or allow user namespaces"
+    ]
 
 
 def start_notes(config: Config) -> list[str]:

@@ -20,21 +20,29 @@ from typing import Any
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import read_file, read_json
 from grpo_mega.preflight import render_template
-from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY
+from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_OF_MEMORY, WITHOUT_TOOLS
 
 MAX_TEMPLATE_BYTES = 4 << 20
 WALL_SECONDS = 120.0  # long enough for a busy machine; a template that does not wait reaches the CPU limit first
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
-def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
-    """Raise ConfigError if a tokenizer is missing, damaged, without chat template, or larger than the vocabulary."""
+def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = False) -> None:
+    """Raise ConfigError if a tokenizer is missing, damaged, without chat template, or larger than the vocabulary.
+
+    With `has_tools` the template must take tools.
+    """
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ConfigError(
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
         )
     settings = _read_object(folder / "tokenizer_config.json")
     check_template(folder, settings)
+    if has_tools and not takes_tools(find_template(folder, settings) or ""):
+        raise ConfigError(
+            f"rollout.tools: the chat template of model.path={folder} does not write tools, so the model would not see"
+            " them; use a template or a model that takes tools, or write an agent function that describes them"
+        )
     ids = _token_ids(folder, settings)
     if ids:
         check_vocabulary(folder, max(ids), vocab_size)
@@ -110,21 +118,34 @@ def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def bound_problem(template: str) -> str | None:
     """Return the limit that a template exceeds when it renders a question and its answer; None if it exceeds none."""
+    code = _render(template)
+    if code is None:
+        return f"does not end within {WALL_SECONDS:g} s"
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"does not end within {CPU_SECONDS} s of computing"
+    if code == OUT_OF_MEMORY or code < 0:
+        return f"needs more than {MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
+    return None if code == 0 else f"could not be rendered to check it (exit code {code})"
+
+
+def takes_tools(template: str) -> bool:
+    """Return True if a template writes the tools of a request."""
+    return _render(template, "tools") != WITHOUT_TOOLS
+
+
+def _render(template: str, *arguments: str) -> int | None:
+    """Return the exit code of render_template.py; None if it does not end."""
     try:
         done = subprocess.run(
-            [sys.executable, "-I", render_template.__file__],
+            [sys.executable, "-I", render_template.__file__, *arguments],
             input=json.dumps(template).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             timeout=WALL_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return f"does not end within {WALL_SECONDS:g} s"
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"does not end within {CPU_SECONDS} s of computing"
-    if done.returncode == OUT_OF_MEMORY or done.returncode < 0:
-        return f"needs more than {MEMORY_BYTES >> 20} MiB of memory, or recurs too deeply"
-    return None if done.returncode == 0 else f"could not be rendered to check it (exit code {done.returncode})"
+        return None
+    return done.returncode
 
 
 def _vocabulary(folder: Path) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-"""Import a run's own reward functions in a child process, before any rank starts, as a worker will import them.
+"""Import a run's own functions in a child process, before any rank starts, as a worker will import them.
 
 User code never runs in the process of a command. The child prints its results, because an import may end the process.
 """
@@ -11,30 +11,41 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.config.rewards import RewardFunctionConfig
-from grpo_mega.errors import UserError
+from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.rewards import registry
-from grpo_mega.rewards.worker import START_LIMIT_S, describe_error
+from grpo_mega.rewards.forked import START_LIMIT_S, describe_error
 
 PROGRAM = """
-import json, sys
+import importlib, json, sys
 request = json.load(sys.stdin)
 sys.path[:] = request["path"]
-from grpo_mega.rewards import import_check
-import_check.report(request)
+importlib.import_module(request["module"]).report(request)
 """
 
 
 def import_problems(functions: Sequence[RewardFunctionConfig], splitter: str, code_dir: Path | None) -> Iterator[str]:
     """Yield a line for each user function that cannot be imported, does not exist, or takes other options."""
-    request = {
+    names = ", ".join(repr(function.name) for function in functions)
+    given = {"functions": [[function.name, function.options] for function in functions], "splitter": splitter}
+    try:
+        yield from ask_child(__name__, given, code_dir, f"reward function {names}")
+    except ConfigError as error:
+        yield from error.lines
+
+
+def ask_child(module: str, given: dict[str, Any], code_dir: Path | None, what: str) -> Any:
+    """Call `report(given)` of a module in a child process, and return the JSON value that it prints.
+
+    Raises ConfigError, about `what`, if the child does not end or fails.
+    """
+    request = given | {
+        "module": module,
         "path": [folder or os.getcwd() for folder in sys.path],
-        "functions": [[function.name, function.options] for function in functions],
-        "splitter": splitter,
         "code_dir": None if code_dir is None else str(code_dir),
     }
-    names = ", ".join(repr(function.name) for function in functions)
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
@@ -45,14 +56,12 @@ def import_problems(functions: Sequence[RewardFunctionConfig], splitter: str, co
             timeout=START_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        yield f"reward function {names}: the import takes more than {START_LIMIT_S:.0f} s; make it lighter"
-        return
+        raise ConfigError(f"{what}: the import takes more than {START_LIMIT_S:.0f} s; make it lighter") from None
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
-        yield from json.loads(lines[-1])
-        return
+        return json.loads(lines[-1])
     last = (done.stderr.strip().splitlines() or ["no text"])[-1]
-    yield f"reward function {names}: the import ended the process with code {done.returncode} ({last}); correct it"
+    raise ConfigError(f"{what}: the import ended the process with code {done.returncode} ({last}); correct it")
 
 
 def report(request: dict[str, object]) -> None:

@@ -34,11 +34,12 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.checks import Check, Checks
+from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
-from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_SERVERS
+from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_PROGRAMS, OF_SERVERS
 from grpo_mega.rewards.shaping import cosine, len_reward
-from grpo_mega.rewards.worker import CheckJob, ForkServer, Outcome, Request, Worker, WorkerEnded
+from grpo_mega.rewards.worker import MATH_VERIFY, CheckJob, Outcome, Request
 
 COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still
@@ -87,17 +88,21 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
         self._failure: str | None = None
-        self._is_ready = not has_workers  # True once a worker has imported all functions
+        self._is_ready = not (has_workers and rewards.functions)  # True once a worker has imported all functions
         self._pids: list[int] = []
 
-        self._server = ForkServer(imports_math_verify=self._is_judged)
-        num_workers = rewards.num_workers if has_workers else 0
+        self._server = ForkServer([MATH_VERIFY] if self._is_judged else [])
+        num_workers = rewards.num_workers if has_workers and rewards.functions else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def has_functions(self) -> bool:
+        return bool(self._weights)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -110,8 +115,19 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._changed.wait_for(lambda: self._is_ready or self._failure is not None)
             self._raise_failure()
 
-    def submit(self, key: Hashable, prompt: str, response: str, answer: str, extras: dict[str, Any]) -> None:
-        """Queue one sample for all functions. `key` must be new; `collect` returns the result under it."""
+    def submit(
+        self,
+        key: Hashable,
+        prompt: str,
+        response: str,
+        answer: str,
+        extras: dict[str, Any],
+        length: int | None = None,
+    ) -> None:
+        """Queue one sample for all functions. `key` must be new; `collect` returns the result under it.
+
+        `length` is the number of characters for `len` and `cosine`; None: all of the response.
+        """
         assert self._threads, "a pool without workers"
         score, texts = None, None  # the accuracy Score if it is clear without a check, else the texts that determine it
         if self._is_judged:
@@ -129,7 +145,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             if key in self._pending:
                 raise ValueError(f"key {key!r} is submitted twice before a collect")
-            self._pending[key] = _Pending(payload, len(response))
+            self._pending[key] = _Pending(payload, len(response) if length is None else length)
             self._unfinished += self._num_checks
             if texts is not None:
                 score = self._checks.known(texts)
@@ -140,15 +156,21 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             for name in self._in_workers:
                 self._queue(Check(name, [key]))
 
-    def submit_group(self, keys: Sequence[Hashable], given: Mapping[str, Any], token_ids: Sequence[list[int]]) -> None:
+    def submit_group(
+        self,
+        keys: Sequence[Hashable],
+        given: Mapping[str, Any],
+        token_ids: Sequence[list[int]],
+        conversations: Sequence[list[dict[str, Any]]] = (),
+    ) -> None:
         """Queue the functions that take a whole group. All samples of the group must have been submitted.
 
-        `given` is the argument of registry.call_group. A sample without a group when results are collected is its own
-        group.
+        `given` and `conversations` are arguments of registry.call_group. A sample without a group when results are
+        collected is its own group.
         """
         if not self._maybe_of_groups and LENGTH not in self._weights:
             return
-        group = pickle.dumps((given, token_ids))
+        group = pickle.dumps((given, token_ids, conversations))
         with self._lock:
             for key in keys:
                 self._pending[key].group = keys
@@ -251,11 +273,11 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """Return a worker that is ready. Raises RewardError if none can start."""
         for _ in range(_MAX_STARTS):
             with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, CheckJob(self._rewards, is_replacement, self._code_dir))
+                worker = Worker(self._server, CheckJob(self._code_dir, self._rewards, is_replacement))
                 with self._lock:
                     self._pids.append(worker.pid)
                     self._is_ready = True
-                    self._maybe_of_groups = worker.of_groups
+                    self._maybe_of_groups = worker.ready
                     self._changed.notify_all()
                 return worker
             time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
@@ -280,10 +302,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                     self._again(check)
                 elif problem:
                     self.first_error = self.first_error or problem
-                    self._blame(check, Score(0.0, "error"))
+                    self._blame(check, Score(None if check.name in OF_PROGRAMS else 0.0, "error"), problem)
                 else:
                     self.counters["killed_workers"] += 1
-                    self._blame(check, Score(None if check.name in OF_SERVERS else 0.0, "timeout"))
+                    self._blame(check, Score(None if check.name in OF_SERVERS | OF_PROGRAMS else 0.0, "timeout"))
             return
 
     def _next_check(self, worker: Worker) -> tuple[Check, Request] | None:
@@ -292,7 +314,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             while self._failure is None:
                 if (check := self._checks.next()) is None:
                     self._has_work.wait(SECONDS_BETWEEN_LOOKS)
-                elif (check.group is not None) == (check.name in worker.of_groups):
+                elif (check.group is not None) == (check.name in worker.ready):
                     payloads = [self._pending[key].payload for key in (check.keys if check.group else check.keys[:1])]
                     if check.failure is not None:
                         _, _, answer, _ = pickle.loads(payloads[0])
@@ -304,10 +326,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     # The methods below run with the lock held.
 
-    def _blame(self, check: Check, score: Score) -> None:
+    def _blame(self, check: Check, score: Score, problem: str = "") -> None:
         """Give this score to a check that hung or crashed. First find out whether the gold answer is to blame."""
         if check.texts is None:
-            late = f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
+            late = problem or f"no answer within rewards.deadline_s={self._rewards.deadline_s:g}"
             self._give(check, [(score, late if score.value is None else None)], is_own=False)
         elif check.failure is not None:
             for refused in (check, *self._checks.refuse_gold(check.texts[0], GOLD_UNPARSABLE)):

@@ -10,7 +10,8 @@ A function has TRL's signature, `(completions, solution, **kwargs) -> list`, if 
 completion_ids. It is called on all samples of a prompt (`call_group`). It gets lists with one entry per sample: these
 three; the gold answer as solution, answer, ground_truth, and under its column's name; every other data column; prefill;
 and finish_reason, "stop" or "length". Completions and prompts are texts if the data's prompts are texts, and messages
-if the prompts are messages. The function may be a coroutine function.
+if the prompts are messages. The function may be a coroutine function. Of a conversation, a completion that is a text is
+the last turn, and one that is messages has all messages after the prompt.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
     "arithmetic_oracle": "examples/arithmetic_oracle.py",
     "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
+    "code": "grpo_mega.rewards.code.code",
     "cosine": "grpo_mega.rewards.shaping.cosine",
     "format": "grpo_mega.rewards.shaping.format_reward",
     "language_consistency": "grpo_mega.rewards.shaping.language_consistency",
@@ -47,11 +49,16 @@ ACCURACY = "accuracy"
 JUDGED = frozenset({ACCURACY, "len", "cosine"})
 # Functions that wait for a server, so a timeout is not the fault of the response.
 OF_SERVERS = frozenset({"reward_model"})
+# Functions that run the response as a program, elsewhere. Their verdict "error" is a program's, and a worker that ends
+# or hangs is not the fault of the response.
+OF_PROGRAMS = frozenset({"code"})
 _NUM_ARGUMENTS = 4  # prompt, response, answer, extras
 # A function that names one of them has TRL's signature.
 _LISTS = frozenset({"prompts", "completions", "completion_ids"})
 GOLD = ("solution", "answer", "ground_truth")
 FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a group
+MESSAGES = "messages"  # key of extras: all messages of a conversation
+AGENT = "agent"  # name of the score of an agent function that returns a number
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
 Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
 # By type of an option: the accepted types of its values, and their name in errors.
@@ -95,6 +102,13 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
             function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
+    if name == "code":
+        from grpo_mega.rewards.code import check_deadline as check_time
+
+        try:
+            check_time(options, deadline_s)
+        except ValueError as error:
+            raise ConfigError(f"reward function 'code': {error}") from None
     if name == "reward_model":
         from grpo_mega.rewards.reward_model import check_deadline  # imported late, because its imports take time
 
@@ -162,11 +176,12 @@ def call_group(
     given: Mapping[str, Any],
     token_ids: Sequence[list[int]],
     form: str,
+    conversations: Sequence[list[dict[str, Any]]] = (),
 ) -> list[Any]:
     """Return the result for each sample of a function with TRL's signature.
 
-    `given` is Prompt.raw_columns, and `form` is the function's key `completions`. Raises ValueError unless there is
-    one reward per sample.
+    `given` is Prompt.raw_columns, and `form` is the function's key `completions`. `conversations` has the messages of
+    each sample, if the samples are conversations. Raises ValueError unless there is one reward per sample.
     """
     text, _, answer, extras = samples[0]
     prompt = given.get("prompts", text)
@@ -174,14 +189,20 @@ def call_group(
     is_text = has_text if form == "as_data" else form == "text"
     if is_text != has_text:
         prompt = text if is_text else [{"role": "user", "content": prompt}]
-    completions = [
+    completions: list[Any] = [
         response if is_text else [{"role": "assistant", "content": response}] for _, response, _, _ in samples
     ]
+    if conversations and not is_text:
+        completions = [
+            messages[len(prompt) if messages[: len(prompt)] == prompt else 0 :] for messages in conversations
+        ]
     columns = {**dict.fromkeys(GOLD, answer), **extras, **given, "prompts": prompt}
     values = {name: [value] * len(samples) for name, value in columns.items()}
     values |= {"completions": completions, "completion_ids": list(token_ids)}
     if FINISH_REASON in extras:
         values[FINISH_REASON] = [one[FINISH_REASON] for _, _, _, one in samples]
+    if conversations:
+        values[MESSAGES] = list(conversations)
     parameters = _parameters_of(function)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         values = {name: value for name, value in values.items() if name in parameters}

@@ -4,18 +4,23 @@ Call `submit` for every sample that finishes, and `submit_group` once all sample
 waits for the rest and sets scores, verdicts, rewards and step rewards. Training then calls `check`; evaluation only
 warns about `first_error`. `drop_unusable` removes the groups whose gold answer does not parse, because they would train
 on format alone.
+
+A conversation (rollout.agent or rollout.tools) has the scores that its agent function returned. Their sum is its
+reward, and rewards.functions do not score it. Without such scores rewards.functions score the text of the last turn,
+and get the messages of the whole conversation. If there are no functions and a limit ended the conversation, it scores
+0. Rewards of turns that the agent set add to the step rewards of functions.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from grpo_mega.errors import RewardError
-from grpo_mega.rewards.api import RewardResult
+from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.pool import RewardPool
-from grpo_mega.rewards.registry import FINISH_REASON
+from grpo_mega.rewards.registry import AGENT, FINISH_REASON, MESSAGES, OF_PROGRAMS
 from grpo_mega.text import num_common
 from grpo_mega.types import Group, Sample
 
@@ -30,6 +35,7 @@ Decode = Callable[[Sequence[int]], str]
 VERDICTS = (
     *("correct", "wrong", "unparsable", "gold_unparsable", "well_formed", "malformed", "oracle_right", "oracle_wrong"),
     *("steps_right", "steps_wrong", "no_steps", "scored", "not_applicable", "timeout", "error"),
+    *("memory", "output", "refused", "length", "turns", "deadline"),
 )
 
 
@@ -39,7 +45,8 @@ class Scorer:
     def __init__(self, pool: RewardPool, decode: Decode) -> None:
         self._pool = pool
         self._decode = decode
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, Sample] = {}  # samples that the workers score
+        self._own: list[Sample] = []  # conversations that rewards.functions do not score
         self._key_of: dict[int, int] = {}  # keys by id() of the sample
         self._scored: list[tuple[Sample, RewardResult]] = []  # results of the last rollout
         self._failures = Failures()
@@ -47,13 +54,23 @@ class Scorer:
         self._keys = itertools.count()
 
     def submit(self, sample: Sample) -> None:
-        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response."""
+        """Send a sample to the workers without waiting. The scored text is what `decode` returns for the response.
+
+        Rewards for lengths count the text of sampled tokens only.
+        """
+        if sample.messages is not None and (sample.scores or not self._pool.has_functions):
+            self._own.append(sample)
+            return
         key = next(self._keys)
         self._samples[key] = sample
         self._key_of[id(sample)] = key
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
-        self._pool.submit(key, prompt.text, self._decode(sample.response_ids), prompt.answer, extras)
+        extras |= {} if sample.messages is None else {MESSAGES: sample.messages}
+        text, length = self._decode(sample.response_ids[_last_turn(sample) :]), None
+        if sample.sampled:
+            length = sum(len(self._decode(sample.response_ids[start:end])) for start, end in sample.sampled)
+        self._pool.submit(key, prompt.text, text, prompt.answer, extras, length)
 
     def submit_group(self, samples: Iterable[Sample]) -> None:
         """Send a group to the functions that are called once per group.
@@ -61,17 +78,23 @@ class Scorer:
         Samples that finished in an earlier phase, and so were not submitted yet, first go to the other functions.
         """
         ordered = sorted(samples, key=lambda sample: sample.index)
+        own = set(map(id, self._own))
         for sample in ordered:
-            if id(sample) not in self._key_of:
+            if id(sample) not in self._key_of and id(sample) not in own:
                 self.submit(sample)
+        ordered = [sample for sample in ordered if id(sample) in self._key_of]
+        if not ordered:
+            return
         keys = [self._key_of[id(sample)] for sample in ordered]
         token_ids = [list(sample.response_ids) for sample in ordered]
-        self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids)
+        conversations = [sample.messages for sample in ordered if sample.messages is not None]
+        self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids, conversations)
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Keep the samples of these groups, and stop scoring all other submitted samples."""
         kept = {id(sample) for group in groups for sample in group.samples}
         dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
+        self._own = [sample for sample in self._own if id(sample) in kept]
         self._pool.discard(dropped)
         for key in dropped:
             del self._key_of[id(self._samples.pop(key))]
@@ -80,14 +103,19 @@ class Scorer:
         """Wait until everything submitted is scored. Call `on_progress()` whenever checks finish."""
         results = self._pool.collect(on_progress)
         self._scored = [(sample, results[key]) for key, sample in self._samples.items()]
-        self._samples, self._key_of = {}, {}
+        names = sorted({name for sample in self._own for name in sample.scores if AGENT not in sample.verdicts})
+        self._scored += [(sample, own_result(sample, names or [AGENT])) for sample in self._own]
+        self._samples, self._key_of, self._own = {}, {}, []
         for sample, result in self._scored:
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
-            rewards: dict[int, float] = {}  # by token, because steps that end at the same token become one step
-            tokens = tokens_at(sample.response_ids, self._decode, [step.end for step in result.steps])
+            # By token, because steps that end at the same token become one step.
+            is_chat = sample.messages is not None
+            rewards = dict(zip(sample.step_ends, sample.step_rewards, strict=True)) if is_chat else {}
+            start = _last_turn(sample)
+            tokens = tokens_at(sample.response_ids[start:], self._decode, [step.end for step in result.steps])
             for token, step in zip(tokens, result.steps, strict=True):
-                rewards[token] = rewards.get(token, 0.0) + step.value
-            sample.step_ends, sample.step_rewards = list(rewards), list(rewards.values())
+                rewards[start + token] = rewards.get(start + token, 0.0) + step.value
+            sample.step_ends, sample.step_rewards = sorted(rewards), [rewards[token] for token in sorted(rewards)]
 
     def check(self) -> None:
         """Raise RewardError if this rollout and earlier ones show that a reward function is broken."""
@@ -97,6 +125,31 @@ class Scorer:
     def first_error(self) -> str | None:
         """The first exception on the samples of this rollout, with the function's name; None if there is none."""
         return next((f"{name}: {text}" for _, result in self._scored for name, text in result.errors.items()), None)
+
+
+def own_result(sample: Sample, names: Collection[str]) -> RewardResult:
+    """Return the result of a conversation that rewards.functions do not score.
+
+    If the agent function raised, or a limit ended it before, every name has the score 0 and the verdict says why.
+    `names` are the scores of other conversations.
+    """
+    failed = sample.verdicts.get(AGENT) or (None if sample.finish_reason == "stop" else sample.finish_reason)
+    scores: Mapping[str, float | None] = sample.scores if AGENT not in sample.verdicts else {}
+    errors: dict[str, str] = {}
+    if not scores and failed is not None:
+        scores = dict.fromkeys(names, 0.0)
+        errors = dict.fromkeys(names, "the agent function; the log has the error") if failed == "error" else {}
+    elif not scores:
+        errors = {AGENT: "rollout.agent returned None, and rewards.functions is empty"}
+        return RewardResult(None, {AGENT: None}, {AGENT: "error"}, (), errors)
+    verdict = "scored" if scores is sample.scores else str(failed)
+    outcomes = {name: Score(value, verdict) for name, value in scores.items()}
+    return result_of(dict.fromkeys(scores, 1.0), outcomes, errors)
+
+
+def _last_turn(sample: Sample) -> int:
+    """Return the index of the first response token of the last turn."""
+    return sample.sampled[-1][0] if sample.messages is not None and sample.sampled else 0
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -113,7 +166,7 @@ def failures_of(sample: Sample) -> set[str]:
     for name, verdict in sample.verdicts.items():
         if verdict in ("error", "timeout") and sample.scores.get(name) is None:
             effects.add("missing")
-        elif verdict == "error":
+        elif verdict == "error" and name not in OF_PROGRAMS:
             effects.add("zero")
     return effects
 

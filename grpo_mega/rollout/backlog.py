@@ -135,7 +135,9 @@ class Backlog:
         """Return the approximate size of the file."""
         samples = [sample for group in self.groups for sample in group.samples]
         num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
-        return 8 * num_tokens(self.groups) + num_routes + 512 * (len(self.groups) + len(samples) + len(self.deferred))
+        num_contexts = sum(len(context.token_ids) for sample in samples for context in sample.contexts)
+        num_bytes = 8 * num_tokens(self.groups) + 4 * num_contexts + num_routes
+        return num_bytes + 512 * (len(self.groups) + len(samples) + len(self.deferred))
 
     def write(self, folder: Path) -> None:
         """Write the file, unless there is nothing to write."""

@@ -9,10 +9,13 @@ together, but `generate` may return at once on a rank that drives no engine.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +23,9 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.types import Group, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import ShardLayout
+
+if TYPE_CHECKING:
+    from grpo_mega.rollout.sessions.conversations import Conversations
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class Sampling:
     seed: int = 0
     with_routes: bool = False  # record the experts of each token, see routes.py
     longest_first: bool = False  # the order in which samples start (schedule.py); does not change any sample
+
+
+def context_seed(context_ids: Sequence[int]) -> int:
+    """Return the CRC-32 of a turn's context. Random streams of a sample's turns differ in this number."""
+    return zlib.crc32(np.asarray(context_ids, np.int64).tobytes())
 
 
 class StopCondition:
@@ -144,7 +155,8 @@ class RolloutRequest:
     them.
 
     Samples start in the order of the groups, except with sampling.longest_first. Earlier phases may have started a
-    group; the engine continues its unfinished samples and does not modify the objects.
+    group; the engine continues its unfinished samples and does not modify the objects. Conversations are not continued:
+    if a phase ends before a conversation, the conversation is discarded.
     """
 
     groups: Mapping[int, Group]  # incomplete groups, keyed by prompt index
@@ -156,6 +168,9 @@ class RolloutRequest:
     usage: Usage = field(default_factory=Usage)
     # It gets each token of a request's only sample as it is drawn. Only the embedded engine calls it.
     on_token: Callable[[int], None] | None = None
+    # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
+    # None: each sample is one response to its prompt.
+    conversations: Conversations | None = None
 
 
 class Engine(ABC):

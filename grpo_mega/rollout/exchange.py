@@ -1,7 +1,8 @@
 """Samples as arrays and JSON, and their exchange between ranks.
 
-Tokens, log-probs and routes of all samples are three arrays, one sample after another. The other fields are one JSON
-object per sample. Prompts are not included, because every rank has them. The backlog's file has the same arrays.
+Tokens, log-probs, rewritten contexts and routes of all samples are four arrays, one sample after another. The other
+fields are one JSON object per sample. Prompts are not included, because every rank has them. The backlog's file has the
+same arrays.
 
 After an exchange all ranks hold all groups, so all ranks compute the same advantages and the same packing. The arrays
 are sent in one all-reduce to which every rank adds its part. They stay arrays, because lists would take eight times the
@@ -16,7 +17,7 @@ import json
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from safetensors.numpy import load, save
 
 from grpo_mega.distributed.messages import seal, unseal
 from grpo_mega.errors import EngineError
-from grpo_mega.types import Group, Prompt, Routes, Sample, Span, unknown_expert
+from grpo_mega.types import Context, Group, Prompt, Routes, Sample, Span, unknown_expert
 
 _FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
 _ROWS = "rows"  # name of the array with the samples' other fields as JSON
@@ -134,13 +135,16 @@ def unpack(
 
 
 def arrays_of(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, routes [tokens, layers, experts per
-    token].
+    """Return tokens [T] int32, log-probs [T] float32 and, if there are any, the tokens of contexts (int32) and routes
+    [tokens, layers, experts per token].
     """
     arrays: dict[str, NDArray[Any]] = {
         "tokens": np.fromiter(chain.from_iterable(s.response_ids for s in samples), np.int32),
         "logprobs": np.fromiter(chain.from_iterable(s.rollout_logprobs for s in samples), np.float32),
     }
+    if any(s.contexts for s in samples):
+        contexts = (context.token_ids for s in samples for context in s.contexts)
+        arrays["contexts"] = np.fromiter(chain.from_iterable(contexts), np.int32)
     if routes := [s.routes.experts for s in samples if s.routes and s.routes.rank is None]:
         arrays["routes"] = np.concatenate(routes)
     return arrays
@@ -152,6 +156,12 @@ def fields_of(sample: Sample) -> dict[str, Any]:
         "length": sample.response_len,
         "spans": list(sample.spans),
     }
+    if sample.sampled:
+        fields["sampled"] = [list(turn) for turn in sample.sampled]
+    if sample.contexts:
+        fields["contexts"] = [[context.start, len(context.token_ids)] for context in sample.contexts]
+    if sample.messages is not None:
+        fields["messages"] = sample.messages
     if sample.routes:
         fields |= {"routed": len(sample.routes.experts), "routes_checksum": sample.routes.checksum}
         if sample.routes.rank is not None:  # the array stays there
@@ -167,11 +177,15 @@ def samples_of(
     Raise ValueError if the lengths differ.
     """
     tokens, logprobs = array("i", arrays["tokens"].tobytes()), array("f", arrays["logprobs"].tobytes())
+    context_ids = iter(arrays["contexts"].tolist() if "contexts" in arrays else ())
     start = num_routed = 0
     for prompt, fields in rows:
         end = start + fields["length"]
         kept: dict[str, Any] = {name: fields[name] for name in _FIELDS} | {
-            "spans": [Span(*span) for span in fields["spans"]]
+            "spans": [Span(*span) for span in fields["spans"]],
+            "sampled": tuple((first, last) for first, last in fields.get("sampled", ())),
+            "contexts": tuple(Context(at, tuple(islice(context_ids, n))) for at, n in fields.get("contexts", ())),
+            "messages": fields.get("messages"),
         }
         if "routes_of" in fields:
             rank, dtype, *shape = fields["routes_of"]

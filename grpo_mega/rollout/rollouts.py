@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,6 +33,9 @@ from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, StopCondition, StopWhenTrainersArrive
 from grpo_mega.rollout.routes import cut
 from grpo_mega.types import Group, Sample, StepMetrics
+
+if TYPE_CHECKING:
+    from grpo_mega.rollout.sessions.conversations import Conversations
 
 _SAMPLES_PER_COUNTER = 2**24  # exceeds the number of samples of any phase
 
@@ -65,6 +68,7 @@ class Rollouts:
     warn: Callable[[str], None]
     ranks: dist.ProcessGroup | None  # all ranks
     raise_on_all_ranks: Callable[[], AbstractContextManager[None]]  # for an error that only some ranks raise
+    conversations: Conversations | None = None  # runs the agents of this rank; None without agents
     # Counts of phases with oversampling since the last flush_stats.
     _stats: Counter[str] = field(default_factory=Counter, init=False)
     # Sums over the engines and the phases of training since the last flush_usage.
@@ -113,7 +117,7 @@ class Rollouts:
                 attempt += 1
                 version, missing = self.engine.version, max(0, wanted - len(done))
                 stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
-                request = RolloutRequest(todo, sampling, step, on_sample, stop)
+                request = RolloutRequest(todo, sampling, step, on_sample, stop, conversations=self.conversations)
                 started_at = time.monotonic()
                 found = self.engine.generate(request)
                 new = self._gather_reports(found, request, started_at if is_training else None)
@@ -150,7 +154,14 @@ class Rollouts:
             return backlog
         stop = StopWhenTrainersArrive(self.rendezvous, self.rendezvous.world_size - self.config.layout.engine_ranks)
         with self._listening(len(before), step, description, self.sampling) as on_sample:
-            request = RolloutRequest(_incomplete(before, self.sampling), self.sampling, step, on_sample, stop)
+            request = RolloutRequest(
+                _incomplete(before, self.sampling),
+                self.sampling,
+                step,
+                on_sample,
+                stop,
+                conversations=self.conversations,
+            )
             started_at = time.monotonic()
             mine = self.engine.generate(request)
             shared = sorted(report.prompt_index for report in self._gather_reports(mine, request, started_at))
@@ -262,7 +273,7 @@ class Rollouts:
                 if not self.config.log.progress:
                     return
                 # One number stores both counts over all ranks, because each request to the store takes time.
-                added = _SAMPLES_PER_COUNTER * sample.response_len + 1
+                added = _SAMPLES_PER_COUNTER * sample.num_sampled + 1
                 before = self.rendezvous.fetch_add(counter, added)
                 tokens, num_done = divmod(before + added, _SAMPLES_PER_COUNTER)
                 bar.advance(num_done - num_shown, tokens=tokens - tokens_shown)

@@ -36,9 +36,14 @@ class Schedule:
         return self._running.total()
 
     @property
+    def num_waiting(self) -> int:
+        """Return the number of added samples that were not taken yet."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
     def wants_group(self) -> bool:
         """Return True if the engine should add a group, in case engines share the groups."""
-        num_taken = self.num_running + sum(map(len, self._waiting.values()))
+        num_taken = self.num_running + self.num_waiting
         return num_taken < self._max_samples and len(self._running.keys() | self._waiting.keys()) < self._share
 
     def add(self, prompt_index: int) -> None:

@@ -23,7 +23,7 @@ from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.losses import choose_by_covariance
 from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
-from grpo_mega.batching.layout import from_samples, response_places, routes_row
+from grpo_mega.batching.layout import from_samples, response_places, routes_row, sampled_mask
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.data.rows import find_value
 from grpo_mega.distributed.recorder import recorder
@@ -100,7 +100,7 @@ def attach_logprobs(
                 batch.advantages = from_samples(assigned, batch, samples)
         if a.positive_nll > 0:
             weights = [w for mini in packing.split(groups, len(batches)) for w in positive_weights(mini, a)]
-            rows = [torch.full((s.response_len,), w) for s, w in zip(samples, weights, strict=True)]
+            rows = [w * sampled_mask(s) for s, w in zip(samples, weights, strict=True)]
             for batch in chain.from_iterable(batches):
                 batch.nll_weights = from_samples(rows, batch, samples)
         if a.needs_mini_batch:
@@ -245,6 +245,8 @@ def assign_advantages(
 ) -> None:
     """Set the samples' advantages. `groups` are all groups of the step; `kl_penalties`: see algorithm/advantages.py."""
     longest, weights = config.rollout.max_response_length, {f.name: f.weight for f in config.rewards.functions}
+    if config.rollout.agent is not None:  # the names that it returns have weight 1
+        weights = dict.fromkeys(sorted({n for g in groups for s in g.samples for n in s.scores}), 1.0) | weights
     advantages.assign_advantages(
         groups, a, max_response_length=longest, kl_penalties=kl_penalties, reward_weights=weights
     )
@@ -305,7 +307,7 @@ def _attach_from_whole(
 def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: AlgorithmConfig) -> LossInputs:
     """Return loss inputs for the response tokens of these samples, end to end, before the update."""
     lengths = torch.tensor([s.response_len for s in samples])
-    mask_T = torch.tensor([float(contributes_to_loss(s, a)) for s in samples]).repeat_interleave(lengths)
+    mask_T = torch.cat([float(contributes_to_loss(s, a)) * sampled_mask(s) for s in samples])
     old_T = torch.cat(list(old_logprobs))
     return LossInputs(
         logprobs=old_T,
@@ -385,6 +387,7 @@ def gather_old_logprobs(
 
 
 def attach_old_logprobs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor]) -> None:
-    """Set old_logprobs of the first samples of a step; None for a sample with tokens outside the loss."""
+    """Set old_logprobs of the first samples of a step; None for a sample with sampled tokens outside the loss."""
     for sample, values in zip(samples, old_logprobs, strict=False):
+        values = values.masked_fill(sampled_mask(sample) == 0, 0.0)
         sample.old_logprobs = None if bool(values.isnan().any()) else values.tolist()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +23,20 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import GIB, FreeMemory
 from grpo_mega.paths import ENGINES
 from grpo_mega.planner.this_machine import free_on_gpu
+from grpo_mega.preflight.agents import tool_schemas
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
 from grpo_mega.preflight.model import Model, experts_per_token
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
+from grpo_mega.rollout.sessions.agents import AgentWorkers
+from grpo_mega.rollout.sessions.conversations import Conversations
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
-from grpo_mega.run.model_files import ModelFiles
+from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 
@@ -69,6 +75,42 @@ def build_sync(
         ranks=runtime.everyone,
         shows_progress=runtime.rank == 0 and config.log.progress,
     )
+
+
+def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
+    """Start the workers that run agents and tools, as a context manager. Return an empty one without agents."""
+    if not config.rollout.has_agents:
+        return nullcontext()
+    return AgentWorkers(config.rollout, config.code_dir, schemas=tool_schemas(config.rollout, config.code_dir))
+
+
+def open_conversations(
+    config: Config, tokenizer: Any, model: ModelFiles, workers: AgentWorkers | None, warn: Callable[[str], None]
+) -> Conversations | None:
+    """Open the endpoint at which agents talk to this rank's engine. Return None without workers. Raise ConfigError."""
+    if workers is None:
+        return None
+    rollout, cp = config.rollout, config.layout.cp
+    return Conversations(
+        tokenizer,
+        decoder(tokenizer, model),
+        training_sampling(config, model, tokenizer),
+        workers,
+        max_turns=rollout.max_turns,
+        max_context=config.data.max_prompt_length + rollout.max_response_length,
+        # With context parallelism each segment is padded by at most 2 tokens per rank.
+        max_tokens=cp * (config.batch.tokens_per_micro_batch - (2 * rollout.max_turns if cp > 1 else 0)),
+        tool_format=rollout.tool_format,
+        warn=warn,
+    )
+
+
+def drives_engine(config: Config) -> bool:
+    """Return True on the first rank of each engine. The environment has the rank, so no process group is needed."""
+    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
+    if num_engine_ranks:
+        rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
+    return rank >= 0 and rank % config.rollout.tp == 0
 
 
 def make_room(engine: Engine, runtime: Runtime, rollout: RolloutConfig, peak: PeakMemory) -> GpuMemory | None:

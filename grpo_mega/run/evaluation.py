@@ -177,7 +177,7 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
             row |= {"samples": len(answers), "solved": sum(correct) if is_usable else None, "answers": answers}
             if is_usable:
                 tallies.append(tally(answers, correct))
-                lengths += [sample.response_len for sample in group.samples]
+                lengths += [sample.num_sampled for sample in group.samples]
     if tallies:
         result.metrics |= sampled_metrics(tallies, rollouts.config.eval.all_ks)
         result.metrics["sampled_response_length"] = sum(lengths) / len(lengths)

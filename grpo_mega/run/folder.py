@@ -66,9 +66,10 @@ FREE_ON_RESUME = {
     model.recompute_modules model.recompute_num_layers optimizer.clip_grad optimizer.cpu_offload optimizer.lr
     optimizer.min_lr optimizer.schedule optimizer.warmup_steps optimizer.weight_decay precision.guard
     rewards.refresh_command rewards.refresh_deadline_s rollout.cache_tokens rollout.dtype rollout.ep
-    rollout.longest_first rollout.max_concurrent rollout.max_restarts rollout.max_staleness rollout.memory_fraction
-    rollout.mismatch_stop rollout.mismatch_warn rollout.phase_deadline_s rollout.placement rollout.routing_replay
-    rollout.server_args rollout.sleep rollout.stall_deadline_s rollout.start_deadline_s rollout.tp
+    rollout.agent_timeout_s rollout.agent_workers rollout.longest_first rollout.max_concurrent rollout.max_restarts
+    rollout.max_staleness rollout.memory_fraction rollout.mismatch_stop rollout.mismatch_warn
+    rollout.phase_deadline_s rollout.placement rollout.routing_replay rollout.server_args rollout.sleep
+    rollout.stall_deadline_s rollout.start_deadline_s rollout.tool_timeout_s rollout.tp
     """.split()  # noqa: SIM905  # a list of texts is three times as long
 }
 

@@ -7,9 +7,8 @@ policy: they only generate, and the other ranks save for them.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,13 +38,22 @@ from grpo_mega.observe.report import as_text
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE, TRACE
+from grpo_mega.preflight.agents import tool_schemas
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
-from grpo_mega.run.engines import build_engine, build_sync, make_room, measure_free_memory
+from grpo_mega.run.engines import (
+    build_engine,
+    build_sync,
+    drives_engine,
+    make_room,
+    measure_free_memory,
+    open_agents,
+    open_conversations,
+)
 from grpo_mega.run.folder import adopt, trim
 from grpo_mega.run.health import Health
 from grpo_mega.run.model_files import (
@@ -313,7 +321,10 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
     because it needs no optimizer.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(_reward_pool(config))  # workers import in the background while the model is built
+        # Workers import in the background while the model is built. Only the first rank of each engine has workers.
+        has_workers = drives_engine(config)
+        pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
+        agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         with shown("reading the tokenizer and the data"):
             model, tokenizer, data, sampler = read_inputs(config)
@@ -332,11 +343,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         with shown("waiting for the engines"), runtime.raise_on_all_ranks(runtime.everyone):
             engine.wait_until_ready()
         timers = Timers(take_peak=peak.take)
-        log = open_log(config, runtime, data.notes)
-        stack.callback(log.close)
-        gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
-        tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
-        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
+        base = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        log = base.log
         trainer = shards_of(model.family, model.shape, config, runtime)
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
         colocation = Colocation(
@@ -345,27 +353,45 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         colocation.free = measure_free_memory(config, model, runtime)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)
-        on_all = partial(runtime.raise_on_all_ranks, everyone)
-        rollouts = Rollouts(
-            config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone, on_all
-        )
-        checkpoints = stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn)))
-        yield Job(
-            config=config,
-            runtime=runtime,
-            model=model,
-            data=data,
-            sampler=sampler,
-            policy=policy,
-            colocation=colocation,
-            rollouts=rollouts,
-            checkpoints=checkpoints,
-            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
-            log=log,
-            timers=timers,
-            stop=StopRequest(config.run_dir),
-            health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
-        )
+        with runtime.raise_on_all_ranks(everyone):
+            conversations = open_conversations(config, tokenizer, model, agents, log.warn)
+        stack.enter_context(conversations or nullcontext())
+        raises = partial(runtime.raise_on_all_ranks, everyone)
+        parts = (config, engine, colocation.recover, rendezvous, scorer, sampling, decode, timers, log.warn, everyone)
+        rollouts = Rollouts(*parts, raises, conversations)
+        yield Job(**vars(base), colocation=colocation, rollouts=rollouts)
+
+
+def open_training(
+    stack: ExitStack,
+    config: Config,
+    runtime: Runtime,
+    model: ModelFiles,
+    data: RunData,
+    sampler: Sampler,
+    policy: Policy | None,
+    timers: Timers,
+) -> TrainingJob:
+    """Open the log, the watchdog and the checkpoints. The end of `stack` closes them."""
+    log = open_log(config, runtime, data.notes)
+    stack.callback(log.close)
+    gc.freeze()  # Megatron collects garbage in every save; objects alive now stay until the end and need no scan
+    tell = partial(tell_latest, config.run_dir / CHECKPOINTS)
+    stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, tell))
+    return TrainingJob(
+        config=config,
+        runtime=runtime,
+        model=model,
+        data=data,
+        sampler=sampler,
+        policy=policy,
+        checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
+        inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
+        log=log,
+        timers=timers,
+        stop=StopRequest(config.run_dir),
+        health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
+    )
 
 
 def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
@@ -375,18 +401,8 @@ def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
     load = None
     if config.algorithm.is_sft:
         load = partial(load_demonstrations, stop_ids=training_sampling(config, model, tokenizer).stop_token_ids)
-    data = load_data(config.data, tokenizer, load)
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
-
-
-def _reward_pool(config: Config) -> RewardPool:
-    """Create this rank's reward workers. Only the first rank of each engine has workers, to score its engine's
-    samples.
-    """
-    rank, num_engine_ranks = int(os.environ.get("RANK", "0")), config.layout.engine_ranks
-    if num_engine_ranks:
-        rank -= int(os.environ["WORLD_SIZE"]) - num_engine_ranks
-    return RewardPool(config.rewards, code_dir=config.code_dir, has_workers=rank >= 0 and rank % config.rollout.tp == 0)
 
 
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

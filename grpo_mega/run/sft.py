@@ -9,21 +9,18 @@ of seed and step: each row once per epoch, and a step may take the last rows of 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import cast
 
 import torch
 
-from grpo_mega.batching.layout import from_samples
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
 from grpo_mega.data.demonstrations import Demonstration
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
-from grpo_mega.distributed.watchdog import HangWatch, StopRequest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -31,15 +28,12 @@ from grpo_mega.observe.metrics import mean_over_updates
 from grpo_mega.observe.progress import phase
 from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS, METRICS_FILE
+from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import NO_BACKLOG
 from grpo_mega.run.batches import update_policy
-from grpo_mega.run.checkpoints import tell_latest
 from grpo_mega.run.folder import explained
-from grpo_mega.run.health import Health
-from grpo_mega.run.job import TrainingJob, open_log, read_inputs
-from grpo_mega.run.model_files import InputDigests, build_policy
-from grpo_mega.run.saving import Checkpoints
+from grpo_mega.run.job import TrainingJob, open_training, read_inputs
+from grpo_mega.run.model_files import build_policy
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
 _OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
@@ -90,21 +84,16 @@ def pack(rows: Sequence[Prompt], policy: Policy) -> tuple[list[Sample], list[lis
 
     The trained tokens of a micro-batch have loss_mask 1 and nll_weights 1 / the trained tokens of all rows.
     """
-    samples, masks = [], []
+    samples = []
     for row in rows:
         for index, segment in enumerate(cast("Demonstration", row).segments):
-            mask = torch.zeros(len(segment.response_ids))
-            for start, end in segment.trained:
-                mask[start:end] = 1.0
-            prompt = Prompt(row.id, "", segment.prompt_ids, "")
-            sample = Sample(prompt, index, segment.response_ids, [0.0] * len(mask), "stop")
-            sample.advantages = torch.zeros_like(mask)
+            prompt, zeros = Prompt(row.id, "", segment.prompt_ids, ""), [0.0] * len(segment.response_ids)
+            sample = Sample(prompt, index, segment.response_ids, zeros, "stop", sampled=segment.trained)
+            sample.advantages = torch.tensor(zeros)
             samples.append(sample)
-            masks.append(mask)
-    num_trained = sum(float(mask.sum(dtype=torch.float64)) for mask in masks)
+    num_trained = float(sum(sample.num_sampled for sample in samples))
     batches = pack_mini_batches([samples], [[1.0] * len(samples)], policy.packing)
     for batch in batches[0]:
-        batch.loss_mask = from_samples(masks, batch, samples)
         batch.nll_weights = batch.loss_mask / num_trained
     return samples, batches
 
@@ -152,22 +141,4 @@ def _open_job(config: Config) -> Iterator[TrainingJob]:
             stack.callback(runtimes.stop)
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
-        log = open_log(config, runtime, data.notes)
-        stack.callback(log.close)
-        gc.freeze()  # Megatron collects garbage in every save
-        last_checkpoint = partial(tell_latest, config.run_dir / CHECKPOINTS)
-        stack.enter_context(HangWatch(config, runtime.store, runtime.rank, runtime.num_ranks, timers, last_checkpoint))
-        yield TrainingJob(
-            config=config,
-            runtime=runtime,
-            model=model,
-            data=data,
-            sampler=sampler,
-            policy=policy,
-            checkpoints=stack.enter_context(closing(Checkpoints(config, runtime.rank, runtime.store, log.warn))),
-            inputs=InputDigests(config, data.digests, runtime.rank, runtime.layout.world_size),
-            log=log,
-            timers=timers,
-            stop=StopRequest(config.run_dir),
-            health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
-        )
+        yield open_training(stack, config, runtime, model, data, sampler, policy, timers)

@@ -75,6 +75,8 @@ def test_log_probs_of_every_path_are_correct(found: dict[str, Any]) -> None:
     errors = {row["name"]: float(row["note"].split()[-1]) for row in found["rows"] if row["name"].endswith(": time")}
     assert len(errors) == 4 and max(errors.values()) < 0.05  # some paths compute bf16 logits
     assert errors["ours: time"] < 1e-5 > errors["ours with entropy: time"]
+    heads = {row["name"]: float(row["note"].split()[-1]) for row in found["rows"] if row["name"].endswith(" logits")}
+    assert heads["fp32 logits"] < 1e-5 < 1e-4 < heads["bf16 logits"]
 
 
 def test_phases_of_a_step_add_up(found: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def force_routes(model: Any, routes: list[Routes]) -> None:
 
     def experts_of(column: int, own: torch.Tensor) -> torch.Tensor:
         known = routes[state["sequence"]].experts[:, column].astype(np.int64)  # all tokens but the last
-        forced = torch.cat((torch.from_numpy(known), own[-1:]))
+        forced = torch.cat((torch.from_numpy(known).to(own.device), own[-1:]))
         return torch.where(forced < 250, forced, own)
 
     def of_softmax(column: int, router: Any, inputs: Any, output: Any) -> Any:

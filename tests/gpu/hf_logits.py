@@ -2,8 +2,9 @@
 process.
 
 Writes OUT/FAMILY (a checkpoint in bf16) and OUT/FAMILY.pt with "tokens" (a few sequences), "bfloat16" and "float32"
-(the logits [tokens, vocab] of each sequence, computed in that dtype from the same bf16 weights). SIZES: config fields,
-as JSON.
+(the logits [tokens, vocab] of each sequence, computed in that dtype from the same bf16 weights). A mixture of experts
+also has "routes" (random experts), "bfloat16 replayed" and "float32 replayed" (the logits with these experts). SIZES:
+config fields, as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.distributed.forced_routes import force_routes, routes_of
 from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 LENGTHS = (7, 19, 64, 130)
@@ -39,6 +41,12 @@ def main(out: Path, device: str, sizes: str, families: list[str]) -> None:
             found[str(dtype).removeprefix("torch.")] = [
                 copied(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in tokens()
             ]
+            if family.endswith("moe"):
+                found["routes"] = routes_of(copied, LENGTHS)
+                force_routes(copied, found["routes"])
+                found[f"{str(dtype).removeprefix('torch.')} replayed"] = [
+                    copied(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in tokens()
+                ]
         torch.save(found, out / f"{family}.pt")
 
 

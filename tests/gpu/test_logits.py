@@ -23,6 +23,7 @@ from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.preflight import kernels
 from grpo_mega.preflight.kernels import Kernels
+from grpo_mega.types import Routes
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample
@@ -48,24 +49,30 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def ours(folder: Path, device: Device, tokens: list[list[int]]) -> list[torch.Tensor]:
+def ours(
+    folder: Path, device: Device, tokens: list[list[int]], routes: list[Routes] | None = None
+) -> list[torch.Tensor]:
     hf_config = AutoConfig.from_pretrained(folder)
     shape = ModelShape.from_hf_config(hf_config.to_dict())
     with open_reader(folder, family_of(shape.model_type), shape) as reader:
-        policy = make_policy(device, hf_config, reader.read)
-    return logits_of(policy, [make_sample(i, ids[:2], ids[2:], 1.0) for i, ids in enumerate(tokens)])
+        policy = make_policy(device, hf_config, reader.read, rollout={"routing_replay": routes is not None})
+    samples = [make_sample(i, ids[:2], ids[2:], 1.0) for i, ids in enumerate(tokens)]
+    for sample, routes_of_sample in zip(samples, routes or [], strict=False):
+        sample.routes = routes_of_sample
+    return logits_of(policy, samples)
 
 
 def rms(values: list[torch.Tensor]) -> float:
     return float(torch.cat([v.flatten() for v in values]).square().mean().sqrt())
 
 
-def check(theirs: Path, family: str, device: Device, allowed: float = ALLOWED) -> None:
-    expected: dict[str, Any] = torch.load(theirs / f"{family}.pt")
-    found = ours(theirs / family, device, expected["tokens"])
-    exact = expected["float32"]
+def check(theirs: Path, family: str, device: Device, allowed: float = ALLOWED, *, is_replayed: bool = False) -> None:
+    expected: dict[str, Any] = torch.load(theirs / f"{family}.pt", weights_only=False)
+    found = ours(theirs / family, device, expected["tokens"], expected["routes"] if is_replayed else None)
+    suffix = " replayed" if is_replayed else ""
+    exact = expected[f"float32{suffix}"]
     own = rms([a - b for a, b in zip(found, exact, strict=True)])
-    usual = rms([a - b for a, b in zip(expected["bfloat16"], exact, strict=True)])
+    usual = rms([a - b for a, b in zip(expected[f"bfloat16{suffix}"], exact, strict=True)])
     assert 0 < own <= allowed * usual, (own, usual)
     assert usual < 0.05 * rms(exact), "bf16 is too coarse for these weights"
 
@@ -89,6 +96,11 @@ def test_a_mixture_of_experts_gives_transformers_logits(theirs: Path, device: De
     implementations.
     """
     check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE)
+
+
+def test_replayed_experts_give_the_logits_of_transformers_with_them(theirs: Path, device: Device) -> None:
+    """Most experts are fixed, so rounding selects others only for the tokens without a record."""
+    check(theirs, MIXTURE, device, ALLOWED_OF_MIXTURE, is_replayed=True)
 
 
 def test_transformer_engine_is_in_use_where_it_is_installed(device: Device) -> None:

@@ -21,6 +21,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.preflight import kernels
+from grpo_mega.run.batches import attach_routes
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
@@ -108,7 +109,9 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
         for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             found[index] = logits_TV[start:end, : policy._shape.vocab]
 
-    [batches] = policy.attach_logprobs(packed(policy, samples))
+    [batches] = packed(policy, samples)
+    attach_routes([batches], samples, policy._runtime)
+    [batches] = policy.attach_logprobs([batches])
     policy.pipeline.forward(batches, keep)
     return [found[index] for index in range(len(samples))]
 

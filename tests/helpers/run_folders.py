@@ -87,5 +87,21 @@ def make_group(step: int, response: str, size: int = 3) -> list[dict[str, Any]]:
     ]
 
 
+def make_conversation(step: int) -> dict[str, Any]:
+    """Return the row of an agent's sample: two turns with a tool, a rewritten history, and a turn."""
+    row = make_group(step, "callRESULTdone?again", size=1)[0]
+    messages = [
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "name": "add", "content": HOSTILE},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "again"},
+    ]
+    advantages = [*[0.5] * 4, *[0.0] * 6, *[0.5] * 4, 0.0, *[-1.0] * 5]
+    own = {"turns": [[0, 4], [10, 14], [15, 20]], "contexts": [[14, f"new history {HOSTILE}"]], "messages": messages}
+    return row | own | {"finish_reason": "turns", "turn_rewards": [[13, 0.25]], "advantages": advantages}
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

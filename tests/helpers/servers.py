@@ -116,9 +116,25 @@ def trainers_environment(temporary: Path) -> Iterator[None]:
 
 
 def note_names(model: Any, named_tensors: Any) -> None:
-    """Write the parameter names to the file named by the tensor. SGLang calls this as a weight loader."""
+    """Do what the suffix of a tensor's name says. SGLang calls this as a weight loader.
+
+    .hf: load the Hugging Face tensors in this file. .save: write all parameters to this file. .restore: load the file
+    of the same name with .save. Otherwise write the parameter names to the file.
+    """
+    import torch
+
+    parameters = dict(model.named_parameters())
     for name, _ in named_tensors:
-        Path(name).write_text(json.dumps([parameter for parameter, _ in model.named_parameters()]))
+        path = Path(name)
+        if path.suffix == ".hf":
+            model.load_weights(torch.load(path).items())
+        elif path.suffix == ".save":
+            torch.save({key: value.detach() for key, value in parameters.items()}, path)
+        elif path.suffix == ".restore":
+            for key, value in torch.load(path.with_suffix(".save")).items():
+                parameters[key].data.copy_(value)
+        else:
+            path.write_text(json.dumps(list(parameters)))
 
 
 def generate(server: Server, num_tokens: int = 8, num_samples: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:

@@ -176,6 +176,7 @@ def conversations(
         ThreadWorkers(agent),
         max_turns=max_turns,
         max_context=9000,
+        max_tokens=20_000,
         warn=warn,
     )
     try:

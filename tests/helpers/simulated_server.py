@@ -39,7 +39,7 @@ class SimulatedSession:
         self.now, self.version = 0, version
         self.begun_at: dict[tuple[int, int], int] = {}
         self.most_at_once = 0
-        self.events, self.is_aborting = self, False
+        self.is_aborting = False
         self._lengths = lengths
         self._requests: list[tuple[int, list[Sample]]] = []  # samples in flight per request, by group key
         self._ends: list[tuple[int, int, int]] = []  # heap of (end time, group key, sample index)
@@ -54,7 +54,7 @@ class SimulatedSession:
             )
         self.most_at_once = max(self.most_at_once, len(self._ends))
 
-    def get(self, timeout: float) -> Event:
+    def next_event(self, timeout: float) -> Event:
         if self._ready:
             return self._ready.pop(0)
         if not self._ends:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_mega.observe.metrics import has_full_marks, heldout_metrics, rollout_metrics
 from grpo_mega.observe.rules import findings
 from grpo_mega.rewards.scorer import failures_of
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Context, Group, Prompt, Sample
 
 PROMPT = Prompt(0, "p", (1,), "7")
 
@@ -36,6 +38,26 @@ def test_the_share_of_rewarded_responses_that_the_oracle_calls_wrong() -> None:
     assert metrics_of(*samples)["reward/paid_but_wrong"] == pytest.approx(1 / 3)
     assert metrics_of(*samples[3:])["reward/paid_but_wrong"] == 0.0
     assert "reward/paid_but_wrong" not in metrics_of(sample(1.0, {"f": "correct"}))
+
+
+def test_lengths_are_of_sampled_tokens_and_agents_have_metrics_of_their_own() -> None:
+    plain = replace(sample(1.0, {}), response_ids=[1] * 4)
+    metrics = metrics_of(plain)
+    assert metrics["response_length/mean"] == 4 and not any(name.startswith("agent/") for name in metrics)
+    turns = {"response_ids": [1] * 12, "sampled": [(0, 3), (5, 6), (6, 8)], "messages": []}
+    first = replace(plain, **turns, contexts=[Context(6, (1, 2))], finish_reason="turns")
+    second = replace(plain, messages=[], finish_reason="deadline")
+    metrics = metrics_of(first, second, plain)
+    assert (metrics["response_length/mean"], metrics["response_length/max"]) == (14 / 3, 6)
+    assert metrics["response_length/cut"] == 0
+    assert {name: value for name, value in metrics.items() if name.startswith("agent/")} == {
+        "agent/turns": 2.0,
+        "agent/inserted_tokens": 3.0,
+        "agent/segments": 1.5,
+        "agent/ended_by_turns": 0.5,
+        "agent/ended_by_deadline": 0.5,
+    }
+    assert heldout_metrics([Group(PROMPT, [first, second])])["eval/response_length"] == 5
 
 
 def test_an_oracle_does_not_count_in_the_held_out_score() -> None:

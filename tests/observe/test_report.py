@@ -15,7 +15,7 @@ from grpo_mega.observe import curves, report
 from grpo_mega.observe.report import embedded, write_report
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.writers import JsonLinesWriter
-from tests.helpers.run_folders import HOSTILE, make_run, write_lines
+from tests.helpers.run_folders import HOSTILE, make_conversation, make_run, write_lines
 
 
 def data_of(path: Path) -> dict[str, Any]:
@@ -160,6 +160,29 @@ def test_rows_of_older_runs_are_shown_without_colors(tmp_path: Path) -> None:
     )
     (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
     assert group["samples"][0]["t"] is None and group["samples"][0]["response"] == "r"
+
+
+def test_a_conversation_is_split_into_turns_inserted_tokens_and_histories(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    row = make_conversation(1)
+    broken = [row | {"turns": value} for value in ([[1]], "x", [["a", "b"]], [[0, 99]])]
+    rows = [row, row | {"messages": None, "contexts": [], "turn_rewards": []}, *broken, row | {"token_ends": None}]
+    write_lines(run / "samples.jsonl", rows)
+    (group,) = data_of(write_report(run))["samples"]["steps"][0]["groups"]
+    whole, bare, *others = group["samples"]
+    assert whole["parts"] == [
+        {"kind": "turn", "label": "turn 1, calls add", "start": 0, "end": 4},
+        {"kind": "inserted", "label": "tool add", "start": 4, "end": 10},
+        {"kind": "turn", "label": "turn 2", "start": 10, "end": 14, "reward": 0.25},
+        {"kind": "history", "label": "history rewritten", "text": f"new history {HOSTILE}"},
+        {"kind": "inserted", "label": "user", "start": 14, "end": 15},
+        {"kind": "turn", "label": "turn 3", "start": 15, "end": 20},
+    ]
+    assert [(part["kind"], part["label"]) for part in bare["parts"]][:2] == [
+        ("turn", "turn 1"),
+        ("inserted", "template"),
+    ]
+    assert len(others) == 5 and all(one["t"] or one["response"] for one in others)
 
 
 def test_a_folder_without_a_run_is_a_one_line_error_with_its_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mega.observe.report import write_report
 from tests.helpers.browser import BINARY, MISSING, Page, open_browser
-from tests.helpers.run_folders import HOSTILE, make_run, write_lines
+from tests.helpers.run_folders import HOSTILE, make_conversation, make_run, write_lines
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 
@@ -154,6 +154,28 @@ def test_samples_of_a_step_are_side_by_side_with_colored_tokens(browser: Page, t
     assert "what is 3?" in text(browser, "#samples .prompt")
     put(browser, "#prompt-filter", "IS 1")
     assert text(browser, "#samples-count") == "4 groups in all steps"  # prompts 1, 10, 11 and 12 match
+    check(browser)
+
+
+def test_a_conversation_shows_turns_tools_histories_and_what_is_trained(browser: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_lines(run / "samples.jsonl", [make_conversation(12)])
+    show(browser, run)
+    browser.press("#tab-samples")
+    labels = "[...document.querySelectorAll('.part .label')].map((one) => one.innerText)"
+    assert browser.run(labels) == [
+        *("turn 1, calls add · advantage +0.5", "tool add", "turn 2 · advantage +0.5 · reward 0.25"),
+        *("history rewritten", "user", "turn 3 · advantage -1"),
+    ]
+    assert "13 sampled and 7 inserted tokens · out of turns" in text(browser, ".member .top")
+    browser.press("#heat [data-value=advantage]")
+    styles = "[...document.querySelectorAll('.part.KIND .token')].filter((one) => one.getAttribute('style')).length"
+    assert browser.run(styles.replace("KIND", "turn")) == 13
+    assert browser.run(styles.replace("KIND", "inserted")) == 0
+    event = "new PointerEvent('pointermove', {clientX: 9, clientY: 9})"
+    browser.run(f"document.querySelector('.part.inserted .token').dispatchEvent({event})")
+    assert "not sampled\tnot trained" in text(browser, "#tip")
+    assert browser.run("document.title") != "taken"
     check(browser)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import num_logged, open_run_log, token_ends
+from grpo_mega.observe.run_log import SampleRows, num_logged, open_run_log, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
-from grpo_mega.types import Group, Prompt, Sample, Span
+from grpo_mega.types import Context, Group, Prompt, Sample, Span
 
 PROMPT = "<user>1+1=?<assistant>"
 METRICS = {
@@ -187,6 +188,31 @@ def test_token_texts_add_up_to_the_response_for_any_tokenizer() -> None:
     assert token_ends([0, 3, 4], by_words([0, 3, 4]), by_words) == [2, 4, 6]
     assert token_ends(ids, "something else", by_bytes) is None
     assert token_ends([], "", by_bytes) == []
+
+
+def test_a_row_of_a_conversation_has_turns_and_means_over_sampled_tokens() -> None:
+    (row,) = SampleRows(1).of(1, [make_group(1)], decode)
+    assert row["advantage"] == 0.5 and row.keys().isdisjoint({"messages", "turns", "contexts", "turn_rewards"})
+    group = make_group(1)
+    one = group.samples[0] = replace(
+        group.samples[0],
+        response_ids=[65, 66, 67, 68],
+        rollout_logprobs=[-0.1, 0.0, 0.0, -0.2],
+        sampled=[(0, 1), (3, 4)],
+        contexts=[Context(3, (88, 89))],
+        messages=[{"role": "assistant", "content": "D"}],
+        step_ends=[0],
+        step_rewards=[0.5],
+        advantages=torch.tensor([2.0, 0.0, 0.0, 2.0]),
+        old_logprobs=[-0.1, 0.0, 0.0, -0.1],
+    )
+    (row,) = SampleRows(1).of(1, [group], decode)
+    assert row["advantage"] == 2.0 and "advantages" not in row and row["mismatch"] == [0, 0, 0, 0.1]
+    assert row["turns"] == [[0, 1], [3, 4]] and row["contexts"] == [[3, "XY"]] and row["messages"] == one.messages
+    assert json.loads(json.dumps(row["turn_rewards"])) == [[0, 0.5]]
+    one.advantages = torch.tensor([2.0, 0.0, 0.0, -1.0])
+    (row,) = SampleRows(1).of(1, [group], decode)
+    assert row["advantage"] == 0.5 and row["advantages"] == [2, 0, 0, -1]
 
 
 def test_whole_groups_are_logged() -> None:

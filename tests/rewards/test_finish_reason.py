@@ -58,3 +58,21 @@ def test_cut_off_or_unevaluated_answers_get_none_of_the_three_rewards(unevaluate
         alone = scored("len", "cosine")
         assert [sample.scores["cosine"] for sample in alone] == [sample.scores["cosine"] for sample in samples]
         assert [sample.scores["len"] for sample in alone] == [sample.scores["len"] for sample in samples]
+
+
+def test_rewards_for_lengths_count_the_text_of_sampled_tokens() -> None:
+    text = "So 40 + 11 is <tool>some long result</tool>51"
+    prompt = Prompt(3, "40+11?", (1,), "51", raw_columns={"prompts": "40+11?"})
+    whole, plain = (Sample(prompt, i, list(map(ord, text)), [], "stop") for i in range(2))
+    whole.sampled = [(0, 14), (len(text) - 2, len(text))]
+    short = Sample(prompt, 2, list(map(ord, "So 40 + 11 is 51")), [], "stop")
+    samples = [whole, plain, short]
+    with reward_pool([(name, 1.0) for name in ("len", "cosine")]) as pool:
+        scorer = Scorer(pool, lambda ids: "".join(map(chr, ids)))
+        for sample in samples:
+            scorer.submit(sample)
+        scorer.submit_group(samples)
+        scorer.finish()
+    for name in ("cosine", "len"):
+        values = [sample.scores[name] for sample in samples]
+        assert values[0] == values[2] and (values[1] or 0) < (values[0] or 0), (name, values)

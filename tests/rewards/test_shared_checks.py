@@ -120,4 +120,4 @@ def test_a_group_with_a_discarded_sample_is_scored_without_it() -> None:
 
 
 def test_workers_can_unpickle_the_job_of_these_tests() -> None:
-    assert isinstance(pickle.loads(pickle.dumps(SlowJob(RewardsConfig(), False))), SlowJob)
+    assert isinstance(pickle.loads(pickle.dumps(SlowJob(None, RewardsConfig(), False))), SlowJob)

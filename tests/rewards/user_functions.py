@@ -111,3 +111,11 @@ def lose_all(prompt: str, response: str, answer: str, extras: dict[str, Any]) ->
 
 def tell_finish_reason(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
     return Score(1.0, str(extras["finish_reason"]))
+
+
+def num_messages(prompt, response, answer, extras):
+    return float(len(extras["messages"]))
+
+
+def end_of_last_turn(prompt, response, answer, extras):
+    return Score(5.0, "scored", (Step(len(response), 5.0),))

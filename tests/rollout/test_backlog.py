@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.rollout.backlog import FILE, Backlog
-from grpo_mega.types import Group, Prompt, Sample, Span, Turn
+from grpo_mega.rollout.exchange import arrays_of, fields_of, pack_groups, unpack
+from grpo_mega.types import Context, Group, Prompt, Sample, Span, Turn
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]
 SIZE = 3
@@ -169,6 +170,32 @@ def test_a_written_backlog_is_read_back_to_the_bit(tmp_path: Path) -> None:
     prompts = {prompt.id: prompt for prompt in PROMPTS}
     assert Backlog.read(tmp_path, 9, prompts.get) == backlog
     assert (tmp_path / FILE).stat().st_size < 2 * backlog.num_bytes
+
+
+def test_conversations_are_stored_and_exchanged_to_the_bit(tmp_path: Path) -> None:
+    one = group(5, (1, 9))
+    first, second, third = one.samples
+    first = replace(first, sampled=((0, 2), (3, 5), (6, 9)), finish_reason="turns", step_ends=[1, 4])
+    first = replace(first, contexts=(Context(3, (4, 70_001)), Context(6, (5, 6, 7))), step_rewards=[0.5, -1.0])
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"b": 1, "a": "é"}}]}]
+    first = replace(first, messages=messages)
+    third = replace(third, messages=[], contexts=(Context(0, (8,)),), finish_reason="deadline")
+    conversations = Group(one.prompt, [first, second, third])
+    backlog = Backlog(9, (conversations, group(2, (0, 5))))
+    backlog = backlog.after_phase([Group(g.prompt, []) for g in backlog.groups], [], backlog.groups)
+    backlog.write(tmp_path)
+    assert Backlog.read(tmp_path, 9, {prompt.id: prompt for prompt in PROMPTS}.get) == backlog
+    sent = dict(enumerate(backlog.groups))
+    parts = [memoryview(pack_groups(sent)), memoryview(b"")]
+    assert unpack(parts, {key: one.prompt for key, one in sent.items()}, ()) == sent
+
+
+def test_samples_without_turns_have_the_same_file_as_before() -> None:
+    fields = fields_of(sample(PROMPTS[1], 0, (0, 3)))
+    assert fields.keys() == {
+        *("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards", "length", "spans")
+    }
+    assert arrays_of([sample(PROMPTS[1], 0, (0, 3))]).keys() == {"tokens", "logprobs"}
 
 
 def test_groups_of_prompts_removed_from_the_data_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ import torch
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
 from grpo_mega.algorithm.advantages import ADVANTAGES, assign_advantages
-from grpo_mega.batching.pack import PackingSpec
+from grpo_mega.algorithm.token_weights import mini_batch_weights, positive_weights
+from grpo_mega.batching.layout import sampled_mask
+from grpo_mega.batching.pack import PackingSpec, split
 from grpo_mega.run.batches import _penalty, drop_zero_variance, is_zero_variance, pack
 from grpo_mega.types import Group, Prompt, Sample
 from tools.conformance import oracle_advantages
@@ -89,6 +91,37 @@ def test_overlong_filter_excludes_cut_off_responses_from_loss_and_weights() -> N
     assert weights(config(overlong_filter=True), given)[0] == [pytest.approx(1 / 2), 0.0]
     # The group's mean still includes the cut-off sample. Without it the other sample's advantage would be 0.
     assert given[0].samples[0].advantages is not None and given[0].samples[0].advantages[0] > 0.5
+
+
+def test_weights_count_sampled_tokens_and_exclude_what_a_limit_ended() -> None:
+    own = config(overlong_filter=True)
+    step = groups([[6, 4], [5, 3]])
+    step[0].samples[0].sampled = [(0, 2), (5, 6)]
+    step[1].samples[0].finish_reason = "deadline"
+    first, second = mini_batch_weights(split(step, 2), own.algorithm, max_response_length=MAX_LENGTH)
+    assert first == [1 / 7, 1 / 7] and second == [0.0, 1 / 3]
+    step[1].samples[0].finish_reason = "turns"
+    assert mini_batch_weights(split(step, 2), own.algorithm, max_response_length=MAX_LENGTH)[1] == [0.0, 1 / 3]
+    assert positive_weights(step[0].samples, own.algorithm) == [1 / 3, 0.0]
+
+
+def test_whitening_and_length_baselines_use_sampled_tokens_only() -> None:
+    """A conversation has the advantages of the same sample without its inserted tokens."""
+    for recipe in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "rlinf", "mt_grpo", "gdpo"):
+        plain, inserted = groups([[5, 4], [2, 6]]), groups([[5, 4], [2, 6]])
+        for one in (*plain, *inserted):
+            one.samples[1].step_ends, one.samples[1].step_rewards = [1], [0.25]
+            one.samples[0].reward = 0.7
+        own = config(recipe=recipe).algorithm
+        grown = inserted[0].samples[0]
+        grown.response_ids, grown.rollout_logprobs = [3] * 9, [-1.0, -1.0, 0, 0, 0, -1.0, -1.0, -1.0, 0]
+        grown.sampled = [(0, 2), (5, 8)]
+        for some in (plain, inserted):
+            assign_advantages(some, own, max_response_length=MAX_LENGTH)
+        for a, b in zip(plain, inserted, strict=True):
+            for old, new in zip(a.samples, b.samples, strict=True):
+                mask = sampled_mask(new) > 0
+                assert torch.equal(new.advantages[mask], old.advantages) and not new.advantages[~mask].any()
 
 
 def test_a_sample_without_any_reward_is_excluded_unless_its_steps_have_one() -> None:

@@ -134,8 +134,9 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(
     check_whole(found["slow"] | found["fast"])
 
 
-def update_to(engine: SGLangEngine, version: int, folder: Path) -> None:
-    names = [payload(str(folder / "names"), torch.empty(0))]
+def update_to(engine: SGLangEngine, version: int, file: Path) -> None:
+    """Update the server to a version. What note_names does with `file` depends on its suffix."""
+    names = [payload(str(file), torch.empty(0))]
     body = {
         "serialized_named_tensors": names,
         "load_format": LOADER,
@@ -150,7 +151,7 @@ def update_to(engine: SGLangEngine, version: int, folder: Path) -> None:
 
 def test_samples_have_the_last_synced_version_and_others_are_an_error(engine: SGLangEngine, tmp_path: Path) -> None:
     for version in (3, 4):
-        update_to(engine, version, tmp_path)
+        update_to(engine, version, tmp_path / "names")
         groups = generate(engine, max_concurrent=8 * SAMPLING.group_size)
         assert len(groups) == len(PROMPTS)
         assert {sample.policy_version for group in groups.values() for sample in group.samples} == {version}
@@ -198,7 +199,7 @@ def test_after_stragglers_are_aborted_the_server_updates_and_samples(
     found = generate(engine, sampling=endless, stop=stop)
     assert engine.failure is None and load_of(server) == (0, 0)
     assert sorted(found) == sorted(PROMPTS) and divided(found, endless)[0] == {}
-    update_to(engine, 6, tmp_path)
+    update_to(engine, 6, tmp_path / "names")
     groups = generate(engine, max_concurrent=8 * SAMPLING.group_size)
     assert engine.failure is None and sorted(groups) == sorted(PROMPTS)
     check_whole(groups)
@@ -212,7 +213,7 @@ def test_aborted_samples_continue_after_an_update_with_right_log_probs(engine: S
     version = 6
     while todo := {key: PROMPTS[key] for key, group in groups.items() if not group.is_complete(sampling.group_size)}:
         version += 1
-        update_to(engine, version, tmp_path)
+        update_to(engine, version, tmp_path / "names")
         stop = enough(2) if len(todo) > 2 else None
         found = generate(engine, todo, sampling, version, stop=stop, earlier=groups)
         assert engine.failure is None, engine.failure

@@ -59,7 +59,7 @@ def locate_answer(response: str, is_cut: bool = False) -> tuple[str | None, str]
     If the response `is_cut` at the length limit, only a complete mark counts. No regex that could backtrack over the
     whole text is used.
     """
-    conclusion = _conclusion(response)
+    conclusion = conclusion_of(response)
     _, is_tagged, tagged = conclusion.rpartition("</answer>")[0].rpartition("<answer>")
     text = tagged.partition("</answer>")[0] if is_tagged else conclusion
     is_cut = is_cut and not is_tagged
@@ -78,7 +78,7 @@ def read_located(marked: str | None, conclusion: str, is_cut: bool = False) -> s
     return read_announced(conclusion) if is_cut else read_passage(conclusion)
 
 
-def _conclusion(response: str) -> str:
+def conclusion_of(response: str) -> str:
     """Return the text after the last thought; "" if that thought does not end."""
     if "<" not in response and "[" not in response:
         return response

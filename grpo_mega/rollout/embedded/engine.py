@@ -3,38 +3,41 @@
 It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping,
 because its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent`
 sequences, and finished sequences leave the batch. A phase that is stopped early ends between two tokens and discards
-the cache with the batch.
+the cache with the batch. Turns of conversations join a running batch (turns.py). Single responses do not, because a
+sample's log-probs then would depend on the lengths of earlier samples in their last bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.errors import EngineError
+from grpo_mega.rollout.embedded.decoder import Decoder, Start
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
-from grpo_mega.rollout.embedded.sampler import draw, uniforms
+from grpo_mega.rollout.embedded.sampler import uniforms
+from grpo_mega.rollout.embedded.turns import TurnLoop
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.schedule import Schedule, schedule_of
-from grpo_mega.types import FinishReason, Group, Prompt, Sample, Span
+from grpo_mega.types import FinishReason, Group, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import hf_shards
 from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.spec import Family, ModelShape
 
-COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
+if TYPE_CHECKING:
+    from grpo_mega.rollout.sessions.conversations import Conversations
 
 
 class EmbeddedEngine(Engine):
-    """An engine without a server. A failure ends the rank. `sleep` frees no memory, so policy and engine must fit
-    together.
+    """An engine without a server. A failure ends the rank, except the failure of a conversation. `sleep` frees no
+    memory, so policy and engine must fit together.
     """
 
     def __init__(
@@ -83,6 +86,10 @@ class EmbeddedEngine(Engine):
             self.version = version
         return problems
 
+    def restart(self, failed: Collection[int]) -> None:
+        if self._rank in failed:
+            self.failure = None
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the model's weights by their names in a checkpoint."""
         return self._tensors
@@ -104,6 +111,12 @@ class EmbeddedEngine(Engine):
         schedule = schedule_of(request, per_batch, len(mine))
         for prompt_index in mine:
             schedule.add(prompt_index)
+        if request.conversations is not None:
+            self._converse(request.conversations, request, schedule, per_batch)
+            groups = schedule.finish().items()
+            return {
+                index: group for index, group in groups if not self.failure or group.is_complete(sampling.group_size)
+            }
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (taken := schedule.take()):
             batch = [(prompt_index, sample) for prompt_index, samples in taken.items() for sample in samples]
@@ -112,6 +125,18 @@ class EmbeddedEngine(Engine):
             clock = self._generate_batch(batch, request, schedule, clock)
         return schedule.finish()
 
+    def _converse(
+        self, conversations: Conversations, request: RolloutRequest, schedule: Schedule, num_slots: int
+    ) -> None:
+        """Run the conversations of the schedule. Set `failure` if one fails."""
+        self._recorder.start(0, 0, self.device, is_on=False)
+        num_slots = min(num_slots, schedule.num_waiting)
+        decoder = Decoder(self._model, num_slots, request.sampling.max_response_length, request.sampling)
+        try:
+            TurnLoop(decoder, conversations, request, schedule, self.version).run()
+        except EngineError as error:
+            self.failure = f"a conversation in step {request.step} failed: {error}"
+
     def _generate_batch(
         self, batch: Sequence[tuple[int, Sample]], request: RolloutRequest, schedule: Schedule, clock: int
     ) -> int:
@@ -119,144 +144,56 @@ class EmbeddedEngine(Engine):
         schedule.
         """
         samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
-        longest, first_clock = sampling.max_response_length, clock
+        longest = sampling.max_response_length
         self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
-        rows_by_kind = [
-            [row for row, s in enumerate(samples) if (s.response_len > 0) == earlier] for earlier in (False, True)
-        ]
-        states = [_Decoding.prefill(self._model, samples, rows, self._recorder) for rows in rows_by_kind if rows]
-        streams = _streams(samples, sampling, request.step, self.device)
-        is_stop = torch.zeros(self._model.config.vocab_size, dtype=torch.bool, device=self.device)
-        is_stop[list(sampling.stop_token_ids)] = True
-        first_B = torch.tensor([sample.response_len for sample in samples], device=self.device)
-        tokens_BT = torch.empty((len(samples), longest), dtype=torch.int64, device=self.device)
-        logprobs_BT = torch.empty(tokens_BT.shape, dtype=torch.float32, device=self.device)
+        decoder = Decoder(self._model, len(samples), longest, sampling, self._recorder)
+        for is_continued in (False, True):
+            starts = {
+                row: _start_of(sample, sampling, request.step)
+                for row, sample in enumerate(samples)
+                if (sample.response_len > 0) == is_continued
+            }
+            if starts:
+                decoder.add(starts)
 
         def extended(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
-            (prompt_index, sample), num_tokens = batch[row], clock - first_clock
-            end = sample.response_len + num_tokens
+            prompt_index, sample = batch[row]
+            tokens, logprobs = decoder.found(row)
             return prompt_index, replace(
                 sample,
-                response_ids=[*sample.response_ids, *tokens_BT[row, :num_tokens].tolist()],
-                rollout_logprobs=[*sample.rollout_logprobs, *logprobs_BT[row, :num_tokens].tolist()],
+                response_ids=[*sample.response_ids, *tokens],
+                rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
                 finish_reason=reason,
-                spans=[*sample.spans, Span(self.version, sample.response_len, end)],
-                routes=self._recorder.routes(row, sample, num_tokens - 1),  # the last token was not fed to the model
+                spans=[*sample.spans, Span(self.version, sample.response_len, sample.response_len + len(tokens))],
+                routes=self._recorder.routes(row, sample, len(tokens) - 1),  # the last token was not fed to the model
             )
 
-        while states:
-            position, clock = clock - first_clock, clock + 1
-            for state in states:
-                rows = state.rows
-                positions = (first_B[rows] + position).clamp_(max=longest - 1)  # finished sequences still have a row
-                uniform = None if streams is None else streams[rows, positions]
-                state.tokens, logprobs_BT[rows, position] = draw(
-                    state.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-                )
-                tokens_BT[rows, position] = state.tokens
-                if request.on_token is not None:
-                    request.on_token(int(state.tokens[0]))
-                is_stopped = is_stop[state.tokens]
-                ended = (is_stopped | (positions + 1 == longest)) & state.is_live
-                for row, stopped in zip(rows[ended].tolist(), is_stopped[ended].tolist(), strict=True):
-                    schedule.ended(*extended(row, "stop" if stopped else "length"), clock)
-                state.is_live &= ~ended
-            states = [state for state in states if state.is_live.any()]
-            if stop is not None and states and stop.is_met(clock):
-                for row in (row for state in states for row in state.rows[state.is_live].tolist()):
+        while decoder.is_running:
+            clock += 1
+            ended = decoder.sample()
+            if request.on_token is not None:
+                request.on_token(int(decoder.tokens_ST[0, decoder.num_steps - 1]))
+            for row, reason in ended:
+                schedule.ended(*extended(row, reason), clock)
+            if stop is not None and decoder.is_running and stop.is_met(clock):
+                for row in decoder.live_slots:
                     prompt_index, sample = extended(row, None)
                     schedule.left_over(prompt_index, [sample])
                 break
-            for state in states:
-                state.advance(self._model)
-                self._recorder.fed(state.rows, position)
+            decoder.advance()
         return clock
 
 
-def _streams(samples: Sequence[Sample], sampling: Sampling, step: int, device: torch.device) -> Tensor | None:
-    """Return uniforms [sequences, max_response_length], or None for greedy decoding."""
-    if sampling.temperature == 0:
-        return None
-    rows = [
-        uniforms(
-            sampling.seed, s.first_version if s.spans else step, s.prompt.id, s.index, sampling.max_response_length
-        )
-        for s in samples
-    ]
-    return torch.from_numpy(np.stack(rows)).to(device)
-
-
-@dataclass
-class _Decoding:
-    """The state of a batch: the model's inputs for the next token of each sequence in the cache."""
-
-    cache: DynamicCache
-    mask: Tensor  # [B, tokens so far]; 0 on the left padding
-    positions: Tensor  # [B] position of each sequence's last token
-    logits: Tensor  # [B, vocab] logits of the next token
-    tokens: Tensor  # [B] last sampled tokens
-    rows: Tensor  # [B] index of each sequence in the batch
-    is_live: Tensor  # [B] bool
-
-    @classmethod
-    def prefill(cls, model: Any, samples: Sequence[Sample], rows: Sequence[int], recorder: RouteRecorder) -> _Decoding:
-        """Run each prompt once and copy its cache for each sample of the group. Run each continued response
-        separately.
-        """
-        contexts: list[tuple[int, ...]] = []
-        source: list[int] = []  # index of each sample's context
-        shared: Prompt | None = None
-        for sample in (samples[row] for row in rows):
-            if sample.response_len or sample.prompt is not shared:
-                contexts.append((*sample.prompt.token_ids, *sample.response_ids))
-                shared = None if sample.response_len else sample.prompt
-            source.append(len(contexts) - 1)
-        longest, device = max(map(len, contexts)), model.device
-        ids = torch.zeros((len(contexts), longest), dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, context in enumerate(contexts):
-            ids[row, longest - len(context) :] = torch.tensor(context)
-            mask[row, longest - len(context) :] = 1
-        ids, mask = ids.to(device), mask.to(device)
-        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
-        cache = DynamicCache(config=model.config)
-        out = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        recorder.prefilled(rows, source, [len(context) for context in contexts])
-        source_B = torch.tensor(source, device=device)
-        cache.batch_select_indices(source_B)
-        return cls(
-            cache=cache,
-            mask=mask[source_B],
-            positions=positions[source_B, -1],
-            logits=out.logits[source_B, -1],
-            tokens=torch.zeros(len(rows), dtype=torch.int64, device=device),
-            rows=torch.tensor(rows, device=device),
-            is_live=torch.ones(len(rows), dtype=torch.bool, device=device),
-        )
-
-    def advance(self, model: Any) -> None:
-        """Feed the sampled tokens to the model. First drop finished sequences from the cache, if there are enough of
-        them.
-        """
-        if self.is_live.float().mean() < COMPACT_BELOW:
-            keep = self.is_live.nonzero().squeeze(1)
-            self.cache.batch_select_indices(keep)
-            self.mask, self.positions, self.rows = self.mask[keep], self.positions[keep], self.rows[keep]
-            self.is_live, self.tokens = self.is_live[keep], self.tokens[keep]
-        self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
-        self.positions = self.positions + 1
-        out = model(
-            input_ids=self.tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.positions[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.logits = out.logits[:, -1]
+def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
+    """Return how a sample starts in `step`, or continues."""
+    stream, prompt = None, sample.prompt
+    if sampling.temperature > 0:
+        version = sample.first_version if sample.spans else step
+        stream = uniforms(sampling.seed, version, prompt.id, sample.index, sampling.max_response_length)
+    return Start(
+        context=(*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids,
+        stream=stream,
+        first=sample.response_len,
+        end=sampling.max_response_length,
+        stop_token_ids=sampling.stop_token_ids,
+    )

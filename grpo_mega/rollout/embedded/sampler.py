@@ -9,12 +9,15 @@ from torch import Tensor
 _BLOCK = 256  # tokens per partial sum; only these sums need double precision, not the whole vocabulary
 
 
-def uniforms(seed: int, step: int, prompt_id: int, sample_index: int, length: int) -> np.ndarray:
-    """Return [length] float64 in [0, 1): a sample's random stream (Philox). It depends only on the first four
-    arguments.
+def uniforms(
+    seed: int, step: int, prompt_id: int, sample_index: int, length: int, turn: int | None = None
+) -> np.ndarray:
+    """Return [length] float64 in [0, 1): the random stream (Philox) of a sample or of a turn of its conversation.
+
+    It depends only on the other arguments, and a shorter stream is the start of a longer one.
     """
-    sequence = np.random.SeedSequence((seed, step, prompt_id, sample_index))
-    return np.random.Generator(np.random.Philox(sequence)).random(length)
+    numbers = (seed, step, prompt_id, sample_index) if turn is None else (seed, step, prompt_id, sample_index, turn)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).random(length)
 
 
 def draw(

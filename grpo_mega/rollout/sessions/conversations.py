@@ -12,11 +12,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Collection, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
+from grpo_mega.rollout.sessions.chat import prompt_values
 from grpo_mega.rollout.sessions.gateway import Gateway, OpenSession, ended_error
 from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
 from grpo_mega.rollout.sessions.template import Template
@@ -51,7 +53,7 @@ class _Running:
     is_repeated: bool
 
 
-class Conversations:
+class Conversations(AbstractContextManager["Conversations"]):
     """All methods may be called from any thread, but `start`, `abort` and `close` from one at a time."""
 
     def __init__(
@@ -63,17 +65,20 @@ class Conversations:
         *,
         max_turns: int,
         max_context: int,
+        max_tokens: int,
         tool_format: str = "auto",
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Check the chat template, and open the endpoint. Raise ConfigError if the template cannot be used.
 
-        `max_context`: maximum number of tokens that the engine accepts. `warn` gets the first error of an agent.
+        `max_context`: maximum number of tokens that the engine accepts. `max_tokens`: maximum number of tokens that a
+        micro-batch has for all segments of a sample. `warn` gets the first error of an agent.
         """
         self.events: queue.SimpleQueue[Asked | Ended | Failed] = queue.SimpleQueue()
         self._template = Template(tokenizer, sampling.stop_token_ids)
         self._parser = CallParser(self._template, decode, tool_format)
-        self._workers, self._max_turns, self._max_context, self._warn = workers, max_turns, max_context, warn
+        self._workers, self._warn = workers, warn
+        self._max_turns, self._max_context, self._max_tokens = max_turns, max_context, max_tokens
         self._running: dict[str, _Running] = {}  # by session id
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
@@ -86,6 +91,9 @@ class Conversations:
         for thread in self._threads:
             thread.start()
         self._run(self._gateway.start())
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def sampling(self) -> Sampling:
@@ -139,12 +147,12 @@ class Conversations:
 
     def _start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
         sampling = self.sampling
-        limits = Limits(self._max_turns, sampling.max_response_length, self._max_context, sampling.stop_token_ids)
+        longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
+        limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
         session = Session(self._template, self._parser, (prompt_index, sample_index), prompt, step, limits)
         opened = self._gateway.open(session)
         self._running[opened.id] = _Running(opened, prompt_index, sample_index, prompt, step, is_repeated)
-        values = {"messages": prompt.messages, "answer": prompt.answer, "columns": prompt.extras}
-        self._workers.start(opened.id, self._gateway.url(opened), opened.key, values)
+        self._workers.start(opened.id, self._gateway.url(opened), opened.key, prompt_values(prompt))
 
     def _forward_results(self) -> None:
         while (result := self._workers.results.get()) is not None:

@@ -8,6 +8,7 @@ as a whole, and nothing in it is trained but the turn that follows. Nothing is e
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Limits:
     max_response_length: int  # tokens of all turns, sampled and inserted
     max_context: int  # tokens of one segment, with its context
     stop_token_ids: frozenset[int]
+    max_tokens: int = sys.maxsize  # tokens of all segments, with their contexts, because one micro-batch trains them
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Session:
         self._answered: dict[Any, Turn] = {}  # by request
         self._by_path: dict[bytes, Turn] = {}  # by digest of the messages up to and with the answer
         self._num_tokens = 0
+        self._num_computed = 0  # tokens of all segments, with their contexts
 
     def turn_of(self, chat: ChatRequest) -> Turn:
         """Return the turn of a request. It has a result if an equal request was answered before. Raise RequestError."""
@@ -117,7 +120,9 @@ class Session:
         else:
             context = (*parent.all_ids, *tail)
         room = min(
-            self._limits.max_response_length - self._num_tokens - len(tail), self._limits.max_context - len(context)
+            self._limits.max_response_length - self._num_tokens - len(tail),
+            self._limits.max_context - len(context),
+            self._limits.max_tokens - self._num_computed - self._num_added(parent, len(context), len(tail)),
         )
         if room <= 0:
             self.limit = "length"
@@ -133,8 +138,10 @@ class Session:
     def record(self, turn: Turn, chat: ChatRequest, result: TurnResult) -> None:
         """Store the sampled tokens of a turn, and the message that the client gets."""
         assert turn.result is None and result.token_ids, "a turn is sampled once, and has a token"
-        turn.result = result
+        self._num_computed += self._num_added(turn.parent, len(turn.request.context_ids), turn.num_inserted)
+        self._num_computed += len(result.token_ids)
         self._num_tokens += turn.num_inserted + len(result.token_ids)
+        turn.result = result
         is_cut = result.finish_reason == "length"
         if is_cut and not turn.is_cut_by_client:
             self.limit = "length"
@@ -152,6 +159,11 @@ class Session:
         """Return the limit that ends the sample, if it ends now. The calls of the last possible turn have no answer."""
         is_cut = len(self.turns) == self._limits.max_turns and self.turns[-1].finish_reason == "tool_calls"
         return self.limit or ("turns" if is_cut else None)
+
+    def _num_added(self, parent: Turn | None, num_context: int, num_inserted: int) -> int:
+        """Return the number of tokens that a turn adds to the segments before its own tokens."""
+        starts_segment = parent is None or any(turn.result and turn.parent is parent for turn in self.turns)
+        return num_context if starts_segment else num_inserted
 
     def _extension(self, chat: ChatRequest) -> tuple[Turn | None, tuple[int, ...]]:
         """Return the deepest turn whose tokens the request extends, and the tokens after it; None, () if none does.

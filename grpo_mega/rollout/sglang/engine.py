@@ -34,6 +34,7 @@ from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, padded,
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.rollout.sglang.server import EngineSettings, Server
 from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.rollout.sglang.turns import Turns, samples_of
 from grpo_mega.types import Group
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import ShardLayout
@@ -133,27 +134,39 @@ class SGLangEngine(Engine):
             self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
         equal_share = math.ceil(len(request.groups) / self._settings.num_engines)
         schedule = schedule_of(request, self._rollout.max_concurrent, equal_share)
+        is_stopped = False
+        if self.failure is None:
+            assert session is not None, "wait_until_ready was not called"
+            with samples_of(request, session, self.version) as source:
+                is_stopped = self._run_phase(request, schedule, source, server, counter)
+        if self.failure is None:
+            self._is_cold = False
+            if is_stopped:
+                return schedule.finish()
+        group_size = request.sampling.group_size
+        return {index: group for index, group in schedule.finish().items() if group.is_complete(group_size)}
+
+    def _run_phase(
+        self, request: RolloutRequest, schedule: Schedule, source: Session | Turns, server: Server, counter: str
+    ) -> bool:
+        """Generate until no group is left, the engine fails, or the phase stops. Return True if it stops."""
         phase, indices, has_more = f"generating in step {request.step}", list(request.groups), True
         started_at = heard = time.monotonic()
         while self.failure is None:
-            assert session is not None, "wait_until_ready was not called"
             if request.stop is not None and request.stop.is_met():
-                if self._abort(f"aborting stragglers in step {request.step}", schedule, session):
-                    self._is_cold = False
-                    return schedule.finish()
-                break
+                self._abort(request, schedule, source)
+                return True
             while has_more and schedule.wants_group:
                 number = self._rendezvous.fetch_add(counter)
                 has_more = number < len(indices)
                 if has_more:
                     schedule.add(indices[number])
             for prompt_index, samples in schedule.take().items():
-                session.generate(prompt_index, samples, request.sampling, request.step)
+                source.generate(prompt_index, samples, request.sampling, request.step)
             if not schedule.num_running:
-                self._is_cold = False
                 break
             try:
-                event = session.events.get(timeout=LOOK_S if request.stop is None else STOP_LOOK_S)
+                event = source.next_event(LOOK_S if request.stop is None else STOP_LOOK_S)
             except queue.Empty:
                 heard = self._check_alive(phase, heard, started_at, server)
                 continue
@@ -163,8 +176,7 @@ class SGLangEngine(Engine):
                 request.usage.num_retracted += event.was_retracted
             else:
                 self._fail(f"{phase}: {event.error}")
-        group_size = request.sampling.group_size
-        return {index: group for index, group in schedule.finish().items() if group.is_complete(group_size)}
+        return False
 
     def _check_lengths(self, request: RolloutRequest) -> None:
         """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent
@@ -198,18 +210,20 @@ class SGLangEngine(Engine):
             self._fail(f"{server.url} hangs, {phase}: nothing for {now - heard:.0f} s, and not healthy")
         return heard
 
-    def _abort(self, phase: str, schedule: Schedule, session: Session) -> bool:
-        """Abort the running samples and return them to the schedule with their tokens. Return False if the server
-        fails.
-        """
-        started_at, session.is_aborting = time.monotonic(), schedule.num_running > 0
+    def _abort(self, request: RolloutRequest, schedule: Schedule, source: Session | Turns) -> None:
+        """Abort the running samples and return them to the schedule with their tokens. Conversations lose theirs."""
+        session, phase, started_at = self._session, f"aborting stragglers in step {request.step}", time.monotonic()
+        assert session is not None
+        session.is_aborting = schedule.num_running > 0
+        if session.is_aborting and request.conversations is not None:
+            request.conversations.abort()
         while schedule.num_running and self.failure is None:
             # Repeat the call, because a request may reach the server after an abort.
             self._post(phase, "/abort_request", {"abort_all": True})
             pause_ends = time.monotonic() + LOOK_S
             while schedule.num_running and (seconds := pause_ends - time.monotonic()) > 0:
                 try:
-                    event = session.events.get(timeout=seconds)
+                    event = source.next_event(seconds)
                 except queue.Empty:
                     break
                 if event.error is not None:
@@ -224,7 +238,6 @@ class SGLangEngine(Engine):
         if session.is_aborting:
             self._flush_when_idle(phase)
         session.is_aborting = False
-        return self.failure is None
 
     def sleep(self) -> None:
         """Wait until the server is idle, then make it sleep. A busy server would end itself.

@@ -197,14 +197,33 @@ class Session:
             raise EngineError(f"{self.url}/generate returned log-probs of other tokens than requested")
         return [entry[0] for entry in last]
 
-    def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
-        """Start or continue samples of a group in one request.
+    def generate(
+        self,
+        prompt_index: int,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        step: int,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> Future[None]:
+        """Start or continue samples of a group in one request. Return its future, which may be cancelled.
 
-        Each sample that ends is an event. An event with `error` or `aborted` is the last of the request.
+        Each sample that ends is an event. An event with `error` or `aborted` is the last of the request. With
+        `on_event` the session's thread calls it with the events, and they do not enter the queue.
         """
-        self.start(self._generate(prompt_index, samples, sampling, step))
+        return self.start(self._generate(prompt_index, samples, sampling, step, on_event or self.events.put))
 
-    async def _generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+    def next_event(self, timeout: float) -> Event:
+        """Return the next event. Raise queue.Empty if there is none within this time."""
+        return self.events.get(timeout=timeout)
+
+    async def _generate(
+        self,
+        prompt_index: int,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        step: int,
+        on_event: Callable[[Event], None],
+    ) -> None:
         missing, pause = {sample.index: sample for sample in samples}, FIRST_PAUSE_S
         try:
             for attempt in range(1, ATTEMPTS + 1):
@@ -219,7 +238,7 @@ class Session:
                             missing[sample.index] = sample
                         elif missing.pop(sample.index, None):
                             was_retracted = bool(answer["meta_info"].get("num_retractions"))
-                            self.events.put(Event(prompt_index, sample, was_retracted))
+                            on_event(Event(prompt_index, sample, was_retracted))
                     if not missing:
                         return
                     problem = f"its answer lacks {len(missing)} samples"
@@ -230,11 +249,11 @@ class Session:
                     pause *= 2
             if not self.is_aborting:
                 raise EngineError(f"prompt {samples[0].prompt.id} failed {ATTEMPTS} times at {self.url}: {problem}")
-            self.events.put(Event(prompt_index, aborted=tuple(missing.values())))
+            on_event(Event(prompt_index, aborted=tuple(missing.values())))
         except EngineError as error:
-            self.events.put(Event(prompt_index, error=str(error)))
+            on_event(Event(prompt_index, error=str(error)))
         except Exception as error:  # without an event the owner would wait for ever
-            self.events.put(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
+            on_event(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError if another attempt cannot help."""
@@ -269,7 +288,10 @@ def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[],
 
         async def ask(sample: Sample) -> list[float]:
             async with gate:
-                return await session.logprobs([*sample.prompt.token_ids, *sample.response_ids], sample.response_len)
+                values: list[float] = []
+                for context, start, end in sample.segments():
+                    values += await session.logprobs([*context, *sample.response_ids[start:end]], end - start)
+                return values
 
         found = []
         for answer in [session.start(ask(sample)) for sample in samples]:
@@ -313,9 +335,9 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
     return body | {"input_ids": contexts, "sampling_params": each}
 
 
-def sample_seed(seed: int, step: int, prompt_id: int, index: int) -> int:
-    """Return a 63-bit seed that depends only on these four numbers."""
-    digest = hashlib.blake2b(repr((seed, step, prompt_id, index)).encode(), digest_size=8).digest()
+def sample_seed(*numbers: int) -> int:
+    """Return a 63-bit seed that depends only on these numbers."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

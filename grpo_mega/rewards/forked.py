@@ -1,0 +1,231 @@
+"""Killable processes that a fork server forks, as their owner sees them (`Forked`) and from inside (`ForkedJob`).
+
+The `ForkServer` (from multiprocessing) is a fresh process with one thread. It inherits only the trainer's environment
+and sys.path, and imports `guardian` first. Neither the server nor a forked process imports torch or the trainer's
+`__main__`. A forked process ends with its connection or the fork server, even if it hangs.
+"""
+
+import contextlib
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection, forkserver
+from pathlib import Path
+from typing import Any
+
+from grpo_mega import processes
+from grpo_mega.errors import RewardError, UserError
+from grpo_mega.processes import descendants, die_with_parent
+from grpo_mega.text import well_formed
+
+GUARDIAN = "grpo_mega.rewards.guardian"  # the fork server imports it first
+MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a forked process
+START_LIMIT_S = 300.0  # limit for the imports of a process; generous because network file systems are slow
+_MAX_ERROR_CHARS = 2000
+_END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes
+
+Serve = Callable[["connection.Connection[Any, Any]"], None]  # runs until the owner's connection ends
+
+
+class ForkServer(forkserver.ForkServer):
+    """The process that forks others. The first fork starts it; a later fork restarts it if it has ended. Thread-safe.
+
+    The kernel ends the server together with the thread that started it, so only threads that live as long as the pool
+    may fork.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        """`preload`: modules that the server imports after the guardian."""
+        processes.enter_private_folder()  # the server listens on a socket below TMPDIR
+        super().__init__()
+        self.set_forkserver_preload([GUARDIAN, *preload])
+        self._connecting = threading.Lock()
+        self._is_closed = False
+
+    def connect(self, fd: int) -> tuple[int, int]:
+        """Request a process that inherits `fd`. Return pipes of its process id, later exit status, and of its job.
+
+        Raises RewardError after `close`, and OSError if the server has ended.
+        """
+        with self._connecting:
+            if self._is_closed:
+                raise RewardError("the pool of workers is closed")
+            return self.connect_to_new_process([fd])
+
+    def close(self) -> None:
+        """End the server, all forked processes, and everything that they started."""
+        with self._connecting:
+            self._is_closed = True
+            pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
+            if pid is not None:
+                _kill(pid, signal.SIGTERM)
+            self._stop()  # type: ignore[attr-defined]
+
+
+class WorkerEnded(Exception):
+    """The worker ended by itself. The text says how, such as "status 3" or "signal SIGSEGV"."""
+
+
+class Worker:
+    """A forked process that is ready for its job. One thread receives its messages and finally closes it."""
+
+    def __init__(self, server: ForkServer, job: "ForkedJob") -> None:
+        """Fork a process from `server`, and wait until it is ready.
+
+        Raises RewardError if it cannot import its functions, and OSError or EOFError if the server has ended.
+        """
+        self._connection, theirs = Pipe()
+        self._is_killed = False
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connection.close)
+            with theirs:
+                self._status_fd, job_fd = server.connect(theirs.fileno())
+            undo.callback(os.close, self._status_fd)
+            with open(job_fd, "wb") as stream:
+                pickle.dump({"sys_path": [path or os.getcwd() for path in sys.path]}, stream)  # does not send __main__
+                pickle.dump(job, stream)
+            self.pid = forkserver.read_signed(self._status_fd)
+            undo.callback(self.kill)
+            try:
+                if not self._has_message(START_LIMIT_S):
+                    raise RewardError(
+                        f"a worker took more than {START_LIMIT_S:.0f} s to import its functions; make them lighter"
+                    )
+                self.ready: Any = self._connection.recv()  # what the job's `prepare` returned, or a problem as text
+            except (EOFError, OSError):
+                status = self._status()
+                if status is None:
+                    raise EOFError from None
+                problem = f"a worker ended with {status} while it imported its functions"
+                raise RewardError(f"{problem}; its standard error says why") from None
+            if isinstance(self.ready, str):
+                raise RewardError(self.ready)
+            undo.pop_all()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(connection.wait([self._status_fd], 0))
+
+    def run(self, request: Any, deadline_s: float) -> Any:
+        """Send a request, and return the reply. Past the deadline, kill the process and return None.
+
+        Raises WorkerEnded.
+        """
+        self.send(request)
+        reply = self.receive(deadline_s)
+        if reply is None:
+            self.kill()
+        return reply
+
+    def send(self, message: Any) -> None:
+        """Send a message. Only one thread may send at a time. Raises WorkerEnded."""
+        try:
+            self._connection.send(message)
+        except (EOFError, OSError):
+            raise WorkerEnded(self._status() or "signal SIGKILL") from None
+
+    def receive(self, seconds: float) -> Any:
+        """Return the next message; None if there is none within this time. Raises WorkerEnded."""
+        try:
+            return self._connection.recv() if self._has_message(seconds) else None
+        except (EOFError, OSError):
+            raise WorkerEnded(self._status() or "signal SIGKILL") from None
+
+    def kill(self) -> None:
+        """Kill the process if it has not ended, and everything that it started, without waiting."""
+        if self._is_killed:
+            return
+        self._is_killed = True
+        if not self.has_ended:
+            _kill(self.pid, signal.SIGSTOP)  # stop it first, so it starts no more processes
+            for pid in (*descendants(self.pid), self.pid):
+                _kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # processes that an ended worker left behind
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the process, and close the pipes."""
+        self.kill()
+        self._connection.close()
+        os.close(self._status_fd)
+
+    def _has_message(self, seconds: float) -> bool:
+        """Wait for a message. Raises EOFError if there is none and the process has ended."""
+        ready = connection.wait([self._connection, self._status_fd], seconds)
+        if self._connection in ready or self._connection.poll():  # the message was in time, even if this thread is late
+            return True
+        if self._status_fd in ready:
+            raise EOFError
+        return False
+
+    def _status(self) -> str | None:
+        """Kill leftover processes and return how the worker ended; None if the server has ended."""
+        self.kill()
+        with contextlib.suppress(EOFError):
+            if connection.wait([self._status_fd], _END_LIMIT_S):
+                status = forkserver.read_signed(self._status_fd)
+                return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return None
+
+
+@dataclass(frozen=True)
+class ForkedJob:
+    """The task of a forked process, sent to it through the fork server."""
+
+    code_dir: Path | None  # the config's; user_code.py searches it
+
+    def prepare(self) -> "tuple[Any, Serve]":
+        """Import what the job needs. Return the first message to the owner, and what serves the owner afterwards."""
+        raise NotImplementedError
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run the job in the forked process and return its exit status. The fork server calls this method by name."""
+        gc.freeze()  # keeps the server's memory pages shared when the process collects garbage
+        inherited = forkserver.get_inherited_fds()
+        assert inherited
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # only the trainer may keep it open
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.setsid()  # gives the process a process group, so its owner can kill whatever it leaves behind
+        with contextlib.suppress(OSError):
+            die_with_parent(os.getppid())
+        for limit, num_bytes in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)):
+            with contextlib.suppress(OSError, ValueError):  # some systems refuse RLIMIT_AS; the deadline still holds
+                resource.setrlimit(limit, (num_bytes, num_bytes))
+        # These errors mean that the owner is gone.
+        with contextlib.suppress(EOFError, BrokenPipeError), connection.Connection(inherited[0]) as owner:
+            try:
+                if GUARDIAN not in sys.modules:  # fork servers silently skip modules that they cannot import
+                    raise ImportError(
+                        "a new Python process cannot import grpo_mega; install it, or set PYTHONPATH to its folder"
+                    )
+                ready, serve = self.prepare()
+            except BaseException as error:
+                owner.send(str(error) if isinstance(error, UserError) else describe_error(error))
+                return 0
+            owner.send(ready)
+            serve(owner)
+        return 0
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type, text and location of an exception."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return well_formed(text[:_MAX_ERROR_CHARS]) + place
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,318 @@
+"""The program of the sandbox: it isolates itself, then runs the programs of a request from stdin, one after another.
+
+The first process forks the second, which enters new namespaces, and maps the user ids there. The second forks `init`,
+the first process of the new PID namespace: when it ends, the kernel kills all processes in the namespace. `init` builds
+the root folder, and forks a process for each program, which gives up its rights. After each program `init` kills
+everything else in the namespace.
+
+Without namespaces `init` adopts all orphans, and kills all processes below it instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import os
+import platform
+import resource
+import secrets
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, sys.argv[1])  # the folder of grpo_mega, which need not be installed
+from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
+
+NOBODY = 65534
+MAX_PROCESSES, MAX_FILES, FOLDER_BYTES = 64, 64, 64 << 20
+_NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
+_SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION = 4, 38, 0x20080522
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_OUT_OF_MEMORY, _REFUSED = 71, 72  # exit statuses of a program
+_DENIED = {errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH, errno.ENETDOWN, errno.EAGAIN}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Read a request, run its programs, and write the answer. sandbox.py describes both."""
+    request = json.load(sys.stdin)
+    sys.path.remove(sys.argv[1])
+    (answer_end, answer), (ready_end, ready), (go, go_end) = os.pipe(), os.pipe(), os.pipe()
+    if (second := os.fork()) == 0:
+        for fd in (answer_end, ready_end, go_end):
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            die_with_parent(os.getppid())
+        problem = _enter_namespaces(ready, go) if request["isolates"] else "not asked for"
+        os.close(ready)
+        if (init := os.fork()) == 0:
+            with contextlib.suppress(OSError):
+                die_with_parent(os.getppid())
+            _init(request, problem, answer)
+        os.close(answer)
+        os.waitpid(init, 0)
+        os._exit(0)
+    for fd in (answer, ready, go):
+        os.close(fd)
+    if os.read(ready_end, 1):
+        _map_ids(second)
+    os.close(go_end)
+    with os.fdopen(answer_end) as stream:
+        text = stream.read()
+    os.waitpid(second, 0)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _enter_namespaces(ready: int, go: int) -> str:
+    """Enter new namespaces, and wait until the first process has mapped the ids. Return "" or the reason why not."""
+    if _libc.unshare(_NAMESPACES) != 0:
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    os.write(ready, b"1")
+    os.read(go, 1)  # ends when the first process closes its end
+    return "" if os.geteuid() in (0, NOBODY) and Path("/proc/self/uid_map").read_text().strip() else "no user ids"
+
+
+def _map_ids(pid: int) -> None:
+    """Map the ids of the second process: nobody to this user, or for root to a user id that nobody else has."""
+    user, group, own = os.geteuid(), os.getegid(), 1_900_000_000 + os.getpid()
+    with contextlib.suppress(OSError):  # the second process then finds no ids
+        if user != 0:
+            Path(f"/proc/{pid}/setgroups").write_text("deny")
+        for name, mine in (("uid_map", user), ("gid_map", group)):
+            text = f"{NOBODY} {mine} 1" if user else f"0 {mine} 1\n{NOBODY} {own} 1"
+            Path(f"/proc/{pid}/{name}").write_text(text)
+
+
+def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
+    """Run all programs, and write the answer."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # programs may send them
+    if not request["isolates"]:
+        with contextlib.suppress(OSError):
+            adopt_orphans()
+    elif not problem:
+        try:
+            with contextlib.suppress(OSError):  # programs may not enter further namespaces, which have no limits
+                Path("/proc/sys/user/max_user_namespaces").write_text("0")
+            _build_root(request["folders"])
+        except OSError as error:
+            problem = f"the root folder: {error}"
+    runs = []
+    if not (problem and request["isolates"]):
+        end = time.monotonic() + request.get("total_s", 0.0)
+        for program, given in request["programs"]:
+            _empty_folder(has_namespace=request["isolates"])
+            seconds = min(request["timeout_s"], end - time.monotonic())
+            runs.append(_run(program, given, request | {"timeout_s": max(seconds, 0.0)}))
+            if request["stops_early"] and runs[-1]["verdict"] != "finished":
+                break
+    with os.fdopen(answer, "w") as stream:
+        json.dump({"runs": runs, "missing": problem}, stream)
+    os._exit(0)
+
+
+def _build_root(folders: list[str]) -> None:
+    """Replace the root folder by one that has only the system's libraries and these folders, all read-only.
+
+    The working folder is /tmp, in memory.
+    """
+    root = os.getcwd()
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4m,mode=755")
+    for path in dict.fromkeys((*_SYSTEM, *_DEVICES, *folders, *map(os.path.realpath, folders))):
+        inside = Path(root + path)
+        if inside.exists() or inside.is_symlink() or not os.path.exists(path):
+            continue
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.islink(path) and path in _SYSTEM:
+            inside.symlink_to(os.readlink(path))
+            continue
+        inside.mkdir() if os.path.isdir(path) else inside.touch()
+        _mount(path, str(inside), "", _MS_BIND | _MS_REC)
+        if path not in _DEVICES:
+            _make_read_only(str(inside), _AT_RECURSIVE)
+    Path(root, "tmp").mkdir()
+    os.chdir(root)
+    _check(_libc.syscall(_SYS_PIVOT_ROOT[platform.machine()], b".", b"."))
+    _check(_libc.umount2(b".", _MNT_DETACH))
+    _make_read_only("/", 0)
+
+
+def _empty_folder(*, has_namespace: bool) -> None:
+    """Make the working folder an empty one."""
+    if not has_namespace:
+        for name in os.listdir("."):
+            shutil.rmtree(name, ignore_errors=True) if os.path.isdir(name) else os.unlink(name)
+        return
+    os.chdir("/")
+    _libc.umount2(b"/tmp", _MNT_DETACH)  # the folder of an earlier program
+    options = f"size={FOLDER_BYTES},nr_inodes=4096,mode=700,uid={NOBODY},gid={NOBODY}"
+    _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    os.chdir("/tmp")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    names = (name.encode() if name else None for name in (source, target, kind))
+    _check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None), target)
+
+
+def _make_read_only(path: str, flags: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)  # set, clear, propagation, user namespace
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    _check(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size), path)
+
+
+def _check(result: int, path: str = "") -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path or None)
+
+
+def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run a program in a process of its own, end everything that it started, and return its outcome."""
+    streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
+    os.write(streams[0], given.encode(errors="surrogateescape"))
+    os.lseek(streams[0], 0, os.SEEK_SET)
+    done_end, done = os.pipe()
+    word = secrets.token_bytes(16)  # proves that the program reached its end
+    if (pid := os.fork()) == 0:
+        _be_program(program, request, streams, done, word)
+    os.close(done)
+    with select.epoll() as poll:
+        descriptor = os.pidfd_open(pid)
+        poll.register(descriptor, select.EPOLLIN)
+        is_late = not poll.poll(request["timeout_s"])
+        os.close(descriptor)
+    status = 0 if is_late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _kill_others(has_namespace=request["isolates"])
+    is_done = False
+    os.set_blocking(done_end, False)
+    with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
+        is_done = os.read(done_end, len(word)) == word
+    most = request["output_bytes"]
+    texts = [os.pread(fd, most, 0).decode(errors="replace") for fd in streams[1:]]
+    is_full = any(os.fstat(fd).st_size >= most for fd in streams[1:])
+    for fd in (*streams, done_end):
+        os.close(fd)
+    verdicts = {_OUT_OF_MEMORY: "memory", -signal.SIGKILL: "memory", _REFUSED: "refused", -signal.SIGXCPU: "timeout"}
+    verdict = verdicts.get(status, "error")
+    if is_late or is_full:
+        verdict = "output" if is_full else "timeout"
+    elif status == 0:
+        verdict = "finished"
+    error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status}")
+    return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": verdict == "finished" and is_done}
+
+
+def _kill_others(*, has_namespace: bool) -> None:
+    """End all processes of a program."""
+    if not has_namespace:
+        kill_descendants()
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # everything in the namespace except this process
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+
+
+def _be_program(program: str, request: dict[str, Any], streams: list[int], done: int, word: bytes) -> NoReturn:
+    """Give up all rights, run the program, and end the process."""
+    with contextlib.suppress(BaseException):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        for target, fd in enumerate(streams):
+            os.dup2(fd, target)
+        os.dup2(done, 3)
+        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _drop_rights(request)
+        os._exit(_execute(program, word))
+    os._exit(1)
+
+
+def _drop_rights(request: dict[str, Any]) -> None:
+    """Become nobody without capabilities, within the limits of the request."""
+    is_root, processes = os.geteuid() == 0, MAX_PROCESSES
+    if not request["isolates"]:
+        processes += 0 if is_root else _num_tasks()
+    user = NOBODY if request["isolates"] or not is_root else 1_900_000_000 + os.getpid()
+    if is_root:
+        if not request["isolates"]:
+            os.chown(".", user, user)
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    else:
+        header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+        _check(_libc.capset(header, none))
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    seconds = math.ceil(request["timeout_s"]) + 1
+    for limit, value in (
+        (resource.RLIMIT_AS, request["memory_bytes"]),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, request["output_bytes"]),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def _num_tasks() -> int:
+    """Return the number of threads of this user on the machine."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            total += len(os.listdir(folder / "task")) if folder.stat().st_uid == os.geteuid() else 0
+    return total
+
+
+def _execute(program: str, word: bytes) -> int:
+    """Run the program like a script. Return its exit status."""
+    sys.argv[:], names = ["program.py"], {"__name__": "__main__", "__builtins__": __builtins__}
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # the process ends
+    status = 0
+    try:
+        exec(compile(program, "program.py", "exec"), names)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        word = b""
+    except MemoryError:
+        return _OUT_OF_MEMORY
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        print(
+            "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]), end="", file=sys.stderr
+        )
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        status = _REFUSED if _is_denied(error) else 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if status == 0:
+        os.write(3, word)
+    return status
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Return True if the sandbox is the likely cause of an exception."""
+    cause = getattr(error, "reason", error)  # the cause of urllib's errors
+    is_network = type(cause).__name__ == "gaierror"
+    return is_network or getattr(cause, "errno", None) in _DENIED or str(error) == "can't start new thread"
+
+
+if __name__ == "__main__":
+    main()

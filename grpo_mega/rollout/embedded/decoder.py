@@ -1,0 +1,273 @@
+"""Decode sequences together, one token of each per step. Sequences join and leave between two steps.
+
+The sequences of a cohort share a cache, with padding on the left. A step runs the model once per cohort. `add` makes a
+new cohort. `join` first merges all cohorts into one and drops the finished sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from grpo_mega.rollout.embedded.model import RouteRecorder
+from grpo_mega.rollout.embedded.sampler import draw
+from grpo_mega.rollout.engine import Sampling
+
+COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
+PREFILL_TOKENS = 2**14  # maximum number of tokens of a prefill of `join`, with padding; a longer context runs alone
+
+
+@dataclass(frozen=True)
+class Start:
+    """A sequence to decode."""
+
+    context: tuple[int, ...]  # one object for sequences in a row shares a prefill
+    stream: np.ndarray | None  # [end] uniforms of the whole response, see sampler.py; None for greedy decoding
+    first: int  # response tokens that are in the context already
+    end: int  # maximum length of the response
+    stop_token_ids: frozenset[int]
+
+
+class Decoder:
+    """Decodes up to `num_slots` sequences of at most `longest` response tokens. Each sequence has a slot."""
+
+    def __init__(
+        self, model: Any, num_slots: int, longest: int, sampling: Sampling, recorder: RouteRecorder | None = None
+    ) -> None:
+        """`recorder` records experts, if all sequences are added before the first step."""
+        self.num_steps = 0
+        self.tokens_ST = torch.empty((num_slots, longest), dtype=torch.int64, device=model.device)
+        self._logprobs_ST = torch.empty((num_slots, longest), dtype=torch.float32, device=model.device)
+        self._streams_ST = None
+        if sampling.temperature > 0:
+            self._streams_ST = torch.zeros((num_slots, longest), dtype=torch.float64, device=model.device)
+        self._model, self._sampling, self._recorder = model, sampling, recorder
+        self._cohorts: list[_Cohort] = []
+        self._added_at = [0] * num_slots  # num_steps when the slot's sequence was added
+        self._stop_sets: dict[frozenset[int], int] = {}
+        self._is_stop_NV = torch.zeros((0, model.config.vocab_size), dtype=torch.bool, device=model.device)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._cohorts)
+
+    @property
+    def live_slots(self) -> list[int]:
+        return [slot for cohort in self._cohorts for slot in cohort.rows.slots[cohort.rows.is_live].tolist()]
+
+    def add(self, starts: Mapping[int, Start]) -> None:
+        """Prefill the contexts of new sequences, keyed by slot, as a new cohort."""
+        slots = list(starts)
+        for slot, start in starts.items():
+            self._added_at[slot] = self.num_steps
+            if self._streams_ST is not None:
+                assert start.stream is not None
+                self._streams_ST[slot, : len(start.stream)] = torch.from_numpy(start.stream)
+        stops = [self._stop_set(start.stop_token_ids) for start in starts.values()]
+        cohort, source, lengths = _Cohort.prefill(self._model, slots, list(starts.values()), stops)
+        if self._recorder is not None:
+            self._recorder.prefilled(slots, source, lengths)
+        self._cohorts.append(cohort)
+
+    def join(self, starts: Mapping[int, Start]) -> None:
+        """Let new sequences, keyed by slot, join the running ones in one cohort. Sort them by length before."""
+        for part in _prefills(starts):
+            self.add(part)
+        self._cohorts = [_merged(self._cohorts)]
+
+    def cancel(self, slots: Collection[int]) -> None:
+        """Stop decoding the sequences of these slots."""
+        for cohort in self._cohorts:
+            cohort.rows.is_live &= torch.tensor(
+                [slot not in slots for slot in cohort.rows.slots.tolist()], device=self._model.device
+            )
+        self._drop_finished_cohorts()
+
+    def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
+        """Sample one token of every sequence. Return the slots of the sequences that ended, with the reason."""
+        ended = list[tuple[int, Literal["stop", "length"]]]()
+        sampling = self._sampling
+        for cohort in self._cohorts:
+            rows = cohort.rows
+            uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.places]
+            rows.tokens, self._logprobs_ST[rows.slots, rows.counts] = draw(
+                cohort.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+            )
+            self.tokens_ST[rows.slots, rows.counts] = rows.tokens
+            is_stopped = self._is_stop_NV[rows.stop_sets, rows.tokens]
+            is_ended = (is_stopped | (rows.places + 1 == rows.ends)) & rows.is_live
+            for slot, stopped in zip(rows.slots[is_ended].tolist(), is_stopped[is_ended].tolist(), strict=True):
+                ended.append((slot, "stop" if stopped else "length"))
+            rows.is_live = rows.is_live & ~is_ended
+        self.num_steps += 1
+        self._drop_finished_cohorts()
+        return ended
+
+    def advance(self) -> None:
+        """Feed the sampled tokens to the model."""
+        for cohort in self._cohorts:
+            cohort.advance(self._model, self.tokens_ST.shape[1])
+            if self._recorder is not None:
+                self._recorder.fed(cohort.rows.slots, self.num_steps - 1)
+
+    def found(self, slot: int) -> tuple[list[int], list[float]]:
+        """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
+        num_tokens = self.num_steps - self._added_at[slot]
+        return self.tokens_ST[slot, :num_tokens].tolist(), self._logprobs_ST[slot, :num_tokens].tolist()
+
+    def _drop_finished_cohorts(self) -> None:
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
+
+    def _stop_set(self, stop_token_ids: frozenset[int]) -> int:
+        """Return the row of these stop tokens in _is_stop_NV."""
+        if stop_token_ids not in self._stop_sets:
+            self._stop_sets[stop_token_ids] = len(self._stop_sets)
+            is_stop_1V = self._is_stop_NV.new_zeros((1, self._is_stop_NV.shape[1]))
+            is_stop_1V[0, list(stop_token_ids)] = True
+            self._is_stop_NV = torch.cat((self._is_stop_NV, is_stop_1V))
+        return self._stop_sets[stop_token_ids]
+
+
+@dataclass
+class _Rows:
+    """The sequences in a cache, [B] each."""
+
+    slots: Tensor
+    positions: Tensor  # position of the last token in context and response
+    places: Tensor  # index of the next token in the response; the last index if the sequence is finished
+    ends: Tensor  # maximum length of the response
+    counts: Tensor  # tokens sampled so far; at most the length of a slot's buffer, less one
+    stop_sets: Tensor  # row of the stop tokens in Decoder._is_stop_NV
+    tokens: Tensor  # last sampled tokens
+    is_live: Tensor  # bool
+
+    def __getitem__(self, index: Tensor) -> _Rows:
+        return _Rows(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+@dataclass
+class _Cohort:
+    """Sequences with a common cache: the model's inputs for the next token of each."""
+
+    cache: DynamicCache
+    mask: Tensor  # [B, tokens so far]; 0 on the left padding
+    logits: Tensor  # [B, vocab] logits of the next token
+    rows: _Rows
+
+    @classmethod
+    def prefill(
+        cls, model: Any, slots: Sequence[int], starts: Sequence[Start], stop_sets: Sequence[int]
+    ) -> tuple[_Cohort, list[int], list[int]]:
+        """Run each context once and copy its cache for all sequences in a row that have it.
+
+        Also return the index of each sequence's context, and the length of each context.
+        """
+        contexts: list[tuple[int, ...]] = []
+        source: list[int] = []
+        for start in starts:
+            if not contexts or start.context is not contexts[-1]:
+                contexts.append(start.context)
+            source.append(len(contexts) - 1)
+        longest, device = max(map(len, contexts)), model.device
+        ids = torch.zeros((len(contexts), longest), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, context in enumerate(contexts):
+            ids[row, longest - len(context) :] = torch.tensor(context)
+            mask[row, longest - len(context) :] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        cache = DynamicCache(config=model.config)
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        source_B = torch.tensor(source, device=device)
+        cache.batch_select_indices(source_B)
+        ends = torch.tensor([start.end for start in starts], device=device)
+        rows = _Rows(
+            slots=torch.tensor(slots, device=device),
+            positions=positions[source_B, -1],
+            places=torch.tensor([start.first for start in starts], device=device).minimum(ends - 1),
+            ends=ends,
+            counts=torch.zeros_like(ends),
+            stop_sets=torch.tensor(stop_sets, device=device),
+            tokens=torch.zeros_like(ends),
+            is_live=torch.ones_like(ends, dtype=torch.bool),
+        )
+        return cls(cache, mask[source_B], out.logits[source_B, -1], rows), source, list(map(len, contexts))
+
+    def advance(self, model: Any, longest: int) -> None:
+        """Feed the sampled tokens. First drop finished sequences from the cache, if there are enough of them."""
+        if self.rows.is_live.float().mean() < COMPACT_BELOW:
+            self.drop_finished()
+        rows = self.rows
+        rows.positions = rows.positions + 1
+        rows.places = (rows.places + 1).minimum(rows.ends - 1)
+        rows.counts = (rows.counts + 1).clamp_(max=longest - 1)
+        self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
+        out = model(
+            input_ids=rows.tokens[:, None],
+            attention_mask=self.mask,
+            position_ids=rows.positions[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.logits = out.logits[:, -1]
+
+    def drop_finished(self) -> None:
+        keep = self.rows.is_live.nonzero().squeeze(1)
+        self.cache.batch_select_indices(keep)
+        self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
+
+
+def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
+    """Return the live sequences in one cohort, without the padding that none of them needs."""
+    for cohort in cohorts:
+        cohort.drop_finished()
+    lengths = [int(cohort.mask.sum(dim=1).max()) for cohort in cohorts]
+    width = max(lengths)
+    cache = cohorts[0].cache
+    for layer, *others in zip(*(cohort.cache.layers for cohort in cohorts), strict=True):
+        layer_width = width
+        if layer.is_sliding:  # it has the last tokens only, but counts all of them
+            layer_width, layer.cumulative_length = min(width, layer.sliding_window - 1), width
+        layer.keys = torch.cat([_fitted(one.keys, layer_width) for one in (layer, *others)])
+        layer.values = torch.cat([_fitted(one.values, layer_width) for one in (layer, *others)])
+    return _Cohort(
+        cache,
+        mask=torch.cat([F.pad(cohort.mask, (width - cohort.mask.shape[1], 0)) for cohort in cohorts]),
+        logits=torch.cat([cohort.logits for cohort in cohorts]),
+        rows=_Rows.concatenated([cohort.rows for cohort in cohorts]),
+    )
+
+
+def _fitted(cached: Tensor, width: int) -> Tensor:
+    """Return [B, heads, width, head size]: the last tokens of `cached`, padded on the left if there are too few."""
+    return F.pad(cached, (0, 0, width - cached.shape[-2], 0))
+
+
+def _prefills(starts: Mapping[int, Start]) -> Iterator[dict[int, Start]]:
+    """Divide sequences that are sorted by length into parts of at most PREFILL_TOKENS tokens with padding."""
+    part = dict[int, Start]()
+    for slot, start in starts.items():
+        if part and (len(part) + 1) * len(start.context) > PREFILL_TOKENS:
+            yield part
+            part = {}
+        part[slot] = start
+    if part:
+        yield part

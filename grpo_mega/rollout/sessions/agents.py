@@ -1,0 +1,186 @@
+"""Agent workers: killable processes that run agent functions and tools, as the engine's process sees them.
+
+`start` gives a sample to the worker with the fewest samples and does not block. `results` gets one AgentResult for each
+started session that is not killed. A sample ends at most 5% (at least GRACE_S) later than rollout.agent_timeout_s after
+its start. A worker that ends by itself, or must be killed because a sample ignores its deadline, is replaced. Its other
+samples get kind "died", so the caller starts them again. Two threads drive each worker.
+
+In a function that is never interrupted, such as a C function that keeps the interpreter's lock, all samples of the
+worker may reach their deadlines. All of them then get kind "deadline".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.rollout import RolloutConfig
+from grpo_mega.errors import EngineError, RewardError
+from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
+from grpo_mega.rollout.sessions.agent_job import AgentJob
+from grpo_mega.rollout.sessions.agent_job import AgentResult as AgentResult
+
+GRACE_S = 0.5  # least time that a sample has to end after its deadline or a kill
+_LOOK_S = 0.1  # seconds between looks at deadlines
+_MAX_STARTS, _PAUSE_S = 5, 0.2  # attempts to start a worker while the fork server keeps ending
+
+
+@dataclass
+class _Slot:
+    """A worker's place: the sessions that it runs, with the time by which each must have ended."""
+
+    outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
+    ends: dict[str, float] = field(default_factory=dict)
+    killed: set[str] = field(default_factory=set)
+
+
+class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
+    """Runs agent functions in worker processes; a context manager. `schemas` describe rollout.tools to the model.
+
+    The workers start immediately, in the background. If a worker cannot start, the next `start` raises EngineError.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        code_dir: Path | None,
+        num_workers: int | None = None,
+        schemas: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.results: queue.SimpleQueue[AgentResult] = queue.SimpleQueue()
+        self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
+        self._timeout_s = rollout.agent_timeout_s
+        self._job = AgentJob(
+            code_dir,
+            rollout.agent,
+            rollout.tools,
+            tuple(schemas),
+            rollout.max_turns,
+            rollout.tool_timeout_s,
+            rollout.agent_timeout_s,
+        )
+        self._server = ForkServer()
+        self._changed = threading.Condition()  # guards slots and failure
+        self._slots = [_Slot() for _ in range(num_workers or rollout.agent_workers)]
+        self._failure: str | None = None
+        self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in self._slots]
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
+        """Start the agent function of a sample. `prompt` comes from chat.prompt_values. Raises EngineError."""
+        with self._changed:
+            self._raise_failure()
+            slot = min(self._slots, key=lambda one: len(one.ends))
+            slot.ends[session_id] = self._latest_end()
+            slot.outbox.put(("start", session_id, base_url, api_key, prompt))
+
+    def kill(self, session_ids: Collection[str]) -> None:
+        """End these sessions, and wait until none of them runs. They produce no result. Others may need a restart."""
+        with self._changed:
+            for slot in self._slots:
+                for session_id in slot.ends.keys() & set(session_ids):
+                    slot.killed.add(session_id)
+                    slot.ends[session_id] = time.monotonic() + GRACE_S
+                    slot.outbox.put(("kill", session_id))
+            self._changed.wait_for(
+                lambda: self._failure or not any(one.ends.keys() & set(session_ids) for one in self._slots)
+            )
+
+    def close(self) -> None:
+        """End all workers and wait until they have ended. May be called twice."""
+        self._fail("the agent workers are closed")
+        self._server.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _latest_end(self) -> float:
+        return time.monotonic() + self._timeout_s + self._grace_s
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+
+    def _fail(self, text: str) -> None:
+        with self._changed:
+            self._failure = self._failure or text
+            self._changed.notify_all()
+
+    # The workers' threads run everything below.
+
+    def _serve(self, slot: _Slot) -> None:
+        """Keep one worker running, and replace it when it ends."""
+        try:
+            while self._failure is None:
+                worker, outbox = self._fork(), slot.outbox
+                with self._changed:
+                    slot.ends = dict.fromkeys(slot.ends, self._latest_end())  # they start now
+                sender = threading.Thread(target=_send_all, args=(worker, outbox), daemon=True)
+                sender.start()
+                try:
+                    self._receive_all(worker, slot)
+                finally:
+                    worker.kill()  # before the sender ends, which may wait for a worker that does not read
+                    outbox.put(None)
+                    sender.join()
+                    worker.close()
+        except RewardError as error:
+            self._fail(f"agent workers cannot start: {error}")
+        except Exception as error:
+            self._fail(f"a thread of the agent workers ended with {type(error).__name__}: {error}")
+
+    def _fork(self) -> Worker:
+        for _ in range(_MAX_STARTS):
+            with contextlib.suppress(OSError, EOFError):
+                return Worker(self._server, self._job)
+            time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
+        raise RewardError("the process that forks them has ended; its standard error says why")
+
+    def _receive_all(self, worker: Worker, slot: _Slot) -> None:
+        """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
+        problem = "the worker was killed, because another sample ignored its deadline"
+        with contextlib.suppress(WorkerEnded):
+            try:
+                while self._failure is None and not self._is_overdue(slot):
+                    if (result := worker.receive(_LOOK_S)) is not None:
+                        self._end(slot, result)
+            except WorkerEnded as ended:
+                problem = f"the worker process ended with {ended}"
+                raise
+        with self._changed:
+            now, left, slot.outbox = time.monotonic(), list(slot.ends.items()), queue.SimpleQueue()
+        for session_id, end in left:
+            if end <= now:
+                error = f"no end within rollout.agent_timeout_s={self._timeout_s:g}"
+                self._end(slot, AgentResult(session_id, None, error, "deadline"))
+            else:
+                self._end(slot, AgentResult(session_id, None, problem, "died"))
+
+    def _is_overdue(self, slot: _Slot) -> bool:
+        with self._changed:
+            return any(end <= time.monotonic() for end in slot.ends.values())
+
+    def _end(self, slot: _Slot, result: AgentResult) -> None:
+        with self._changed:
+            if slot.ends.pop(result.session_id, None) is None:
+                return
+            if result.session_id not in slot.killed and self._failure is None:
+                self.results.put(result)
+            slot.killed.discard(result.session_id)
+            self._changed.notify_all()
+
+
+def _send_all(worker: Worker, outbox: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+    """Send messages to a worker until None. The messages for a worker that has ended are lost."""
+    with contextlib.suppress(WorkerEnded):
+        while (message := outbox.get()) is not None:
+            worker.send(message)

@@ -1,0 +1,136 @@
+"""Sample the turns of conversations on an SGLang server. An engine uses `Turns` in the place of its session.
+
+A conversation starts and ends like a sample. In between the session samples each turn that the conversation asks for,
+with one request, and answers it in the session's thread. A conversation that thinks keeps nothing on the server, and
+does not look like a hang, because the server then answers health checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
+from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
+from grpo_mega.types import Sample, Span
+
+if TYPE_CHECKING:
+    from grpo_mega.rollout.sessions.conversations import Conversations
+
+Key = tuple[int, int]  # prompt index and sample index
+
+
+@contextmanager
+def samples_of(request: RolloutRequest, session: Session, version: int) -> Iterator[Session | Turns]:
+    """Yield what generates the samples of a request: the session itself, or conversations with turns from the session.
+
+    At the end no conversation runs. `version`: policy version of the server.
+    """
+    if request.conversations is None:
+        yield session
+        return
+    turns = Turns(session, request.conversations, request.sampling, version)
+    try:
+        yield turns
+    finally:
+        turns.end()
+
+
+class Turns:
+    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling, version: int) -> None:
+        self._session, self._conversations, self._version = session, conversations, version
+        self._sampling = conversations.sampling = sampling
+        self._running: dict[Key, Sample] = {}  # samples of the running conversations
+        self._retracted: set[Key] = set()  # conversations with a turn that the server interrupted
+        # The session's thread answers turns, so this lock protects the fields below.
+        self._lock = threading.Condition()
+        self._in_flight: dict[int, tuple[Key, Future[None]]] = {}  # requests to the server, by number
+        self._numbers = itertools.count()
+        self._is_ended = False
+
+    def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
+        """Start the conversations of these samples."""
+        for sample in samples:
+            self._running[prompt_index, sample.index] = sample
+            self._conversations.start(prompt_index, sample.index, sample.prompt, step)
+
+    def next_event(self, timeout: float) -> Event:
+        """Return the next end of a conversation. Raise queue.Empty if there is none within this time.
+
+        While the session is aborting, conversations must have been aborted too, and each is an event once the server
+        has ended all turns.
+        """
+        until = time.monotonic() + timeout
+        while not (self._session.is_aborting and self._running):
+            event = self._conversations.events.get(timeout=max(0.0, until - time.monotonic()))
+            match event:
+                case Asked(request):
+                    self._sample(request)
+                case Ended(prompt_index, sample):
+                    return self._ended((prompt_index, sample.index), sample)
+                case Failed(prompt_index, error):
+                    return Event(prompt_index, error=error)
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._in_flight, timeout):
+                raise queue.Empty
+        (prompt_index, _), sample = self._running.popitem()
+        return Event(prompt_index, aborted=(sample,))
+
+    def end(self) -> None:
+        """End the conversations that still run, after a failure. Later answers of the session are ignored."""
+        with self._lock:
+            self._is_ended = True
+        if self._running:
+            self._conversations.abort()
+
+    def _sample(self, request: TurnRequest) -> None:
+        """Request a turn as if it was a sample whose prompt is the turn's context."""
+        sample = Sample(replace(request.prompt, token_ids=request.context_ids), request.key[1], [], [], None)
+        sampling = replace(
+            self._sampling,
+            max_response_length=request.max_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            seed=sample_seed(self._sampling.seed, context_seed(request.context_ids)),
+        )
+        with self._lock:
+            number = next(self._numbers)
+            on_event = partial(self._answer, number, request)
+            future = self._session.generate(request.key[0], [sample], sampling, request.step, on_event)
+            self._in_flight[number] = request.key, future
+
+    def _answer(self, number: int, request: TurnRequest, event: Event) -> None:
+        """Answer a turn, or report the error of the server. The session's thread calls it."""
+        with self._lock:
+            if self._in_flight.pop(number, None) is None or self._is_ended:
+                return
+            self._lock.notify_all()
+            if event.was_retracted:
+                self._retracted.add(request.key)
+            if event.error is not None:
+                self._conversations.events.put(Failed(request.key[0], event.error))
+            if (sample := event.sample) is not None:
+                reason: Literal["stop", "length"] = "stop" if sample.finish_reason == "stop" else "length"
+                version = sample.policy_version if sample.spans else self._version
+                result = TurnResult(list(sample.response_ids), list(sample.rollout_logprobs), reason, version)
+                self._conversations.answer(request, result)
+
+    def _ended(self, key: Key, sample: Sample) -> Event:
+        """Return the event of a conversation that ended. Give up a turn that it did not wait for."""
+        del self._running[key]
+        with self._lock:
+            for number, (other, future) in list(self._in_flight.items()):
+                if other == key:
+                    del self._in_flight[number]
+                    future.cancel()  # closes the connection, so the server ends the request
+        if not sample.spans:  # the agent asked for no turn
+            sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
+        return Event(key[0], sample, was_retracted=key in self._retracted)

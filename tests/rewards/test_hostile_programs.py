@@ -1,0 +1,90 @@
+"""Hostile programs in the sandbox: all end, no process is left, none reaches the network or a file outside.
+
+Without --all a sample of the 200 programs runs. `tools/benchmarks/sandbox.py` runs all of them with a deadline of 10 s.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.processes import descendants
+from grpo_mega.rewards.sandbox import missing, run_programs
+from tests.rewards.hostile_programs import programs
+
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
+
+ALL = dict(programs(0, ""))
+NUM_PARTS = 8
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Yield a socket of the host that notices every connection and every packet to it."""
+    with socket.socket() as tcp:
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        tcp.setblocking(False)
+        yield tcp
+
+
+def test_there_are_200_programs() -> None:
+    assert len(ALL) >= 200
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, NUM_PARTS))]
+)
+def test_hostile_programs_end_alone_and_reach_nothing(number: int, listener: socket.socket, tmp_path: Path) -> None:
+    if missing() is not None:
+        pytest.skip(f"no namespaces: {missing()}")
+    tmp_path.chmod(0o777)
+    port = listener.getsockname()[1]
+    chosen = dict(programs(port, str(tmp_path)))
+    names = sorted(chosen)[number::NUM_PARTS]
+    before = set(descendants(os.getpid()))
+    with socket.socket(socket.AF_UNIX) as abstract, socket.socket(type=socket.SOCK_DGRAM) as packets:
+        abstract.bind(f"\0grpo-mega-{port}")
+        abstract.listen()
+        packets.bind(("127.0.0.1", port))
+        runs = run_programs([(chosen[name], "") for name in names], TIMEOUT_S)
+        for one in (listener, abstract):
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                one.accept()
+        packets.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            packets.recv(1)
+    assert len(runs) == len(names)
+    for name, run in zip(names, runs, strict=True):
+        expected = {"loops": "timeout", "sleeps": "timeout", "ignores signals": "timeout"}.get(name.partition(", ")[2])
+        assert expected is None or run.verdict in (expected, "output", "memory", "refused", "error"), (name, run)
+        assert run.verdict != "finished" or name.endswith((", ends", ", exits")), (name, run)
+    assert not list(tmp_path.iterdir())
+    assert not list(Path("/").glob("*/escaped"))
+    _wait_for_end_of_new(before)
+
+
+def _wait_for_end_of_new(before: set[int]) -> None:
+    end = time.monotonic() + 60
+    while (left := set(descendants(os.getpid())) - before) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_a_program_does_not_find_the_files_of_an_earlier_one() -> None:
+    count = "import os; print(os.listdir('.')); print(len(os.environ))\n"
+    runs = run_programs([("open('left', 'w').write('x')", ""), (count, "")], 30)
+    assert runs[1].output.splitlines()[0] == "[]"
+
+
+def test_without_namespaces_programs_still_end_within_their_limits() -> None:
+    names = ("forks in a new session, loops", "daemonizes, sleeps", "floods the errors, loops", "starts a shell, loops")
+    before = set(descendants(os.getpid()))
+    runs = run_programs([(ALL[name], "") for name in names], TIMEOUT_S, isolates=False)
+    assert [run.verdict for run in runs] == ["timeout", "timeout", "output", "timeout"]
+    _wait_for_end_of_new(before)

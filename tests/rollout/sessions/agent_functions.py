@@ -1,0 +1,129 @@
+"""Agent functions and tools of the tests. Workers import this file, so it imports nothing of the package."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+
+
+async def run(chat, prompt):
+    """Do what the first message says."""
+    what, _, argument = prompt.messages[0]["content"].partition(" ")
+    return await globals()[f"_{what}"](chat, prompt, argument)
+
+
+async def _value(chat, prompt, argument):
+    return eval(argument)
+
+
+async def _turns(chat, prompt, argument):
+    messages, texts = list(prompt.messages), []
+    for number in range(int(argument)):
+        messages.append(await chat(messages, max_tokens=5))
+        texts.append(messages[-1]["content"])
+        chat.reward(0.5 * number)
+    return {"first": len(texts), "second": float(prompt.gold)} if prompt.answer == "42" else None
+
+
+async def _raises(chat, prompt, argument):
+    raise KeyError(argument)
+
+
+async def _exits(chat, prompt, argument):
+    sys.exit(3)
+
+
+async def _torch(chat, prompt, argument):
+    return float("torch" in sys.modules)
+
+
+async def _sleeps(chat, prompt, argument):
+    await asyncio.sleep(600)
+
+
+async def _ignores(chat, prompt, argument):
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+
+async def _blocks(chat, prompt, argument):
+    time.sleep(600)
+
+
+async def _dies(chat, prompt, argument):
+    os._exit(3)
+
+
+async def _leaves(chat, prompt, argument):
+    """Leave a task behind that writes to the file."""
+
+    async def write():
+        await asyncio.sleep(0.05)
+        open(argument, "w").close()
+
+    chat.task = asyncio.create_task(write())
+    return 1.0
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def add_later(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    await asyncio.sleep(0.01)
+    return a + b
+
+
+async def never() -> int:
+    """Wait forever."""
+    await asyncio.sleep(600)
+
+
+def misbehave(how: str) -> str:
+    """Misbehave.
+
+    Args:
+        how: What to do.
+    """
+    if how == "raise":
+        raise KeyError("k")
+    if how == "hang":
+        while True:
+            pass
+    if how == "exit":
+        os._exit(7)
+    if how == "sys.exit":
+        sys.exit(7)
+    if how == "child":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    if how == "long":
+        return "x" * 100_000
+    if how == "torch":
+        return str("torch" in sys.modules)
+    return "fine"
+
+
+def undocumented(a):
+    return a
+
+
+def not_async(chat, prompt):
+    return 1.0

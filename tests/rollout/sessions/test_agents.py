@@ -1,0 +1,197 @@
+"""Agent functions and tools in worker processes: results, deadlines, crashes. Nothing is left over."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mega.config.rollout import RolloutConfig
+from grpo_mega.processes import descendants
+from grpo_mega.rollout.sessions.agents import AgentResult, AgentWorkers
+from grpo_mega.rollout.sessions.chat import prompt_values
+from grpo_mega.types import Prompt
+from tests.rollout.sessions.endpoint import Endpoint, say
+
+pytestmark = [pytest.mark.pool, pytest.mark.waiting]
+
+HERE = Path(__file__).resolve().parent
+AGENT = "agent_functions.run"
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    served = Endpoint(lambda messages: say(f"answer {len(messages)}") if len(messages) < 4 else 400)
+    yield served
+    served.close()
+
+
+def workers(schemas: tuple[dict[str, Any], ...] = (), **keys: Any) -> AgentWorkers:
+    rollout = RolloutConfig.model_validate({"agent_timeout_s": TIMEOUT_S} | keys)
+    return AgentWorkers(rollout, HERE, schemas=schemas)
+
+
+def prompt(text: str, answer: str = "42") -> dict[str, Any]:
+    columns = {"question": text, "gold": 7, "prompts": text}
+    return prompt_values(Prompt(0, text, (), answer, extras={"level": "hard"}, raw_columns=columns))
+
+
+def outcomes(running: AgentWorkers, url: str, *texts: str, answer: str = "42") -> dict[str, AgentResult]:
+    """Start one session per text, and return the results by text."""
+    for text in texts:
+        running.start(text, url, "key", prompt(text, answer))
+    results = [running.results.get(timeout=TIMEOUT_S) for _ in texts]
+    return {result.session_id: result for result in results}
+
+
+def test_agent_functions_return_rewards_or_none_or_fail(endpoint: Endpoint) -> None:
+    texts = ("value 0.5", "value None", "value {'a': 1, 'b': 2.5}", "value float('nan')", "value 'x'", "raises k")
+    with workers(agent=AGENT, agent_workers=2) as running:
+        found = outcomes(running, endpoint.url, *texts, "exits", "torch")
+    kinds = [(found[text].value, found[text].kind) for text in (*texts, "exits", "torch")]
+    assert kinds == [
+        (0.5, "returned"), (None, "returned"), ({"a": 1.0, "b": 2.5}, "returned"), (None, "raised"), (None, "raised"),
+        (None, "raised"), (None, "raised"), (0.0, "returned"),
+    ]  # fmt: skip
+    assert "reward is nan" in str(found["value float('nan')"].error)
+    assert "KeyError: 'k' (in _raises, agent_functions.py" in str(found["raises k"].error)
+
+
+def test_chat_samples_turns_with_the_key_and_rewards_them(endpoint: Endpoint) -> None:
+    with workers(agent=AGENT) as running:
+        result = outcomes(running, endpoint.url, "turns 3")["turns 3"]
+        limited = outcomes(running, endpoint.url, "turns 5")["turns 5"]
+    assert result.value == {"first": 3.0, "second": 7.0}
+    assert result.turn_rewards == {"turn-1": 0.0, "turn-2": 0.5, "turn-3": 1.0}
+    assert endpoint.requests[2]["messages"][1:] == [say("answer 1"), say("answer 2")]
+    assert endpoint.requests[0]["path"] == "/sessions/s/v1/chat/completions"
+    assert (endpoint.requests[0]["key"], endpoint.requests[0]["max_tokens"]) == ("Bearer key", 5)
+    assert (limited.kind, limited.value, list(limited.turn_rewards)) == (
+        "returned",
+        None,
+        ["turn-1", "turn-2", "turn-3"],
+    )
+
+
+def test_an_endpoint_that_fails_is_not_the_fault_of_the_sample() -> None:
+    failing = Endpoint(lambda messages: 503)
+    with workers(agent=AGENT) as running:
+        away = outcomes(running, "http://127.0.0.1:1/v1", "turns 1")["turns 1"]
+        broken = outcomes(running, failing.url, "turns 2")["turns 2"]
+    failing.close()
+    assert [away.kind, broken.kind] == ["died", "died"]
+    assert "does not answer" in str(away.error) and "status 503" in str(broken.error)
+
+
+def test_samples_beyond_their_deadline_end_and_others_are_not_blamed(endpoint: Endpoint) -> None:
+    with workers(agent=AGENT, agent_timeout_s=2.0, tool_timeout_s=60) as running:
+        found = outcomes(running, endpoint.url, "sleeps", "ignores", "value 1")
+        assert [found[text].kind for text in ("sleeps", "ignores", "value 1")] == ["deadline", "deadline", "returned"]
+        assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
+
+
+def test_a_blocked_loop_costs_only_the_sample_that_blocks_it(endpoint: Endpoint) -> None:
+    with workers(agent=AGENT, tool_timeout_s=1.0) as running:
+        found = outcomes(running, endpoint.url, "sleeps", "blocks")
+        assert {text: result.kind for text, result in found.items()} == {"blocks": "deadline", "sleeps": "died"}
+        assert "use await" in str(found["blocks"].error)
+        assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
+
+
+def test_a_worker_that_ends_is_replaced_and_its_samples_died(endpoint: Endpoint) -> None:
+    with workers(agent=AGENT) as running:
+        found = outcomes(running, endpoint.url, "sleeps", "dies")
+        assert {result.kind for result in found.values()} == {"died"}
+        assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
+
+
+def test_killed_samples_end_without_a_result(endpoint: Endpoint) -> None:
+    with workers(agent=AGENT) as running:
+        for text in ("sleeps", "ignores", "value 1"):
+            running.start(text, endpoint.url, "key", prompt(text))
+        assert running.results.get(timeout=TIMEOUT_S).session_id == "value 1"
+        running.kill(["sleeps", "ignores", "unknown"])
+        assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
+        assert running.results.empty()
+
+
+def test_tasks_that_an_agent_function_leaves_behind_end_with_it(endpoint: Endpoint, tmp_path: Path) -> None:
+    with workers(agent=AGENT) as running:
+        outcomes(running, endpoint.url, f"leaves {tmp_path / 'file'}")
+        outcomes(running, endpoint.url, "value __import__('time').sleep(0.2)")
+    assert not (tmp_path / "file").exists()
+
+
+def test_no_process_outlives_the_workers(endpoint: Endpoint) -> None:
+    before = set(descendants(os.getpid()))
+    with workers(agent=AGENT, agent_workers=2) as running:
+        for text in ("sleeps", "ignores", "blocks"):
+            running.start(text, endpoint.url, "key", prompt(text))
+        outcomes(running, endpoint.url, "value 1")
+    _wait_for_end_of_new(before)
+
+
+def _wait_for_end_of_new(before: set[int]) -> None:
+    end = time.monotonic() + 60
+    while (left := _started(before)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+
+
+def _started(before: set[int]) -> list[str]:
+    """Return the new processes below this one, without multiprocessing's resource tracker."""
+    new = [pid for pid in descendants(os.getpid()) if pid not in before]
+    commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in new}
+    texts = [path.read_text() for path in commands.values() if path.exists()]
+    return [text for text in texts if "resource_tracker" not in text]
+
+
+TOOLS = tuple(f"agent_functions.{name}" for name in ("add", "add_later", "never", "misbehave"))
+
+
+def test_the_built_in_agent_answers_calls_until_there_is_none() -> None:
+    calls = [
+        ("add", '{"a": 2, "b": 3}'), ("add_later", {"a": 1, "b": 1}), ("never", {}), ("unknown", {}), ("add", "{"),
+        ("add", {"a": 1}), *(("misbehave", {"how": how}) for how in HOW),
+    ]  # fmt: skip
+    replies = [say("", *calls), say("x", invalid=[{"text": "{", "error": "not JSON"}]), say("done")]
+    served = Endpoint(lambda messages: replies[min(2, sum(one["role"] == "assistant" for one in messages))])
+    before = set(descendants(os.getpid()))
+    schemas = ({"type": "function", "function": {"name": "add"}},)
+    with workers(schemas, tools=TOOLS, tool_timeout_s=3.0) as running:
+        result = outcomes(running, served.url, "q")["q"]
+    served.close()
+    assert (result.kind, result.value) == ("returned", None), result
+    assert [request["tools"] for request in served.requests] == [list(schemas)] * 3
+    messages = served.requests[-1]["messages"]
+    contents = [one["content"] for one in messages if one["role"] == "tool"]
+    assert contents[:2] == ["5", "2"]
+    assert contents[2] == "Error: never took longer than 3 s"
+    assert contents[3].startswith("Error: there is no tool 'unknown'; the tools are add, add_later, never, misbehave")
+    assert contents[4].startswith("Error: the arguments are not JSON")
+    assert "missing 1 required positional argument: 'b'" in contents[5]
+    by_how = dict(zip(HOW, contents[6:], strict=True))
+    assert by_how["raise"].startswith("Error: KeyError: 'k'") and by_how["sys.exit"].startswith("Error: SystemExit")
+    assert by_how["hang"] == "Error: misbehave took longer than 3 s"
+    assert by_how["exit"] == "Error: the tool's process ended with status 7"
+    assert (by_how["child"], by_how["thread"], by_how["torch"]) == ("fine", "fine", "False")
+    assert len(by_how["long"]) < 21_000 and "100000 characters" in by_how["long"]
+    assert messages[-1] == {"role": "user", "content": "Error: this is not a tool call: '{', not JSON"}
+    assert [one["tool_call_id"] for one in messages if one["role"] == "tool"][:2] == ["c0", "c1"]
+    _wait_for_end_of_new(before)
+
+
+HOW = ("raise", "hang", "exit", "sys.exit", "child", "thread", "long", "torch")
+
+
+def test_the_built_in_agent_ends_at_max_turns_without_running_calls() -> None:
+    served = Endpoint(lambda messages: say("", ("add", {"a": 2, "b": 3})))
+    with workers(tools=TOOLS, max_turns=2) as running:
+        result = outcomes(running, served.url, "q")["q"]
+    served.close()
+    assert (result.kind, len(served.requests)) == ("returned", 2)
+    assert json.dumps(served.requests[-1]["messages"]).count('"tool"') == 1
