@@ -125,6 +125,9 @@ class Sample:
     old_logprobs: list[float] | None = None  # only for logged samples, after the update; 0 on tokens not sampled
     # Routes of prompt and response without the last token, if they are replayed; never with contexts.
     routes: Routes | None = None
+    sampled: Sequence[tuple[int, int]] = ()  # (start, end) of each turn that the policy sampled, ascending; (): all
+    contexts: Sequence[Context] = ()  # rewritten histories, by ascending start; the first may replace the prompt
+    messages: list[dict[str, Any]] | None = None  # the conversation up to the last turn; None without an agent
 
     @property
     def is_scored(self) -> bool:
