@@ -1,7 +1,6 @@
 """Conversations with real worker processes: `chat`, the built-in agent of rollout.tools, deaths and aborts."""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,12 @@ def texts_of(end: Ended | Failed) -> list[str]:
 def test_an_agent_in_a_worker_makes_a_sample_with_rewards_of_turns() -> None:
     with conversations(NAME, workers(agent=AGENT, agent_workers=2), reply) as run:
         for index in range(3):
-            run.start(replace(prompt_of(NAME, "turns 2", gold=7), answer="42"), index)
-        run.start(replace(prompt_of(NAME, "raises k"), answer="42"), 3)
+            run.start(prompt_of(NAME, "talks 2", gold=7), index)
+        run.start(prompt_of(NAME, "raises k"), 3)
         ends = {end.sample.index: end for end in (run.end() for _ in range(4)) if isinstance(end, Ended)}
     for index in range(3):
         sample = ends[index].sample
-        assert (sample.finish_reason, sample.scores) == ("stop", {"first": 2.0, "second": 7.0})
+        assert (sample.finish_reason, sample.scores) == ("stop", {"first": 5.0, "second": 7.0})
         assert sample.step_rewards == [0.0, 0.5] and len(sample.sampled) == 2 and not sample.contexts
         assert {request.max_new_tokens for request in run.asked if request.key == (5, index)} == {5}
     assert ends[3].sample.verdicts == {"agent": "error"}
