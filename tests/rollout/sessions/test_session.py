@@ -154,7 +154,7 @@ def test_a_turn_that_ended_by_length_is_not_extended(limit: dict[str, int]) -> N
         assert talk.turn(more).parent is None
 
 
-def test_a_turn_at_its_limit_is_not_extended_even_if_it_ends_with_a_stop_token() -> None:
+def test_a_turn_cut_at_a_stop_token_is_not_extended() -> None:
     talk, chat = Dialogue("qwen2.5"), ChatRequest.read([user("hello")], max_tokens=2)
     turn = talk.session.turn_of(chat)
     talk.session.record(turn, chat, replace(result_of("qwen2.5", "4"), finish_reason="length"))
