@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.conversations import Conversations
+from grpo_mega.rollout.sessions.conversations import Conversations, Workers
 from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
 from grpo_mega.rollout.sessions.template import Template
 from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
@@ -161,19 +161,19 @@ def sampling_of(name: str, max_response_length: int = 2000) -> Sampling:
 @contextmanager
 def conversations(
     name: str,
-    agent: Callable[[str, str, dict[str, Any]], Any],
+    agent: Callable[[str, str, dict[str, Any]], Any] | Workers,
     reply: Callable[[TurnRequest], TurnResult | None],
     *,
     max_turns: int = 8,
     max_response_length: int = 2000,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
-    """Run conversations in which `agent` is the agent function of each sample."""
+    """Run conversations in which `agent` is the agent function of each sample, or the workers that run it."""
     runner = Conversations(
         tokenizer_of(name),
         lambda ids: decode(name, ids),
         sampling_of(name, max_response_length),
-        ThreadWorkers(agent),
+        ThreadWorkers(agent) if callable(agent) else agent,
         max_turns=max_turns,
         max_context=9000,
         max_tokens=20_000,

@@ -199,6 +199,13 @@ class Conversations(AbstractContextManager["Conversations"]):
                 where = running.prompt_index, running.sample_index, running.prompt, running.step
                 self._start(*where, is_repeated=True)
             return
+        try:
+            self.events.put(self._ended(running, result))
+        except Exception as error:  # without an event the engine would wait for ever
+            self.events.put(Failed(running.prompt_index, f"prompt {running.prompt.id}: {error!r}"))
+
+    def _ended(self, running: _Running, result: Any) -> Ended:
+        """Return the event of a conversation that ended. A limit leaves scoring to others, and an error scores 0."""
         session = running.opened.session
         for turn in session.turns:
             turn.reward = result.turn_rewards.get(running.opened.answer_id(turn))
@@ -214,7 +221,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         if result.kind == "raised" and not limit and not self._has_warned:
             self._has_warned = True
             self._warn(f"rollout.agent raised an error, so its sample scores 0: {result.error}")
-        self.events.put(Ended(running.prompt_index, sample))
+        return Ended(running.prompt_index, sample)
 
 
 def _name(request: TurnRequest) -> tuple[Any, ...]:

@@ -28,6 +28,14 @@ async def _turns(chat, prompt, argument):
     return {"first": len(texts), "second": float(prompt.gold)} if prompt.answer == "42" else None
 
 
+async def _talks(chat, prompt, argument):
+    messages = list(prompt.messages)
+    for number in range(int(argument)):
+        messages += [await chat(messages, max_tokens=5), {"role": "user", "content": "and now?"}]
+        chat.reward(0.5 * number)
+    return {"first": len(messages), "second": float(prompt.gold)}
+
+
 async def _raises(chat, prompt, argument):
     raise KeyError(argument)
 

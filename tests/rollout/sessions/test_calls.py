@@ -73,6 +73,8 @@ def test_marks_from_other_tokens_and_marks_in_thoughts_are_text() -> None:
     assert parsed("qwen3", thought) == (thought, [], [])
     assert parsed("qwen3", f"{thought}{CALL}") == (thought.strip(), [("f", {"a": 1})], [])
     assert parsed("qwen3", f"<think>\n{CALL}")[1] == [], "the thought is not closed"
+    call = '{"name": "f", "parameters": {"a": 1}}'
+    assert parsed("llama3", f"<think>\n{call}")[1] == [] and parsed("llama3", f"<think>a</think>{call}")[1]
     quoted = '<tool_call>{"name": "f", "arguments": {"a": "<think>"}}</tool_call>'
     assert parsed("qwen3", quoted)[1] == [("f", {"a": "<think>"})]
 

@@ -123,6 +123,50 @@ def test_a_sample_whose_worker_died_starts_again_once(num_deaths: int) -> None:
         assert end == Failed(5, "the worker was killed")
 
 
+def test_an_error_at_the_end_of_a_conversation_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an event the engine would wait for ever."""
+    monkeypatch.setattr("grpo_mega.rollout.sessions.session.Session.to_sample", lambda *_: 1 / 0)
+    with conversations(NAME, lambda *_: 1.0, reply) as run:
+        run.start(prompt_of(NAME))
+        end = run.end()
+    assert isinstance(end, Failed) and "prompt 7: ZeroDivisionError" in end.error
+
+
+def test_requests_at_the_same_time_are_sampled_one_after_another() -> None:
+    """So limits do not depend on which of them is faster, and equal requests are one turn."""
+    running, most_running, problems = set[int](), 0, queue.SimpleQueue[str]()
+
+    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> None:
+        def ask(content: str) -> None:
+            try:
+                post(base_url, key, [user(content)])
+            except urllib.error.HTTPError as error:
+                problems.put(str(error))
+
+        threads = [threading.Thread(target=ask, args=(content,)) for content in ["a", "b", "a", "c", "b", "c"]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def slowly(request: TurnRequest) -> None:
+        nonlocal most_running
+        running.add(request.number)
+        most_running = max(most_running, len(running))
+
+        def answer() -> None:
+            running.discard(request.number)
+            run.conversations.answer(request, reply(request))
+
+        threading.Timer(0.1, answer).start()
+
+    with conversations(NAME, agent, slowly) as run:
+        run.start(prompt_of(NAME))
+        end = run.end()
+    assert isinstance(end, Ended) and problems.empty()
+    assert (len(run.asked), most_running) == (3, 1)
+
+
 def test_an_abort_ends_all_conversations_without_an_event() -> None:
     all_asked, ended = threading.Semaphore(0), queue.SimpleQueue[int]()
 

@@ -1,5 +1,6 @@
 """A session reuses the tokens that were sampled, and trains nothing else."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,13 @@ def test_a_turn_that_ended_by_length_is_not_extended(limit: dict[str, int]) -> N
         assert caught.value.code == "max_response_length"
     else:
         assert talk.turn(more).parent is None
+
+
+def test_a_turn_cut_at_a_stop_token_is_not_extended() -> None:
+    talk, chat = Dialogue("qwen2.5"), ChatRequest.read([user("hello")], max_tokens=2)
+    turn = talk.session.turn_of(chat)
+    talk.session.record(turn, chat, replace(result_of("qwen2.5", "4"), finish_reason="length"))
+    assert talk.turn([user("hello"), {"role": "assistant", "content": "4"}, user("more")]).parent is None
 
 
 def test_the_opener_of_the_next_turn_is_counted_once() -> None:
