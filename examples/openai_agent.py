@@ -1,6 +1,6 @@
 """The calculator example through the unmodified `openai` package: an agent function with its own tool.
 
-    examples/calculator.yaml with --set rollout.tools=[] --set rollout.agent=openai_agent.py:run
+    examples/calculator.yaml with --set rollout.tools=[] --set rollout.agent=openai_agent.run
 
 Any client or harness for OpenAI's API works in the same way. It only needs the base URL and the key of the sample.
 """
@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from calculator_tool import calculate
+from calculator import calculate
 from openai import AsyncOpenAI
 
 TOOL = {
     "type": "function",
     "function": {
         "name": "calculate",
-        "description": "Multiply two whole numbers.",
+        "description": "Multiply two numbers.",
         "parameters": {
             "type": "object",
-            "properties": {"expression": {"type": "string", "description": "The product to calculate, such as 34*27."}},
+            "properties": {"expression": {"type": "string", "description": "Two numbers with * between them."}},
             "required": ["expression"],
         },
     },
