@@ -195,3 +195,15 @@ def test_the_built_in_agent_ends_at_max_turns_without_running_calls() -> None:
     served.close()
     assert (result.kind, len(served.requests)) == ("returned", 2)
     assert json.dumps(served.requests[-1]["messages"]).count('"tool"') == 1
+
+
+def test_the_tool_python_runs_in_the_sandbox() -> None:
+    programs = ("print(6 * 7)", "1 / 0", "import os; print(os.listdir('.'))")
+    replies = [say("", *(("python", {"code": program}) for program in programs)), say("done")]
+    served = Endpoint(lambda messages: replies[sum(one["role"] == "assistant" for one in messages)])
+    with workers(tools=["python"]) as running:
+        outcomes(running, served.url, "q")
+    served.close()
+    contents = [one["content"] for one in served.requests[-1]["messages"] if one["role"] == "tool"]
+    assert [contents[0], contents[2]] == ["42\n", "[]\n"]
+    assert contents[1].startswith("Error: Traceback") and contents[1].endswith("ZeroDivisionError: division by zero")
