@@ -223,8 +223,8 @@ class PackedBatch:
     loss_weights: Tensor  # [T] float32, weight of each token in the mini-batch's loss (0 where loss_mask is 0)
     advantages: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
-    # Step-wide index of each segment's sample, without padding. All segments of a sample are here, one after another.
-    sample_indices: list[int]
+    sample_indices: list[int]  # step-wide index of each segment's sample, without padding
+    segment_numbers: list[int]  # position of each segment in its sample (Sample.segments), without padding
     lengths: list[int]  # tokens per segment over all context-parallel ranks, without padding
     # With shared prompts, per segment: index of the shared segment with all prompt tokens but the last, after the
     # segments of all samples. It is -1 if the segment has its whole context.

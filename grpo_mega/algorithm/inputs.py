@@ -1,8 +1,9 @@
 """The inputs of a loss, and sums over the tokens of one response.
 
-Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches, also if it has several
-segments. With context parallelism a rank has a part of each response, and sums over a response include all parts, with
-exact gradients. Tokens with loss_mask 0 count in no sum, mean or count.
+Every vector is [T], the tokens of a micro-batch. A response is never split over micro-batches, unless it has several
+segments and the loss needs no sums over responses (AlgorithmConfig.has_sequence_sums). With context parallelism a rank
+has a part of each response, and sums over a response include all parts, with exact gradients. Tokens with loss_mask 0
+count in no sum, mean or count.
 """
 
 from __future__ import annotations

@@ -74,10 +74,9 @@ def response_places(batch: PackedBatch, samples: Sequence[Sample]) -> Iterator[l
     `samples` are all samples of the step. There is one pair per chunk on this rank.
     """
     cuts = batch.cu_seqlens.tolist()
-    members = [samples[index] for index in dict.fromkeys(batch.sample_indices)]
-    rows = [(sample, segment) for sample in members for segment in sample.segments()]
-    assert len(rows) == len(batch.sample_indices), "a micro-batch must have all segments of its samples"
-    for start, end, (sample, segment) in zip(cuts, cuts[1:], rows, strict=False):  # padding has no sample
+    numbers = zip(batch.sample_indices, batch.segment_numbers, strict=True)
+    for start, end, (index, number) in zip(cuts, cuts[1:], numbers, strict=False):  # padding has no sample
+        sample, segment = samples[index], samples[index].segments()[number]
         is_shared = batch.shared_prompt_segments is not None and shares_prompt(sample)
         whole, pairs = response_slice(0, segment, is_shared=is_shared), []
         for chunk in chunks_of((end - start) * batch.cp_size, batch.cp_size, batch.cp_rank):

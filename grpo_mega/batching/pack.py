@@ -4,7 +4,7 @@ sample.
 Input: the step's samples by mini-batch, the same on all ranks. Output: this DP rank's PackedBatches on the CPU, with
 NaN for advantages that are not assigned yet. Routes are attached later, when they have reached the ranks that train
 them. Each row has only the part of its context-parallel rank; lengths and budgets count the tokens of one such rank.
-All segments of a sample are in one micro-batch, because some losses need sums over the whole sample.
+The segments of a sample may go to different micro-batches, unless the loss needs sums over the whole sample.
 Within a mini-batch every rank has the same number of micro-batches, all of the same length T. If there are too few
 samples, some micro-batches are only padding, with loss 0. The assignment of samples to micro-batches never changes
 loss, gradient or metrics.
@@ -30,7 +30,7 @@ from torch import Tensor
 from grpo_mega.batching.layout import part_of, response_slice, sampled_mask, shares_prompt
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.errors import PlanError
-from grpo_mega.types import Group, PackedBatch, Sample
+from grpo_mega.types import Group, PackedBatch, Sample, Segment
 
 CLOSE_ENOUGH = (1e-4, 2e-4, 4e-4)  # the longest bin may exceed the mean by these shares, tried in this order
 MAX_ROUNDS = 40  # rounds of exchanges per share
@@ -38,6 +38,7 @@ NUM_MOVABLE = 11  # the shortest samples of a bin take part in exchanges, becaus
 NUM_PARTNERS = 24  # short bins that are candidates for each long bin in a round
 
 Ints = NDArray[np.int64]
+Row = tuple[int, int, Segment]  # index of the sample in its mini-batch, number of its segment, and the segment
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class PackingSpec:
     micro_batch_multiple: int = 1  # a mini-batch has a multiple of this many micro-batches
     tokens_per_pair: float = 0.0  # work of attention for a query and a key, relative to all other work for a token
     share_prompts: bool = False
+    keeps_samples_whole: bool = True  # all segments of a sample must be in one micro-batch
     cp_size: int = 1
     cp_rank: int = 0
 
@@ -79,8 +81,8 @@ def pack_mini_batches(
     token_weights[m][i] is the weight of each sampled token of sample i of mini-batch m in the global loss
     (algorithm/token_weights.py); a sample of weight 0 has loss_mask 0. `sample_indices` count all of the step's
     samples, through the mini-batches. T is the longest micro-batch of the mini-batch on any rank, rounded up to
-    `length_multiple`, so it may exceed `token_budget` by less than that. Raise PlanError if a sample is longer than the
-    budget.
+    `length_multiple`, so it may exceed `token_budget` by less than that. Raise PlanError if a sample, or a segment with
+    keeps_samples_whole=False, is longer than the budget.
     """
     result: list[list[PackedBatch]] = []
     cp_size = spec.cp_size
@@ -88,14 +90,8 @@ def pack_mini_batches(
     length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)
     offset = 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
-        units: list[list[int]] = []  # runs of samples that share their prompt, as many as fit into a micro-batch
-        for i, sample in enumerate(samples):
-            longer = [samples[j] for j in units[-1]] + [sample] if units and spec.share_prompts else []
-            if longer and longer[0].prompt.id == sample.prompt.id and _num_tokens(longer) <= spec.token_budget:
-                units[-1].append(i)
-            else:
-                units.append([i])
-        lengths = [_num_tokens([samples[i] for i in unit], cp_size) for unit in units]
+        units = _units(samples, spec)
+        lengths = [_num_tokens([(samples[i], segment) for i, _, segment in unit], cp_size) for unit in units]
         ranks = balance(
             lengths,
             dp_size=spec.dp_size,
@@ -106,7 +102,7 @@ def pack_mini_batches(
         )
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
-        chosen = [[i for unit in members for i in units[unit]] for members in ranks[spec.dp_rank]]
+        chosen = [[row for unit in members for row in units[unit]] for members in ranks[spec.dp_rank]]
         rows = [_pack_one(samples, weights, members, offset, num_tokens * cp_size, spec) for members in chosen]
         result.append([part_of(row, cp_size, spec.cp_rank) for row in rows] if cp_size > 1 else rows)
         offset += len(samples)
@@ -241,23 +237,44 @@ def _exchange(loads_B: Ints, slots_BS: Ints, sizes_BS: NDArray[np.int32], target
     return len(better_I)
 
 
+def _units(samples: Sequence[Sample], spec: PackingSpec) -> list[list[Row]]:
+    """Return the rows by unit; a unit must be in one micro-batch.
+
+    A unit is a run of samples that share their prompt, as many as fit into a micro-batch, or a sample, or a segment.
+    """
+    units: list[list[Row]] = []
+    run: list[Row] = []
+    for i, sample in enumerate(samples):
+        rows = [(i, number, segment) for number, segment in enumerate(sample.segments())]
+        if not shares_prompt(sample):
+            units += [rows] if spec.keeps_samples_whole else [[row] for row in rows]
+            continue
+        longer = [(samples[j], segment) for j, _, segment in (*run, *rows)]
+        is_run = spec.share_prompts and longer[0][0].prompt.id == sample.prompt.id
+        if run and is_run and _num_tokens(longer) <= spec.token_budget:
+            run += rows
+        else:
+            run = rows
+            units.append(run)
+    return units
+
+
 def _pack_one(
     samples: Sequence[Sample],
     weights: Sequence[float],
-    members: list[int],
+    rows: list[Row],
     offset: int,
     num_tokens: int,
     spec: PackingSpec,
 ) -> PackedBatch:
-    """Pack the samples at `members` into `num_tokens` tokens, each padded so that context-parallel ranks can share it.
+    """Pack the rows into `num_tokens` tokens, each padded so that context-parallel ranks can share it.
 
     `offset` is the index of samples[0] in the step.
     """
     tokens, targets, position_ids = torch.zeros(3, num_tokens, dtype=torch.int64).unbind()
     loss_mask, loss_weights, advantages, rollout_logprobs = torch.zeros(4, num_tokens).unbind()
-    rows = [(member, segment) for member in members for segment in samples[member].segments()]
     boundaries = [0]
-    for member, segment in rows:
+    for member, _, segment in rows:
         sample, start, part = samples[member], boundaries[-1], slice(segment.start, segment.end)
         is_shared = spec.share_prompts and shares_prompt(sample)
         context = segment.context_ids[-1:] if is_shared else segment.context_ids
@@ -275,7 +292,7 @@ def _pack_one(
         advantages[response] = torch.nan if sample.advantages is None else sample.advantages[part]
         rollout_logprobs[response] = torch.from_numpy(np.asarray(sample.rollout_logprobs[part], dtype=np.float32))
         boundaries.append(start + length)
-    of_rows = [samples[member] for member, _ in rows]
+    of_rows = [samples[member] for member, _, _ in rows]
     segments = _lay_prompts(of_rows, tokens, position_ids, boundaries) if spec.share_prompts else None
     if boundaries[-1] < num_tokens:
         position_ids[boundaries[-1] :] = torch.arange(num_tokens - boundaries[-1])
@@ -289,8 +306,9 @@ def _pack_one(
         loss_weights=loss_weights,
         advantages=advantages,
         rollout_logprobs=rollout_logprobs,
-        sample_indices=[offset + member for member, _ in rows],
-        lengths=[segment.num_tokens for _, segment in rows],
+        sample_indices=[offset + member for member, _, _ in rows],
+        segment_numbers=[number for _, number, _ in rows],
+        lengths=[segment.num_tokens for _, _, segment in rows],
         shared_prompt_segments=segments,
     )
 
@@ -311,14 +329,12 @@ def _lay_prompts(samples: Sequence[Sample], tokens: Tensor, position_ids: Tensor
     return [segment_of[sample.prompt.id] if shares_prompt(sample) else -1 for sample in samples]
 
 
-def _num_tokens(samples: Sequence[Sample], cp_size: int = 1) -> int:
-    """Return the number of tokens per context-parallel rank of samples of one prompt.
+def _num_tokens(rows: Sequence[tuple[Sample, Segment]], cp_size: int = 1) -> int:
+    """Return the number of tokens per context-parallel rank of a unit.
 
-    If there are several samples, the prompt counts once, and its last token once per sample that shares it.
+    If it has several samples, they share their prompt. The prompt counts once, its last token once per sample.
     """
-    if len(samples) == 1:
-        return sum(tokens_on_rank(segment.num_tokens, cp_size) for segment in samples[0].segments())
-    sharing = [sample for sample in samples if shares_prompt(sample)]
-    prompt_len = len(samples[0].prompt.token_ids) - 1 if sharing else 0
-    others = sum(sample.total_len for sample in samples if not shares_prompt(sample))
-    return prompt_len + sum(1 + sample.response_len for sample in sharing) + others
+    first = rows[0][0]
+    if rows[-1][0] is first:
+        return sum(tokens_on_rank(segment.num_tokens, cp_size) for _, segment in rows)
+    return len(first.prompt.token_ids) - 1 + sum(1 + sample.response_len for sample, _ in rows)

@@ -345,6 +345,19 @@ class AlgorithmConfig(Section):
         """True if the loss takes values from the log-probs of all tokens of the mini-batch."""
         return self.is_by_covariance or self.correction.batch_normalize
 
+    @property
+    def has_sequence_sums(self) -> bool:
+        """True if the loss of a token depends on a sum or maximum over its whole response."""
+        c = self.correction
+        return (
+            self.loss_type in ("gspo", "gspo_token", "gmpo")
+            or c.importance == "sequence"
+            or c.mask in ("sequence", "geometric")
+            or c.reject.startswith("seq_")
+            or c.veto_below is not None
+            or c.off_policy_threshold is not None
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_recipe(cls, value: Any) -> Any:

@@ -126,6 +126,7 @@ class Policy:
             micro_batch_multiple=layout.pp if layout.vpp > 1 else 1,
             tokens_per_pair=flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
             share_prompts=self._config.batch.share_prompts,
+            keeps_samples_whole=self._config.algorithm.has_sequence_sums,
             cp_size=layout.cp,
             cp_rank=self._runtime.cp_rank,
         )

@@ -230,7 +230,9 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
         policy.pipeline.packed_seq_params_of = lambda batch: params  # type: ignore[method-assign]
         kept = Kept(list(policy.parameters.values()))
         zeros, ids = torch.zeros(length), torch.zeros(length, dtype=torch.int64)
-        batch = PackedBatch(ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], cp_size=cp_size, cp_rank=cp_rank)
+        batch = PackedBatch(
+            ids, ids, ids, cuts, zeros, zeros, zeros, zeros, [], [], [], cp_size=cp_size, cp_rank=cp_rank
+        )
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
             if request["num_batches"]:  # with 0 the request only builds the model
                 # This loss keeps no tensors for its backward pass. The planner counts the log-probs' tensors.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.batching.layout import from_samples, response_places, sampled_mask, sequences
 from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
+from grpo_mega.config import AlgorithmConfig
 from grpo_mega.errors import PlanError
 from grpo_mega.types import Context, Prompt, Sample, Segment
 
@@ -53,11 +54,11 @@ def test_a_conversation_of_two_segments_equals_a_worked_example():
     assert batch.loss_weights.tolist() == [0, 0.5, 0, 0.5, 0, 0, 0, 0, 0.5, 0.5, 0, 0]
     assert batch.advantages.tolist() == [0, 1.5, 0, -1, 0, 0, 0, 0, 2, 2, 0, 0]
     torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([0, -0.3, 0, -0.5, 0, 0, 0, 0, -0.7, -0.8, 0, 0]))
-    assert batch.sample_indices == [0, 0] and batch.lengths == [5, 6]
+    assert (batch.sample_indices, batch.segment_numbers, batch.lengths) == ([0, 0], [0, 1], [5, 6])
     assert sequences(batch).tolist() == [0] * 11 + [2]
 
 
-def test_a_first_context_replaces_the_prompt_and_padding_is_a_segment_of_its_own():
+def test_a_first_context_replaces_the_prompt():
     sample = conversation(runs=[(2,)])
     sample.contexts = [Context(0, (50, 51, 52))]
     (batch,) = pack_one([conversation(1, 100), sample], length_multiple=16)
@@ -69,26 +70,44 @@ def test_shared_prompts_leave_rewritten_contexts_in_their_rows():
     plain = [conversation(0, 1, prompt_len=4, runs=[(2,)]) for _ in range(2)]
     rewritten = conversation(0, 1, prompt_len=4, runs=[(2, 1), (3,)], contexts=[5])
     (batch,) = pack_one([plain[0], rewritten, plain[1]], share_prompts=True)
-    assert batch.tokens.tolist() == [4, 5, 6, *range(1, 13), 13, 14, 15, 4, 5, 6, 1, 2, 3]
-    assert batch.position_ids.tolist() == [3, 4, 5, *range(7), *range(8), 3, 4, 5, 0, 1, 2]
-    assert batch.shared_prompt_segments == [4, -1, -1, 4]
-    assert batch.sample_indices == [0, 1, 1, 2]
+    assert batch.tokens.tolist() == [4, 5, 6, 4, 5, 6, *range(1, 16), 1, 2, 3]
+    assert batch.position_ids.tolist() == [3, 4, 5, 3, 4, 5, *range(7), *range(8), 0, 1, 2]
+    assert batch.shared_prompt_segments == [4, 4, -1, -1]
+    assert (batch.sample_indices, batch.segment_numbers) == ([0, 2, 1, 1], [0, 0, 0, 1])
     values = [torch.arange(1.0, s.response_len + 1) + 100 * i for i, s in enumerate([plain[0], rewritten, plain[1]])]
     row = from_samples(values, batch, [plain[0], rewritten, plain[1]])
-    assert row.tolist() == [
-        *(1, 2, 0),
-        *(0, 0, 0, 101, 102, 103, 0),
-        *(0, 0, 0, 0, 104, 105, 106, 0),
-        *(201, 202, 0),
-        *(0, 0, 0),
-    ]
+    of_contexts = [0, 0, 0, 101, 102, 103, 0, 0, 0, 0, 0, 104, 105, 106, 0]
+    assert row.tolist() == [1, 2, 0, 201, 202, 0, *of_contexts, 0, 0, 0]
 
 
-def test_a_sample_whose_segments_do_not_fit_together_is_refused():
+def test_segments_are_split_unless_the_loss_needs_whole_samples():
     sample = conversation(runs=[(3,), (4,)], contexts=[6])  # rows of 5 and 10 tokens
     assert len(pack_one([sample], token_budget=15)) == 1
     with pytest.raises(PlanError, match="a sample of 15 tokens"):
         pack_one([sample], token_budget=14)
+    batches = pack_one([sample], token_budget=14, keeps_samples_whole=False)
+    assert [b.tokens.tolist() for b in batches] == [[6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [1, 2, 3, 4, 5] + [0] * 5]
+    assert [(b.sample_indices, b.segment_numbers) for b in batches] == [([0], [1]), ([0], [0])]
+    rows = [from_samples([torch.arange(1.0, 8)], batch, [sample]) for batch in batches]
+    assert [row[row > 0].tolist() for row in rows] == [[4, 5, 6, 7], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_sums"),
+    [
+        ({}, False),
+        *[({"recipe": name}, False) for name in ("dapo", "cispo", "reinforce_plus_plus", "clip_cov", "decoupled_ppo")],
+        *[({"recipe": name}, True) for name in ("gspo", "gspo_token", "gmpo")],
+        *[({"correction": {"mask": kind}}, kind != "token") for kind in ("token", "sequence", "geometric")],
+        ({"correction": {"importance": "sequence"}}, True),
+        ({"correction": {"reject": "seq_max_k3", "reject_above": 1.0}}, True),
+        ({"correction": {"reject": "token_k3", "reject_above": 1.0}}, False),
+        ({"correction": {"veto_below": 0.1}}, True),
+        ({"correction": {"off_policy_threshold": 0.1}}, True),
+    ],
+)
+def test_losses_with_sums_over_a_response_need_whole_samples(keys, has_sums):
+    assert AlgorithmConfig(**keys).has_sequence_sums == has_sums
 
 
 def test_sums_over_a_response_cover_all_its_segments():
@@ -113,6 +132,7 @@ SEGMENTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_siz
     cp_size=st.sampled_from([1, 2, 3]),
     length_multiple=st.sampled_from([1, 8]),
     share_prompts=st.booleans(),
+    keeps_samples_whole=st.booleans(),
 )
 def test_all_ranks_together_train_each_sampled_token_once(shapes, dp_size, cp_size, share_prompts, **options):
     share_prompts = share_prompts and cp_size == 1

@@ -29,14 +29,14 @@ pytestmark = pytest.mark.distributed
 
 TEMPERATURE, LONGEST = 0.9, 40
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 3,
     "hidden_size": 44,
     "intermediate_size": 76,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 111,
-    "initializer_range": 0.07,
-    "layer_types": ["full_attention"] * 5,
+    "initializer_range": 0.04,
+    "layer_types": ["full_attention"] * 3,
 }
 # test_replay.py sets keys that reach both sides of each recipe's limits with few tokens. sft has a test of its own.
 RECIPES: dict[str, dict[str, Any]] = {name: {} for name in ALL_RECIPES if name != "sft"} | STRICT_RECIPES
@@ -47,8 +47,7 @@ LAYOUTS = (
     "dp=2 batch.tokens_per_micro_batch=120 batch.share_prompts=true",
     "cp=2 batch.tokens_per_micro_batch=60",
     "tp=2,sequence_parallel=true batch.tokens_per_micro_batch=90",
-    "pp=2,layers_per_chunk=[3,2] batch.tokens_per_micro_batch=140",
-    "pp=2,vpp=2,layers_per_chunk=[1,2,1,1] batch.tokens_per_micro_batch=200",
+    "pp=2,layers_per_chunk=[2,1] batch.tokens_per_micro_batch=140",
 )
 
 # The segments of each sample: the length of its own context (0: it follows the prompt), then the lengths of its runs of
@@ -84,7 +83,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict
     folder = tmp_path_factory.mktemp("conversations")
     start = make_model("qwen2", seed=3, tied=True, **SIZES)
     models = {"reference": start, "before": moved(start, 1), "now": moved(start, 2)}
-    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"num_hidden_layers": 4, "layer_types": None})
+    models["teacher"] = make_model("qwen3", seed=5, **SIZES | {"initializer_range": 0.15, "layer_types": None})
     for name, model in models.items():
         save_checkpoint(model, folder / name)
     groups, tokens = make_groups()
@@ -270,4 +269,4 @@ def test_loss_and_gradients_equal_those_of_each_token_alone(
         metrics, differences = torch.load(folder / f"{layout}.pt", weights_only=False)[recipe]
         # Terms of about 1 nat cancel in some losses.
         assert metrics["loss/total"] == pytest.approx(losses[recipe], rel=2e-6, abs=2e-6), layout
-        assert len(differences) > 36 and max(differences.values()) < 2e-6, (layout, differences)
+        assert len(differences) > 22 and max(differences.values()) < 2e-6, (layout, differences)

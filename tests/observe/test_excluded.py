@@ -40,7 +40,7 @@ def test_the_share_of_rewarded_responses_that_the_oracle_calls_wrong() -> None:
     assert "reward/paid_but_wrong" not in metrics_of(sample(1.0, {"f": "correct"}))
 
 
-def test_lengths_are_of_sampled_tokens_and_agents_have_metrics_of_their_own() -> None:
+def test_lengths_are_of_sampled_tokens_and_agents_have_metrics() -> None:
     plain = replace(sample(1.0, {}), response_ids=[1] * 4)
     metrics = metrics_of(plain)
     assert metrics["response_length/mean"] == 4 and not any(name.startswith("agent/") for name in metrics)

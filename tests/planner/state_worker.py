@@ -164,6 +164,7 @@ def one_batch(num_tokens: int, runtime: Runtime) -> PackedBatch:
         advantages=torch.ones(num_tokens),
         rollout_logprobs=torch.zeros(num_tokens),
         sample_indices=list(range(8)),
+        segment_numbers=[0] * 8,
         lengths=[length * runtime.layout.cp] * 8,
         cp_size=runtime.layout.cp,
         cp_rank=runtime.cp_rank,
