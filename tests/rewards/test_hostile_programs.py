@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mega.processes import descendants
 from grpo_mega.rewards.sandbox import missing, run_programs
-from tests.rewards.hostile_programs import programs
+from tools.benchmarks.hostile_programs import programs
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 

@@ -22,8 +22,9 @@ async def _value(chat, prompt, argument):
 async def _turns(chat, prompt, argument):
     messages, texts = list(prompt.messages), []
     for number in range(int(argument)):
-        messages.append(await chat(messages, max_tokens=5))
-        texts.append(messages[-1]["content"])
+        message = await chat(messages, max_tokens=5)
+        texts.append(message["content"])
+        messages += [message, {"role": "user", "content": "more"}]
         chat.reward(0.5 * number)
     return {"first": len(texts), "second": float(prompt.gold)} if prompt.answer == "42" else None
 

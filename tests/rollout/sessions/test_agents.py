@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    served = Endpoint(lambda messages: say(f"answer {len(messages)}") if len(messages) < 4 else 400)
+    served = Endpoint(lambda messages: say(f"answer {len(messages)}") if len(messages) < 6 else 400)
     yield served
     served.close()
 
@@ -66,14 +66,14 @@ def test_chat_samples_turns_with_the_key_and_rewards_them(endpoint: Endpoint) ->
         result = outcomes(running, endpoint.url, "turns 3")["turns 3"]
         limited = outcomes(running, endpoint.url, "turns 5")["turns 5"]
     assert result.value == {"first": 3.0, "second": 7.0}
-    assert result.turn_rewards == {"turn-1": 0.0, "turn-2": 0.5, "turn-3": 1.0}
-    assert endpoint.requests[2]["messages"][1:] == [say("answer 1"), say("answer 2")]
+    assert result.turn_rewards == {"turn-1": 0.0, "turn-3": 0.5, "turn-5": 1.0}
+    assert endpoint.requests[2]["messages"][1::2] == [say("answer 1"), say("answer 3")]
     assert endpoint.requests[0]["path"] == "/sessions/s/v1/chat/completions"
     assert (endpoint.requests[0]["key"], endpoint.requests[0]["max_tokens"]) == ("Bearer key", 5)
     assert (limited.kind, limited.value, list(limited.turn_rewards)) == (
         "returned",
         None,
-        ["turn-1", "turn-2", "turn-3"],
+        ["turn-1", "turn-3", "turn-5"],
     )
 
 
@@ -195,3 +195,15 @@ def test_the_built_in_agent_ends_at_max_turns_without_running_calls() -> None:
     served.close()
     assert (result.kind, len(served.requests)) == ("returned", 2)
     assert json.dumps(served.requests[-1]["messages"]).count('"tool"') == 1
+
+
+def test_the_tool_python_runs_in_the_sandbox() -> None:
+    programs = ("print(6 * 7)", "1 / 0", "import os; print(os.listdir('.'))")
+    replies = [say("", *(("python", {"code": program}) for program in programs)), say("done")]
+    served = Endpoint(lambda messages: replies[sum(one["role"] == "assistant" for one in messages)])
+    with workers(tools=["python"]) as running:
+        outcomes(running, served.url, "q")
+    served.close()
+    contents = [one["content"] for one in served.requests[-1]["messages"] if one["role"] == "tool"]
+    assert [contents[0], contents[2]] == ["42\n", "[]\n"]
+    assert contents[1].startswith("Error: Traceback") and contents[1].endswith("ZeroDivisionError: division by zero")
