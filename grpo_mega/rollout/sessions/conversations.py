@@ -192,6 +192,12 @@ class Conversations(AbstractContextManager["Conversations"]):
         running = self._end(result.session_id)
         if running is None:
             return
+        try:
+            self._report_end(running, result)
+        except Exception as error:  # without an event the engine would wait for ever
+            self.events.put(Failed(running.prompt_index, f"a conversation could not end: {error!r}"))
+
+    def _report_end(self, running: _Running, result: Any) -> None:
         if result.kind == "died":
             if running.is_repeated:
                 self.events.put(Failed(running.prompt_index, result.error or "the agent's worker died"))
