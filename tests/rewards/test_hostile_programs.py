@@ -76,6 +76,25 @@ def _wait_for_end_of_new(before: set[int]) -> None:
     assert not left
 
 
+def test_a_program_has_a_read_only_root_and_no_rights() -> None:
+    if missing() is not None:
+        pytest.skip(f"no namespaces: {missing()}")
+    program = """
+import ctypes, os
+print([bool(os.statvfs(path).f_flag & os.ST_RDONLY) for path in ("/", "/usr", "/tmp")])
+header, found = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+ctypes.CDLL(None).capget(header, found)
+print(list(found), os.getuid(), os.getgid(), os.getgroups() in ([], [65534]), os.listdir("/tmp"))
+print(sorted(os.environ), ctypes.CDLL(None).unshare(0x10000000))
+"""
+    (run,) = run_programs([(program, "")], 60)
+    assert run.output.splitlines() == [
+        "[True, True, False]",
+        "[0, 0, 0, 0, 0, 0] 65534 65534 True []",
+        "['LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH'] -1",
+    ], run
+
+
 def test_a_program_does_not_find_the_files_of_an_earlier_one() -> None:
     count = "import os; print(os.listdir('.')); print(len(os.environ))\n"
     runs = run_programs([("open('left', 'w').write('x')", ""), (count, "")], 30)

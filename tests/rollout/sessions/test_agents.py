@@ -1,16 +1,20 @@
 """Agent functions and tools in worker processes: results, deadlines, crashes. Nothing is left over."""
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mega.config.rollout import RolloutConfig
-from grpo_mega.processes import descendants
+from grpo_mega.processes import descendants, living
 from grpo_mega.rollout.sessions.agents import AgentResult, AgentWorkers
 from grpo_mega.rollout.sessions.chat import prompt_values
 from grpo_mega.types import Prompt
@@ -136,10 +140,7 @@ def test_no_process_outlives_the_workers(endpoint: Endpoint) -> None:
 
 
 def _wait_for_end_of_new(before: set[int]) -> None:
-    end = time.monotonic() + 60
-    while (left := _started(before)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left
+    _wait_for(lambda: not _started(before))
 
 
 def _started(before: set[int]) -> list[str]:
@@ -207,3 +208,44 @@ def test_the_tool_python_runs_in_the_sandbox() -> None:
     contents = [one["content"] for one in served.requests[-1]["messages"] if one["role"] == "tool"]
     assert [contents[0], contents[2]] == ["42\n", "[]\n"]
     assert contents[1].startswith("Error: Traceback") and contents[1].endswith("ZeroDivisionError: division by zero")
+
+
+KILLED = """
+import sys, time
+from tests.rollout.sessions import test_agents as tests
+with tests.workers(tools=tests.TOOLS, tool_timeout_s=600) as running:
+    running.start("q", sys.argv[1], "key", tests.prompt("q"))
+    time.sleep(600)
+"""
+
+
+def test_workers_and_tools_end_with_a_killed_rank() -> None:
+    """The processes are recognized by a mark in their environment."""
+    calls = [("misbehave", {"how": "hang"}), ("never", {})]
+    served, mark = Endpoint(lambda messages: say("", *calls)), f"GRPO_MEGA_TEST_MARK={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    environment = os.environ | {name: value, "PYTHONPATH": str(HERE.parents[2])}
+    rank = subprocess.Popen([sys.executable, "-c", KILLED, served.url], env=environment)
+    # the rank, a resource tracker, two fork servers, the agent worker and the tool
+    _wait_for(lambda: len(_marked(mark)) >= 6)
+    rank.kill()
+    rank.wait()
+    _wait_for(lambda: not _marked(mark))
+    served.close()
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the living processes with this mark in their environment."""
+    found = []
+    for process in living():
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process.pid)
+    return found
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
