@@ -370,6 +370,16 @@ class Config(Section):
                 self.layout.cp == 1,
                 f": must not be with layout.cp={self.layout.cp}; remove one of them",
             ),
+            (
+                "precision.fp8",
+                self.model.lora is None,
+                ": must not be set with model.lora, whose base computes in bf16; leave one out",
+            ),
+            (
+                "algorithm.ref_model_sync_steps",
+                self.model.lora is None,
+                ": must not be set with model.lora, whose reference is the base; leave one out",
+            ),
             ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (

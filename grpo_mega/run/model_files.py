@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.chat import find_turn_end
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
+from grpo_mega.formats import adapter
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, split_into_shards, weight_files
 from grpo_mega.formats.output import publish_folder
@@ -176,11 +178,12 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+    load = partial(policy.load, read_adapter=adapter.read(config.model.adapter) if config.model.adapter else None)
     if config.model.init == "random":
         tensors = model.family.hf_tensors(model.shape)
-        policy.load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
+        load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
     else:
-        model.read_weights(policy.load)
+        model.read_weights(load)
     for name, settings in config.teachers.items():
         if settings.url is None:
             theirs = read_model_files(config, settings.path)

@@ -1,0 +1,132 @@
+"""One rank of the LoRA tests: gradients of A and B, the merge, and checkpoints in every layout, against transformers."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_mega import config as configs
+from grpo_mega.algorithm.losses import LossOutputs
+from grpo_mega.batching.pack import pack_mini_batches
+from grpo_mega.distributed.device import Device
+from grpo_mega.megatron import optimizer as optimizers
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.run import model_files
+from grpo_mega.types import PackedBatch
+from grpo_mega.weights.apply import load_shards
+from grpo_mega.weights.boxes import region
+from tests.distributed.layout_cases import as_samples
+from tests.helpers.ranks import run_cases
+
+RANK, ALPHA = 3, 5.0
+FULL = "recompute=full"
+# By model: layouts of two ranks, each with settings of model.
+CASES = {
+    "llama": ("tp=2,sequence_parallel=true", "tp=2", "dp=2", "cp=2", "pp=2", f"tp=2,sequence_parallel=true {FULL}"),
+    "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
+    "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
+    "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", "tp=2,etp=2", "tp=2,ep=2,sequence_parallel=true", "tp=2"),
+    "deepseek_v3": ("tp=2,sequence_parallel=true", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
+}
+BOUND = 2e-6
+
+
+def config_of(model: str, text: str, folder: Path, **sections: Any) -> configs.Config:
+    """Return the config of a case such as "tp=2 recompute=full targets=[q,v]"."""
+    layout, *settings = text.split()
+    raw = {
+        "steps": 1,
+        "device": "cpu",
+        "run_dir": "unused",
+        "data": {"train": "unused", "max_prompt_length": 12},
+        "rollout": {"max_response_length": 24},
+        "model": {"path": str(folder / model), "dtype": "float32", "lora": {"rank": RANK, "alpha": ALPHA}},
+        "batch": {"tokens_per_micro_batch": 64},
+        "log": {"progress": False},
+    }
+    configs_of = [f"layout.{part}" for part in _split(layout)]
+    for setting in settings:
+        configs_of.append(f"model.{'lora.' if setting.startswith('targets') else ''}{setting}")
+    for override in configs_of:
+        configs.apply_override(raw, override)
+    return configs.validate(raw | sections)
+
+
+def policy_of(config: configs.Config, adapter: Path | None) -> tuple[Policy, runtimes.Runtime]:
+    if adapter is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})})
+    runtime = runtimes.arrange(config, Device("cpu", torch.device("cpu")))
+    return model_files.build_policy(config, model_files.read_model_files(config), runtime), runtime
+
+
+def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
+    """The gradient of a fixed function of the last hidden states equals transformers' with PEFT, slice by slice."""
+    case = torch.load(folder / f"{model}.pt")
+    targets = next((word for word in text.split() if word.startswith("targets")), "all")
+    config = config_of(model, text, folder)
+    policy, runtime = policy_of(config, folder / f"{model}-{targets}")
+    samples = as_samples(case["sequences"])
+    batches = pack_mini_batches([samples], [[1.0] * len(samples)], policy.packing)[0]
+
+    def probed(hidden_TH: torch.Tensor, batch: PackedBatch) -> LossOutputs:
+        loss = hidden_TH.sum() * 0
+        for start, end, index in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.sample_indices, strict=False):
+            positions = batch.position_ids[start:end]
+            is_real = positions < len(case["sequences"][index])
+            loss = loss + (hidden_TH[start:end][is_real] * case["probes"][index][positions[is_real]].float()).sum()
+        return LossOutputs(loss / runtime.layout.tp, {}, {})  # tensor-parallel ranks add up their parts
+
+    policy.pipeline.forward_backward(batches, probed)
+    expected = case["gradients", targets]
+    shards, names = policy.lora.shards.rank_shards(rank), {p: name for name, p in policy.lora.parameters.items()}
+    num_compared, num_trained = 0, 0
+    squares = torch.zeros((), dtype=torch.float64)
+    for part in optimizers.parts(policy._optimizer):
+        for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
+            wanted = torch.zeros(p.shape, dtype=torch.float64)
+            load_shards({"": shards[names[p]]}, {"": wanted}, lambda box: expected[box.tensor][region(box.start, box.shape)])
+            scale = max(float(expected[piece.box.tensor].abs().max()) for piece in shards[names[p]].pieces)
+            mine = part._get_model_param_range_map(p)["param"]
+            difference = p.main_grad.view(-1)[mine.start : mine.end] - wanted.view(-1)[mine.start : mine.end]
+            assert scale > 0 and (not len(difference) or float(difference.abs().max()) <= BOUND * scale), (
+                f"{names[p]}: {float(difference.abs().max()) / scale:.1e}"
+            )
+            num_compared += 1
+    assert num_compared == len(names) > 0
+    total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    found = optimizers.squared_norms(policy._optimizer, policy._layer_group, config_layers(policy)).sum()
+    dist.all_reduce(found)
+    assert abs(float(found) ** 0.5 / total - 1) < 1e-5, (float(found) ** 0.5, total)
+    assert abs(policy._optimizer.get_grad_norm() / total - 1) < 1e-5
+
+
+def config_layers(policy: Policy) -> int:
+    return policy._shape.num_layers + 2
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+if __name__ == "__main__":
+    run_cases(
+        {
+            f"gradients {model}:{text}": partial(check_gradients, model, text)
+            for model, texts in CASES.items()
+            for text in texts
+        }
+    )
