@@ -32,7 +32,7 @@ from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Res
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
 from grpo_mega.processes import KEEP, own_folder, private_folder
-from grpo_mega.run.checkpoints import SavedPolicy, check_model, find_policy
+from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -62,7 +62,7 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.model_files import build_policy
+        from grpo_mega.run.model_files import build_policy, check_base, load_saved
         from grpo_mega.run.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
@@ -74,11 +74,14 @@ class EvalRequest:
         if self.checkpoint is not None:
             manifest = read_manifest(self.checkpoint)
             check_model(self.checkpoint, manifest.model, model.shape)
+            check_adapter(self.checkpoint, manifest.adapter, config.model.recorded_lora)
             verify_files(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+            if manifest.adapter is not None:
+                check_base(config, manifest, runtime.rank, runtime.layout.world_size)
             self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
-            model.read_weights(policy.load_weights, folder)
+            load_saved(policy, model, folder)
         except FileNotFoundError as error:
             raise ResumeError(
                 f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -63,7 +63,7 @@ class LoraConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        if len(set(self.targets)) < len(self.targets) and self.targets != "all-linear" or not self.targets:
+        if self.targets != "all-linear" and not 0 < len(self.targets) == len(set(self.targets)):
             yield f"model.lora.targets={list(self.targets)}: must name at least one matrix, each once; use all-linear"
 
 
@@ -153,6 +153,11 @@ class ModelConfig(Section):
                 f"model.recompute_num_layers={self.recompute_num_layers} needs model.recompute=full; set it, or leave"
                 " recompute_num_layers out"
             )
+
+    @property
+    def recorded_lora(self) -> dict[str, Any] | None:
+        """Return the values of lora for a checkpoint's manifest."""
+        return None if self.lora is None else self.lora.model_dump(mode="json")
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:

@@ -95,6 +95,7 @@ class Lora:
     ) -> None:
         """Freeze the base and attach the adapter to the chunks, before they are wrapped."""
         self.parameters: dict[str, Any] = {}
+        self.frozen: list[Any] = []  # the base's parameters
         if config.model.lora is None:
             return
         lora = config.model.lora
@@ -105,7 +106,7 @@ class Lora:
         self._mine, self._cut = self.shards.rank_shards(runtime.rank), self._find_cut()
         self._adapters: dict[str, Adapter] = {}  # by the local name of the layer
         for index, model in enumerate(models):
-            model.requires_grad_(False)
+            self.frozen += model.requires_grad_(False).parameters()
             self._attach(model, f"chunk{index}.")
             if model.pre_process:
                 # Without it the embedding's output has no gradient, and recomputed layers get none without an error.
@@ -188,7 +189,7 @@ class Lora:
         return (out + adapter(x, *rest) if self._is_on else out), bias
 
     def _sharded(self, chunk: str, metadata: Any = None) -> dict[str, Any]:
-        """Return Megatron's sharded tensors of a chunk's adapter, in the form that formats/megatron_weights.py reads."""
+        """Return Megatron's sharded tensors of a chunk's adapter, as formats/megatron_weights.py reads them."""
         layout, rank = self._runtime.layout, self._runtime.rank
         stored = {
             piece.box.tensor: one for one in stored_tensors(self.family, self._shape) for piece in one.tensor.pieces

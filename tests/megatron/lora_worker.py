@@ -1,8 +1,7 @@
-"""One rank of the LoRA tests: gradients of A and B, the merge, and checkpoints in every layout, against transformers."""
+"""One rank of the LoRA tests: gradients, merges and checkpoints in every layout."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,13 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
     policy.pipeline.forward_backward(batches, probed)
     expected = case["gradients", targets]
     shards, names = policy.lora.shards.rank_shards(rank), {p: name for name, p in policy.lora.parameters.items()}
-    num_compared, num_trained = 0, 0
-    squares = torch.zeros((), dtype=torch.float64)
+    num_compared = 0
     for part in optimizers.parts(policy._optimizer):
         for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
             wanted = torch.zeros(p.shape, dtype=torch.float64)
-            load_shards({"": shards[names[p]]}, {"": wanted}, lambda box: expected[box.tensor][region(box.start, box.shape)])
+            load_shards(
+                {"": shards[names[p]]}, {"": wanted}, lambda box: expected[box.tensor][region(box.start, box.shape)]
+            )
             scale = max(float(expected[piece.box.tensor].abs().max()) for piece in shards[names[p]].pieces)
             mine = part._get_model_param_range_map(p)["param"]
             difference = p.main_grad.view(-1)[mine.start : mine.end] - wanted.view(-1)[mine.start : mine.end]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.megatron.lora_worker import ALPHA, CASES, RANK, config_of
 
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import LoraConfig
@@ -25,6 +24,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.distributed.layout_cases import as_samples
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.ranks import Results, launch
+from tests.megatron.lora_worker import ALPHA, CASES, RANK, config_of
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -60,7 +60,13 @@ def merged_weights(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, to
         number, part, _ = rest.split(".")
         stacked = f"{block}.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
         whole = torch.zeros_like(weights[stacked])
-        rows = slice(None) if part == "down_proj" else slice(0, len(added)) if part == "gate_proj" else slice(len(added), None)
+        rows = (
+            slice(None)
+            if part == "down_proj"
+            else slice(0, len(added))
+            if part == "gate_proj"
+            else slice(len(added), None)
+        )
         index = torch.zeros(len(whole), dtype=added.dtype)
         index[int(number)] = 1
         wide = torch.nn.functional.pad(added, (0, 0, rows.start or 0, len(whole[0]) - (rows.start or 0) - len(added)))
@@ -135,7 +141,9 @@ def test_one_rank_equals_peft_in_float64(tmp_path: Path, monkeypatch: pytest.Mon
         files.read_weights(partial(policy.load_weights, read_adapter=adapter.read(tmp_path / "adapter")))
         batch = pack_mini_batches([as_samples([tokens.tolist()])], [[1.0]], policy.packing)[0][0]
         params = policy.pipeline.packed_seq_params_of(batch)
-        out = policy.models[0](batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params)[0, : len(tokens)]
+        out = policy.models[0](batch.tokens[None], batch.position_ids[None], None, packed_seq_params=params)[
+            0, : len(tokens)
+        ]
         gradients = torch.autograd.grad((out * probe).sum(), list(policy.lora.parameters.values()))
         runtimes.stop()
     assert float((out - hidden).abs().max() / hidden.abs().max()) < 1e-9
