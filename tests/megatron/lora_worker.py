@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,22 @@ from tests.helpers.ranks import run_cases
 
 RANK, ALPHA = 3, 5.0
 FULL = "recompute=full"
-# By model: layouts of two ranks, each with settings of model.
-CASES = {
+# By number of ranks and model: layouts, each with settings of model.
+ALONE = {
+    "llama": ("tp=1", f"tp=1 {FULL}"),
+    "qwen2-tied": (f"tp=1 {FULL}",),
+    "qwen3-few": ("tp=1 targets=[q,v,gate]",),
+    "qwen3_moe": (f"tp=1 {FULL}",),
+    "deepseek_v3": ("tp=1",),
+}
+PAIRS = {
     "llama": ("tp=2,sequence_parallel=true", "tp=2", "dp=2", "cp=2", "pp=2", f"tp=2,sequence_parallel=true {FULL}"),
     "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
     "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
     "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", "tp=2,etp=2", "tp=2,ep=2,sequence_parallel=true", "tp=2"),
     "deepseek_v3": ("tp=2,sequence_parallel=true", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
 }
+CASES = {1: ALONE, 2: PAIRS}
 BOUND = 2e-6
 
 
@@ -84,7 +93,7 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
     policy.pipeline.forward_backward(batches, probed)
     expected = case["gradients", targets]
     shards, names = policy.lora.shards.rank_shards(rank), {p: name for name, p in policy.lora.parameters.items()}
-    num_compared = 0
+    num_compared, worst = 0, (0.0, "")
     for part in optimizers.parts(policy._optimizer):
         for p in [] if part.is_stub_optimizer else part.model_param_gbuf_map:
             wanted = torch.zeros(p.shape, dtype=torch.float64)
@@ -92,13 +101,14 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
                 {"": shards[names[p]]}, {"": wanted}, lambda box: expected[box.tensor][region(box.start, box.shape)]
             )
             scale = max(float(expected[piece.box.tensor].abs().max()) for piece in shards[names[p]].pieces)
+            assert scale > 0 or ".experts." in names[p]  # an expert may get no token
             mine = part._get_model_param_range_map(p)["param"]
             difference = p.main_grad.view(-1)[mine.start : mine.end] - wanted.view(-1)[mine.start : mine.end]
-            assert scale > 0 and (not len(difference) or float(difference.abs().max()) <= BOUND * scale), (
-                f"{names[p]}: {float(difference.abs().max()) / scale:.1e}"
-            )
+            if len(difference):
+                worst = max(worst, (float(difference.abs().max()) / (scale or 1.0), names[p]))
             num_compared += 1
-    assert num_compared == len(names) > 0
+    assert num_compared == len(names) > 0 and worst[0] <= BOUND, worst
+    policy._optimizer.prepare_grads()
     total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
     found = optimizers.squared_norms(policy._optimizer, policy._layer_group, config_layers(policy)).sum()
     dist.all_reduce(found)
@@ -126,7 +136,7 @@ if __name__ == "__main__":
     run_cases(
         {
             f"gradients {model}:{text}": partial(check_gradients, model, text)
-            for model, texts in CASES.items()
+            for model, texts in CASES[int(sys.argv[2])].items()
             for text in texts
         }
     )

@@ -23,7 +23,7 @@ from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape
 from tests.distributed.layout_cases import as_samples
 from tests.helpers.models import make_model, save_checkpoint
-from tests.helpers.ranks import Results, launch
+from tests.helpers.ranks import launch
 from tests.megatron.lora_worker import ALPHA, CASES, RANK, config_of
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,7 +42,7 @@ def new_adapter(model: Any, targets: str) -> tuple[LoraConfig, Any, ModelShape, 
     family = adapter_family(family_of(shape.model_type), shape, RANK, chosen)
     generator = torch.Generator().manual_seed(7)
     tensors = {
-        name: torch.randn(size, generator=generator).double() * 0.2 for name, size in family.hf_tensors(shape).items()
+        name: torch.randn(size, generator=generator).double() * 0.1 for name, size in family.hf_tensors(shape).items()
     }
     return lora, family, shape, tensors
 
@@ -87,31 +87,34 @@ def expected_gradients(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with each model, its adapters, and the gradients that transformers computes."""
     folder = tmp_path_factory.mktemp("lora")
     for name, (kind, changes) in MODELS.items():
-        model = make_model(kind, **changes)
+        model = make_model(kind, initializer_range=0.06, **changes)
         save_checkpoint(model, folder / name)
         model = model.double()
+        model.config._experts_implementation = "eager"  # torch.grouped_mm has no float64
         generator = torch.Generator().manual_seed(3)
         sequences = [torch.randint(2, 102, (n,), generator=generator).tolist() for n in (9, 17, 4, 23, 12)]
         probes = [torch.randn(len(s), model.config.hidden_size, generator=generator).double() for s in sequences]
         case: dict[Any, Any] = {"sequences": sequences, "probes": probes}
-        for targets in {next((w for w in text.split() if w.startswith("targets")), "all") for text in CASES[name]}:
+        texts = [text for cases in CASES.values() for text in cases[name]]
+        for targets in {next((w for w in text.split() if w.startswith("targets")), "all") for text in texts}:
             lora, family, _, tensors = new_adapter(model, targets)
             adapter.write(
                 folder / f"{name}-{targets}", {n: t.float() for n, t in tensors.items()}, lora, family, folder / name
             )
             case["gradients", targets] = expected_gradients(model, sequences, probes, tensors)
         torch.save(case, folder / f"{name}.pt")
-    return launch(Path(__file__).with_name("lora_worker.py"), 2, folder)
+    return folder
 
 
-def test_gradients_of_adapters_equal_transformers_in_every_layout(found: Results) -> None:
-    cases = {name: errors for name, errors in found.items() if name.startswith("gradients")}
-    assert len(cases) == sum(map(len, CASES.values())) and not any(cases.values()), "\n".join(
-        f"{name}: {error}" for name, errors in cases.items() for error in errors
-    )
+@pytest.mark.parametrize("world_size", CASES)
+def test_adapters_equal_transformers_in_every_layout(world_size: int, models: Path) -> None:
+    found = launch(Path(__file__).with_name("lora_worker.py"), world_size, models)
+    wrong = [f"{name}: {error}" for name, errors in found.items() for error in errors]
+    assert len(found) >= sum(map(len, CASES[world_size].values())) and not wrong, "\n".join(wrong)
 
 
 def test_one_rank_equals_peft_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
