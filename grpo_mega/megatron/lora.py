@@ -44,6 +44,8 @@ class Adapter(nn.Module):
     none, and for experts, whose ranks add up their outputs elsewhere.
     """
 
+    mask: Tensor
+
     def __init__(self, layer: Any, tensors: RankShards, scale: float, cut: str, config: Any) -> None:
         """`tensors`: A and B by the name of their parameter, such as A, or A0 of the first expert."""
         super().__init__()

@@ -35,6 +35,7 @@ from grpo_mega.megatron.lora import Lora
 from grpo_mega.megatron.model import (
     biases_of,
     build_chunks,
+    check_marks,
     output_weight,
     parameters_of,
     shards_of,
@@ -74,18 +75,11 @@ class Policy:
         with phase("building the model", self._shows_progress):
             self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
-        if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
-            first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
-            for name, p in self.parameters.items():
-                # Replicas of an expert share its gradients also across tensor-parallel ranks.
-                is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
-                is_cut = first[name] != second[name] or is_spread
-                assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
+        check_marks(self.parameters, self.shards, runtime)
         self.lora = Lora(self.models, config, family, shape, runtime)
         self._layer_group = optimizers.layer_groups(self.models, shape.num_layers)
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision, self.lora.finish_gradients)
-        # The base's. parameters_of leaves out biases, because they are buffers.
-        self._weights = self.parameters | biases_of(self.models)
+        self._weights = self.parameters | biases_of(self.models)  # parameters_of leaves out biases: they are buffers
         self.parameters = self._weights | self.lora.parameters
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
@@ -108,13 +102,11 @@ class Policy:
         self._heads: dict[str, Tensor] = {}  # during an update: the teachers' output layers [vocab / tp, G], by name
         # Called when an update runs out of GPU memory. Returns True if there is more room now.
         self.make_room: Callable[[], bool] = lambda: False
-        self._seen: list[
-            tuple[PackedBatch, Tensor]
-        ] = []  # micro-batches of the current mini-batch, with their log-probs
+        # Micro-batches of the current mini-batch, with their log-probs.
+        self._seen: list[tuple[PackedBatch, Tensor]] = []
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
-        self._layer_norms: list[
-            list[float]
-        ] = []  # gradient norms of each optimizer step of the last update, by guard group
+        # Gradient norms of each optimizer step of the last update, by guard group.
+        self._layer_norms: list[list[float]] = []
         # Indices of samples with NaN or infinite values in dropped mini-batches.
         self.nonfinite_samples: set[int] = set()
 
@@ -144,8 +136,7 @@ class Policy:
 
     def load(self, read: Callable[[Box], Tensor], read_adapter: Callable[[Box], Tensor] | None = None) -> None:
         """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer.
-
-        `read_adapter` reads a given adapter; None starts a new one.
+        Without `read_adapter` an adapter is new.
         """
         self.load_weights(read, read_adapter)
         if self._config.algorithm.kl_beta > 0 and self.lora.parameters:

@@ -15,6 +15,7 @@ from grpo_mega import config as configs
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.distributed.device import Device
+from grpo_mega.formats.dcp_read import read_metadata
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.reader import CheckpointReader
 from grpo_mega.megatron import optimizer as optimizers
@@ -29,7 +30,7 @@ from tests.distributed.layout_cases import as_samples
 from tests.helpers.ranks import run_cases
 
 RANK, ALPHA = 3, 5.0
-FULL = "recompute=full"
+FULL, SP = "recompute=full", "sequence_parallel=true"
 # By number of ranks and model: layouts, each with settings of model.
 ALONE = {
     "llama": ("tp=1", f"tp=1 {FULL}"),
@@ -39,19 +40,19 @@ ALONE = {
     "deepseek_v3": ("tp=1",),
 }
 PAIRS = {
-    "llama": ("tp=2,sequence_parallel=true", "tp=2", "dp=2", "cp=2", "pp=2", f"tp=2,sequence_parallel=true {FULL}"),
+    "llama": (f"tp=2,{SP}", "tp=2", "dp=2", "cp=2", "pp=2", f"tp=2,{SP} {FULL}"),
     "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
     "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
-    "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", "tp=2,etp=2", "tp=2,ep=2,sequence_parallel=true", "tp=2"),
-    "deepseek_v3": ("tp=2,sequence_parallel=true", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
+    "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", f"tp=2,etp=2,{SP}", f"tp=2,ep=2,{SP}", f"tp=2,{SP}"),
+    "deepseek_v3": (f"tp=2,{SP}", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
 }
 CASES = {1: ALONE, 2: PAIRS}
 # Each is saved and restored in the next one, and the last in the first.
 RESTORED = {
     1: {"llama": ("tp=1",), "deepseek_v3": ("tp=1",)},
     2: {
-        "llama": ("tp=2,sequence_parallel=true", "pp=2", "dp=2", "cp=2"),
-        "qwen3_moe": ("dp=2,ep=2", "tp=2,etp=2", "pp=2", "tp=2"),
+        "llama": (f"tp=2,{SP}", "pp=2", "dp=2", "cp=2"),
+        "qwen3_moe": ("dp=2,ep=2", f"tp=2,etp=2,{SP}", "pp=2", f"tp=2,{SP}"),
         "deepseek_v3": ("pp=2,layers_per_chunk=[3,2]", "dp=2,ep=2"),
     },
 }
@@ -125,7 +126,9 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
             if len(difference):
                 worst = max(worst, (float(difference.abs().max()) / (scale or 1.0), names[p]))
             num_compared += 1
-    assert num_compared == len(names) > 0 and worst[0] <= BOUND, worst
+    counts = torch.tensor([num_compared, -len(names)])  # a parameter may have no part on a rank
+    dist.all_reduce(counts)
+    assert counts.sum() >= 0 and worst[0] <= BOUND, (worst, counts)
     policy._optimizer.prepare_grads()
     total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
     found = optimizers.squared_norms(policy._optimizer, policy._layer_group, policy._shape.num_layers + 2).sum()
@@ -178,8 +181,7 @@ def check_restore(model: str, saved: str, restored: str, rank: int, folder: Path
         family, shape = other.lora.family, other._shape
         with CheckpointReader(MegatronWeights(state, family, shape)) as reader:
             assert all(torch.equal(reader.read(whole(name, v.shape)), v) for name, v in before.items())
-        stored = sum(path.stat().st_size for path in state.iterdir())
-        assert stored < 16 * sum(v.numel() for v in before.values()) + 6_000 * len(before)
+        assert all(".lora." in key for key in read_metadata(state))
 
 
 def check_fresh(model: str, rank: int, folder: Path) -> None:
@@ -196,7 +198,7 @@ def check_fresh(model: str, rank: int, folder: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in policy.tensors().items()}
     policy, runtime = policy_of(config_of(model, "tp=1", folder, algorithm={"kl_beta": 0.1}), None)
     found = [values for _, values in policy.evaluate(batches)]
-    assert all(map(torch.equal, found, expected)), [float((a - b).abs().max()) for a, b in zip(found, expected)]
+    assert all(map(torch.equal, found, expected))
     tensors = policy.tensors()
     assert set(tensors) == set(weights) and all(torch.equal(tensors[name], w) for name, w in weights.items())
     for _ in range(2):
