@@ -188,9 +188,8 @@ def _lora(values: Values, keys: Keys) -> None:
         raise ConfigError(f"--{given} needs --use_peft true; give it, or leave {given} out")
     if values.get("use_peft"):
         targets = values.get("lora_target_modules", ["q_proj", "v_proj"])
-        chosen = "all-linear" if targets == ["all-linear"] else [name.removesuffix("_proj") for name in targets]
-        numbers = {"rank": values.get("lora_r", 16), "alpha": float(values.get("lora_alpha", 32))}
-        keys["model.lora"] = numbers | {"targets": chosen}
+        keys["model.lora.rank"], keys["model.lora.alpha"] = values.get("lora_r", 16), values.get("lora_alpha", 32)
+        keys["model.lora.targets"] = [name.removesuffix("_proj") for name in targets]
 
 
 def _algorithm(values: Values) -> Keys:

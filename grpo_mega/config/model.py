@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from grpo_mega.config.base import LIST, FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -54,16 +54,21 @@ class LoraConfig(Section):
 
     rank: Annotated[int, Field(gt=0, le=65536)] = Field(default=16, description="Columns of B, and rows of A.")
     alpha: PositiveFloat = Field(default=32.0, description="The adapter's output is multiplied by alpha / rank.")
-    targets: Annotated[tuple[str, ...], LIST] | Literal["all-linear"] = Field(
-        default="all-linear",
+    targets: Annotated[tuple[str, ...], LIST] = Field(
+        default=("all-linear",),
         description=(
             "Matrices that get an adapter, as a list such as [q, k, v, o]. all-linear selects the linear layers of "
             "attention, MLP and experts."
         ),
     )
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
     def _problems(self) -> Iterator[str]:
-        if self.targets != "all-linear" and not 0 < len(self.targets) == len(set(self.targets)):
+        if not 0 < len(self.targets) == len(set(self.targets)):
             yield f"model.lora.targets={list(self.targets)}: must name at least one matrix, each once; use all-linear"
 
 

@@ -68,10 +68,10 @@ class LoraB(_Pair):
     engine = megatron
 
 
-def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequence[str] | str) -> Family:
+def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequence[str]) -> Family:
     """Return the table of the adapter alone. Raise WeightMappingError for a target that the model lacks."""
     known = target_names(family, shape)
-    for name in () if targets == ALL_LINEAR else targets:
+    for name in () if ALL_LINEAR in targets else targets:
         if name not in known:
             raise WeightMappingError(
                 f"model.lora.targets: {name!r} is no linear layer of {shape.model_type}; use {', '.join(known)}, or"
@@ -79,7 +79,7 @@ def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequen
             )
     rows: list[Row] = []
     for row in _linear_rows(family, shape):
-        chosen = tuple(i for i, name in enumerate(row.hf) if targets == ALL_LINEAR or _short(name) in targets)
+        chosen = tuple(i for i, name in enumerate(row.hf) if ALL_LINEAR in targets or _short(name) in targets)
         for letter, kind in (("A", LoraA), ("B", LoraB)) if chosen else ():
             hf = tuple(adapter_name(row.hf[i], letter) for i in chosen)
             megatron = f"{row.megatron.removesuffix('weight')}lora.{letter}"

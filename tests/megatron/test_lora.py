@@ -37,7 +37,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def new_adapter(model: Any, targets: str) -> tuple[LoraConfig, Any, ModelShape, dict[str, torch.Tensor]]:
     """Return random A and B in float64, by their Hugging Face names."""
-    chosen = "all-linear" if targets == "all" else tuple(targets.removeprefix("targets=[").removesuffix("]").split(","))
+    chosen = (
+        ("all-linear",) if targets == "all" else tuple(targets.removeprefix("targets=[").removesuffix("]").split(","))
+    )
     lora, shape = LoraConfig(rank=RANK, alpha=ALPHA, targets=chosen), ModelShape.from_hf_config(model.config.to_dict())
     family = adapter_family(family_of(shape.model_type), shape, RANK, chosen)
     generator = torch.Generator().manual_seed(7)
