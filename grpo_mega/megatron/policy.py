@@ -135,24 +135,21 @@ class Policy:
         return PlainTensors(self._weights, self.lora.merged)
 
     def load(self, read: Callable[[Box], Tensor], read_adapter: Callable[[Box], Tensor] | None = None) -> None:
-        """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer.
-        Without `read_adapter` an adapter is new.
-        """
+        """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer."""
         self.load_weights(read, read_adapter)
-        if self._config.algorithm.kl_beta > 0 and self.lora.parameters:
+        config = self._config
+        if config.algorithm.kl_beta > 0 and self.lora.parameters:
             self._as_reference = self.lora.off
-        elif self._config.algorithm.kl_beta > 0:
+        elif config.algorithm.kl_beta > 0:
             with phase("copying the weights for the reference", self._shows_progress):
-                self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
+                self._reference = Reference(self.memory, self.parameters, config.algorithm)
             self._as_reference = self._reference.computing
         # The optimizer copies the weights into its fp32 master shards, so they must be filled first.
         with phase("setting up the optimizer", self._shows_progress):
-            self._optimizer = optimizers.build(
-                self.chunks, self._config.optimizer, self._config.layout, self._config.precision
-            )
+            self._optimizer = optimizers.build(self.chunks, config.optimizer, config.layout, config.precision)
 
     def load_weights(self, read: Callable[[Box], Tensor], read_adapter: Callable[[Box], Tensor] | None = None) -> None:
-        """Fill the weights only, for a policy that is served or exported but not trained."""
+        """Fill the weights only, for a policy that is served or exported. Without `read_adapter` an adapter is new."""
         self.lora.load(read_adapter)
         shards, b = self.shards.rank_shards(self._runtime.rank), DTYPES[self._config.model.resolved_dtype].itemsize
         total = b * sum(piece.box.size for shard in shards.values() for piece in shard.pieces)
@@ -383,8 +380,7 @@ class Policy:
             "vocab_size": self._shape.vocab,
             "temperature": self._config.rollout.temperature,
             "tp_group": self._runtime.tp_group,
-            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the
-            # gradient. A frozen weight has none.
+            # With overlapped gradient reductions autograd must return the gradient. A frozen weight has none.
             "weight_grad_VH": None
             if self._config.layout.overlap_grad_reduce
             else getattr(weight_VH, "main_grad", None),
