@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,11 @@ from grpo_mega.formats.reader import CheckpointReader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.planner.job import plan_on
+from grpo_mega.planner.memory import state_of
+from grpo_mega.preflight.cards import CARDS
+from grpo_mega.preflight.kernels import Machine
+from grpo_mega.preflight.model import Model
 from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.apply import load_shards
@@ -135,6 +141,25 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
     dist.all_reduce(found)
     assert abs(float(found) ** 0.5 / total - 1) < 1e-5, (float(found) ** 0.5, total)
     assert abs(policy._optimizer.get_grad_norm() / total - 1) < 1e-5
+    check_plan(policy, runtime)
+
+
+def check_plan(policy: Policy, runtime: runtimes.Runtime) -> None:
+    """The planned bytes of base, adapter, gradients and optimizer are the real ones."""
+    fields = policy._config.model_dump(mode="json")
+    setup = plan_on(CARDS["h100"], configs.validate(fields), Model(policy._shape, 2, {}), Machine(2, 8))
+    setup = replace(setup, world_size=runtime.layout.world_size, uses_te=False)
+    state = state_of(setup, runtime.pp_rank)
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = sum(b.param_data.nbytes for b in buffers) + sum(p.nbytes for p in policy.lora.frozen)
+    assert (state.weights, state.gradients) == (weights, sum(b.grad_data.nbytes for b in buffers))
+    assert state.num_parameters == sum(p.numel() for p in policy.lora.parameters.values())
+    masters = sum(p.numel() for part in optimizers.parts(policy._optimizer) for p in owned(part))
+    assert state.optimizer_elements[runtime.layout.rank_in_stage(runtime.rank)] == masters
+
+
+def owned(part: Any) -> list[torch.Tensor]:
+    return [] if part.is_stub_optimizer else [p for group in part.optimizer.param_groups for p in group["params"]]
 
 
 def step(policy: Policy, case: dict[Any, Any], tp: int) -> dict[str, torch.Tensor]:
