@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_a_run_starts_from_a_peft_folder(inputs: Path, finished: Path) -> None:
     assert code == 0, output
     ours, theirs = (load_file(folder / "hf" / "model.safetensors") for folder in (run_dir, finished))
     assert all(float((ours[name] - weight).abs().max()) < 1e-6 for name, weight in theirs.items())
+
+
+def test_sft_trains_an_adapter(inputs: Path) -> None:
+    path, run_dir = inputs.parent / "sft.json", inputs.parent / "sft"
+    config = json.loads(inputs.read_text())
+    rows = [json.loads(line) for line in Path(config["data"]["train"]).read_text().splitlines()]
+    config["data"] |= {"train": str(inputs.parent / "rows.jsonl"), "heldout": None, "max_length": 64}
+    (inputs.parent / "rows.jsonl").write_text("".join(json.dumps(r | {"completion": r["answer"]}) + "\n" for r in rows))
+    path.write_text(json.dumps(config))
+    process = kills.start(path, run_dir, [], output=subprocess.PIPE, name="sft")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and losses(run_dir)[-1] < losses(run_dir)[0], output
+    assert (run_dir / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize(
