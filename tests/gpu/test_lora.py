@@ -12,7 +12,8 @@ from tests.helpers.gpu_policies import SIZES, gradients_of, logits_of, make_poli
 from tests.helpers.models import make_config
 
 ROUNDING = 0.03  # allowed relative error of a tensor's norm, from bf16 rounding
-GRADIENT_ROUNDING = 0.1  # the same for gradients, of which an expert's are sums over few tokens
+# An expert's gradient is a sum over few tokens.
+GRADIENT_ROUNDING = 0.1
 RANK, ALPHA = 4, 8.0
 
 
