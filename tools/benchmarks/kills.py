@@ -1,8 +1,8 @@
 """Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted
 run.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--lora] [--engine sglang]
-[--jobs 2] [--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--lora] [--engine sglang] [--jobs
+2] [--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
 between first step and end, resumes, and compares every metric (except times) and every exported weight with an
 uninterrupted run. With engine ranks that generate ahead (--separate), or with servers, runs are not reproducible. Then
 no token may be older than allowed, each step must train its groups, and the ledger must balance exactly in every step.
