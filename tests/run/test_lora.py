@@ -6,8 +6,11 @@ Starting a run is mostly imports, so tests share runs.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +105,17 @@ def test_sft_trains_an_adapter(inputs: Path) -> None:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and losses(run_dir)[-1] < losses(run_dir)[0], output
     assert (run_dir / "adapter" / "adapter_config.json").exists()
+
+
+def test_the_evaluation_of_a_checkpoint_adds_its_adapter(finished: Path) -> None:
+    out = finished.parent / "eval.json"
+    command = [sys.executable, "-m", "grpo_mega.cli", "eval", str(finished), "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    last = [row for row in metrics(finished) if "eval/score" in row][-1]
+    shown = re.search(r"score (\S+)", done.stdout)
+    assert shown is not None and abs(float(shown[1]) - last["eval/score"]) < 1e-3, done.stdout
 
 
 @pytest.mark.parametrize(
