@@ -217,7 +217,7 @@ class SyncConfig(Section):
     )
     lora: Literal["merged"] = Field(
         default="merged",
-        description="How an adapter (model.lora) gets to the engine. merged sends the base with the adapter added to it.",
+        description="How an adapter (model.lora) gets to the engine. merged sends base and adapter added up.",
     )
 
 
