@@ -37,6 +37,7 @@ from tests.helpers.ranks import run_cases
 
 RANK, ALPHA = 3, 5.0
 FULL, SP = "recompute=full", "sequence_parallel=true"
+OVERLAP = "dp=2,overlap_grad_reduce=true,overlap_param_gather=true"
 # By number of ranks and model: layouts, each with settings of model.
 ALONE = {
     "llama": ("tp=1", f"tp=1 {FULL}"),
@@ -46,7 +47,7 @@ ALONE = {
     "deepseek_v3": ("tp=1",),
 }
 PAIRS = {
-    "llama": (f"tp=2,{SP}", "tp=2", "dp=2", "cp=2", "pp=2", f"tp=2,{SP} {FULL}"),
+    "llama": (f"tp=2,{SP}", "tp=2", "dp=2", OVERLAP, "cp=2", "pp=2", f"tp=2,{SP} {FULL}"),
     "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
     "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
     "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", f"tp=2,etp=2,{SP}", f"tp=2,ep=2,{SP}", f"tp=2,{SP}"),
@@ -57,7 +58,7 @@ CASES = {1: ALONE, 2: PAIRS}
 RESTORED = {
     1: {"llama": ("tp=1",), "deepseek_v3": ("tp=1",)},
     2: {
-        "llama": (f"tp=2,{SP}", "pp=2", "dp=2", "cp=2"),
+        "llama": (f"tp=2,{SP}", "pp=2", OVERLAP, "cp=2"),
         "qwen3_moe": ("dp=2,ep=2", f"tp=2,etp=2,{SP}", "pp=2", f"tp=2,{SP}"),
         "deepseek_v3": ("pp=2,layers_per_chunk=[3,2]", "dp=2,ep=2"),
     },
@@ -231,6 +232,11 @@ def check_fresh(model: str, rank: int, folder: Path) -> None:
     assert not all(map(torch.equal, [values for _, values in policy.evaluate(batches)], expected))
     referenced = [batch.ref_logprobs for mini in policy.attach_logprobs(batches) for batch in mini]
     assert all(map(torch.equal, referenced, expected))
+    trained = [values for _, values in policy.evaluate(batches)]
+    policy.memory.offload_optimizer()
+    policy.memory.offload_weights()
+    assert not any(p.untyped_storage().nbytes() for p in policy.parameters.values())
+    assert all(map(torch.equal, [values for _, values in policy.evaluate(batches)], trained))
 
 
 def _split(text: str) -> list[str]:
