@@ -140,10 +140,8 @@ def make_request(options: EvalOptions) -> EvalRequest:
     raw["eval"] |= _eval_settings(options, raw["eval"])
     set_names, description = _choose_data(raw, config, options)
     model = options.model or (saved.path if saved and saved.export else None)
-    if model is not None:
-        raw["model"] |= {"path": str(model), "init": "checkpoint"}
-    elif checkpoint is not None:
-        raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
+    if model is not None or checkpoint is not None:
+        read_from(raw["model"], model)
     hold_weights(raw)
     return EvalRequest(
         config=configs.validate(raw),
@@ -166,6 +164,15 @@ def hold_weights(raw: dict[str, Any]) -> None:
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False, "tensorboard": False}
+
+
+def read_from(model: dict[str, Any], folder: Path | None) -> None:
+    """Change a config's model to the weights in `folder`; None: to a checkpoint of a run."""
+    model["adapter"] = None
+    if folder is not None:
+        model |= {"path": str(folder), "init": "checkpoint", "lora": None}
+    elif model["lora"] is None:
+        model["init"] = "random"  # model.path need not have weights, because they are not read
 
 
 def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:

@@ -38,6 +38,7 @@ from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, spl
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import publish_folder
 from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
+from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
@@ -216,6 +217,7 @@ def check_base(config: Config, manifest: Manifest, rank: int, world_size: int) -
 def export_adapter(policy: Policy, model: ModelFiles, config: ModelConfig, folder: Path) -> None:
     """Write the policy's adapter as a PEFT folder on rank 0, replacing it. All ranks call it."""
     assert config.lora is not None
+    optimizers.wait_for_param_gather(policy.chunks)
     family = policy.lora.family
     shards, wanted = policy.lora.shards, hf_rank_shards(family, model.shape)
     sources = ShardLayout.of_ranks([shards.rank_shards(rank) for rank in range(shards.world_size)])

@@ -171,6 +171,7 @@ def step(policy: Policy, case: dict[Any, Any], tp: int) -> dict[str, torch.Tenso
 
 
 def gathered(policy: Policy) -> dict[str, torch.Tensor]:
+    optimizers.wait_for_param_gather(policy.chunks)
     lora, size = policy.lora, policy.lora.shards.world_size
     sources = ShardLayout.of_ranks([lora.shards.rank_shards(rank) for rank in range(size)])
     return model_files.gather_on_first(
