@@ -43,6 +43,7 @@ LATEST = "latest"  # in CHECKPOINTS: holds the name of the last checkpoint
 MANIFEST = "checkpoint.json"  # in a checkpoint
 STATE = "state"  # in a checkpoint: the folder of Megatron's files and the backlog
 EXPORT_DIR = "hf"  # the policy after the last step, as a Hugging Face folder
+ADAPTER_DIR = "adapter"  # with model.lora: the adapter after the last step, as a PEFT folder
 EXPORT_FILE = "grpo_mega.json"  # in EXPORT_DIR: the step of the policy, and the time of writing
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".parquet")  # a path with one of them is no name on the hub

@@ -53,7 +53,7 @@ SHAPES = {  # models named in the recipes
         "qwen3", 36, 4096, 12288, num_heads=32, num_kv_heads=8, head_dim=128, vocab=151936, tied=False
     ),
 }
-SHAPES["qwen3-8b-32k"] = SHAPES["qwen3-8b"]
+SHAPES["qwen3-8b-32k"] = SHAPES["qwen3-8b-lora"] = SHAPES["qwen3-8b"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

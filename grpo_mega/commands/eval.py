@@ -32,7 +32,7 @@ from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Res
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
 from grpo_mega.processes import KEEP, own_folder, private_folder
-from grpo_mega.run.checkpoints import SavedPolicy, check_model, find_policy
+from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
@@ -62,7 +62,7 @@ class EvalRequest:
         import torch.distributed as dist
 
         from grpo_mega.megatron.policy import Policy
-        from grpo_mega.run.model_files import build_policy
+        from grpo_mega.run.model_files import build_policy, check_base, load_saved
         from grpo_mega.run.saving import verify_files
 
         chosen = [self.checkpoint]  # chosen by rank 0, because a run that still trains may save another one meanwhile
@@ -74,11 +74,14 @@ class EvalRequest:
         if self.checkpoint is not None:
             manifest = read_manifest(self.checkpoint)
             check_model(self.checkpoint, manifest.model, model.shape)
+            check_adapter(self.checkpoint, manifest.adapter, config.model.recorded_lora)
             verify_files(self.checkpoint, manifest, runtime.rank, runtime.layout.world_size)
+            if manifest.adapter is not None:
+                check_base(config, manifest, runtime.rank, runtime.layout.world_size)
             self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
-            model.read_weights(policy.load_weights, folder)
+            load_saved(policy, model, folder)
         except FileNotFoundError as error:
             raise ResumeError(
                 f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints"
@@ -137,10 +140,8 @@ def make_request(options: EvalOptions) -> EvalRequest:
     raw["eval"] |= _eval_settings(options, raw["eval"])
     set_names, description = _choose_data(raw, config, options)
     model = options.model or (saved.path if saved and saved.export else None)
-    if model is not None:
-        raw["model"] |= {"path": str(model), "init": "checkpoint"}
-    elif checkpoint is not None:
-        raw["model"]["init"] = "random"  # model.path need not have weights, because they are not read
+    if model is not None or checkpoint is not None:
+        read_from(raw["model"], model)
     hold_weights(raw)
     return EvalRequest(
         config=configs.validate(raw),
@@ -163,6 +164,15 @@ def hold_weights(raw: dict[str, Any]) -> None:
     raw["rollout"] |= {"oversample": 1.0, "partial": False, "placement": "colocated"}
     raw["checkpoint"] |= {"interval": 0}
     raw["log"] |= {"wandb": False, "tensorboard": False}
+
+
+def read_from(model: dict[str, Any], folder: Path | None) -> None:
+    """Change a config's model to the weights in `folder`; None: to a checkpoint of a run."""
+    model["adapter"] = None
+    if folder is not None:
+        model |= {"path": str(folder), "init": "checkpoint", "lora": None}
+    elif model["lora"] is None:
+        model["init"] = "random"  # model.path need not have weights, because they are not read
 
 
 def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:

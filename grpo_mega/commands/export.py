@@ -15,7 +15,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import ExportOptions
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import read_manifest
-from grpo_mega.paths import CONFIG_FILE, STATE
+from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE
 from grpo_mega.run.checkpoints import find_policy
 
 
@@ -26,9 +26,12 @@ def run(options: ExportOptions) -> int:
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = configs.load(run_dir / CONFIG_FILE)
     policy = find_policy(run_dir, step)
+    lora = config.model.lora
+    if options.is_merged and lora is None:
+        raise ConfigError(f"--merged: {run_dir} trains all weights, without model.lora; leave it out")
     if policy.export is not None:
         print(f"grpo-mega: note: {policy.note}", file=sys.stderr, flush=True)
-        _copy_folder(policy.path, out)
+        _copy_folder(policy.path if lora is None or options.is_merged else run_dir / ADAPTER_DIR, out)
         print(f"policy after step {policy.step} written to {out}")
         return 0
     checkpoint, manifest = policy.path, read_manifest(policy.path)
@@ -41,6 +44,14 @@ def run(options: ExportOptions) -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         verify_files(checkpoint, manifest, rank=0, world_size=1)
+        if lora is not None:
+            from grpo_mega.formats import adapter
+            from grpo_mega.run.model_files import check_base
+
+            check_base(config, manifest, rank=0, world_size=1)
+            adapter.export(checkpoint / STATE, out, config.model, is_merged=options.is_merged)
+            print(f"policy after step {manifest.step} written to {out}")
+            return 0
     finally:
         dist.destroy_process_group()
     convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)

@@ -109,6 +109,11 @@ class ReportOptions(RunOptions):
 class ExportOptions(RunOptions):
     out: Path = positional("folder to write, which must not exist", "OUT")
     step: int | None = flag("the checkpoint after this step; default: the latest")
+    is_merged: bool = flag(
+        "with model.lora, write the base with the adapter merged into it; default: a PEFT folder",
+        default=False,
+        names="--merged",
+    )
 
 
 @dataclass(frozen=True)

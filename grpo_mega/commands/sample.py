@@ -27,6 +27,7 @@ from grpo_mega.commands.eval import (
     describe_policy,
     hold_weights,
     prompts_of,
+    read_from,
     run_request,
 )
 from grpo_mega.commands.options import SampleOptions
@@ -92,7 +93,7 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
         raw["data"] |= {"prompt_column": "prompt", "answer_column": "answer"}
     raw["eval"] = {"num_prompts": options.prompts}
     if saved is not None:
-        raw["model"] |= {"init": "random"} if saved.export is None else {"path": str(saved.path), "init": "checkpoint"}
+        read_from(raw["model"], None if saved.export is None else saved.path)
     if is_chat:
         _prepare_chat(raw)
     _set_engine(raw, options, is_chat)

@@ -171,6 +171,7 @@ def _model_and_data(values: Values, keys: Keys) -> None:
         dtype = from_bf16
     if dtype not in (None, "auto"):
         keys["model.dtype"] = dtype
+    _lora(values, keys)
     if "gradient_checkpointing" in values:
         keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
     name, config = values["dataset_name"], values.get("dataset_config")
@@ -179,6 +180,16 @@ def _model_and_data(values: Values, keys: Keys) -> None:
     split = values.get("dataset_test_split", "test" if _evaluates(values) and has_splits else None)
     if split is not None:
         keys["data.heldout"] = find_data(name, config, split)
+
+
+def _lora(values: Values, keys: Keys) -> None:
+    given = next((name for name in ("lora_r", "lora_alpha", "lora_target_modules") if name in values), None)
+    if given is not None and not values.get("use_peft"):
+        raise ConfigError(f"--{given} needs --use_peft true; give it, or leave {given} out")
+    if values.get("use_peft"):
+        targets = values.get("lora_target_modules", ["q_proj", "v_proj"])
+        keys["model.lora.rank"], keys["model.lora.alpha"] = values.get("lora_r", 16), values.get("lora_alpha", 32)
+        keys["model.lora.targets"] = [name.removesuffix("_proj") for name in targets]
 
 
 def _algorithm(values: Values) -> Keys:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from grpo_mega.config.base import LIST, FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -49,6 +49,29 @@ class RouterConfig(Section):
                 yield f"model.router.{name}={value:g} contradicts model.router.freeze=true; remove one of them"
 
 
+class LoraConfig(Section):
+    """Train an adapter of low rank on the linear layers instead of the weights; see weights/lora.py."""
+
+    rank: Annotated[int, Field(gt=0, le=65536)] = Field(default=16, description="Columns of B, and rows of A.")
+    alpha: PositiveFloat = Field(default=32.0, description="The adapter's output is multiplied by alpha / rank.")
+    targets: Annotated[tuple[str, ...], LIST] = Field(
+        default=("all-linear",),
+        description=(
+            "Matrices that get an adapter, as a list such as [q, k, v, o]. all-linear selects the linear layers of "
+            "attention, MLP and experts."
+        ),
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    def _problems(self) -> Iterator[str]:
+        if not 0 < len(self.targets) == len(set(self.targets)):
+            yield f"model.lora.targets={list(self.targets)}: must name at least one matrix, each once; use all-linear"
+
+
 class ModelConfig(Section):
     path: FilePath = Field(
         description=(
@@ -65,6 +88,13 @@ class ModelConfig(Section):
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint", description="Where the weights come from. random initializes them from the seed."
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="Train an adapter on frozen weights (LoRA). None trains all weights."
+    )
+    adapter: FilePath | None = Field(
+        default=None,
+        description="Folder of a PEFT adapter to start from, with the numbers of lora. None starts a new adapter.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         default="none",
@@ -107,6 +137,11 @@ class ModelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         parts = self.recompute_modules
+        if self.adapter is not None and self.lora is None:
+            yield f"model.adapter={self.adapter} needs model.lora; set its rank, alpha and targets"
+        trained = self.router.model_dump(exclude={"freeze", "capacity_factor"}, exclude_defaults=True)
+        for name, value in trained.items() if self.lora is not None else ():
+            yield f"model.router.{name}={value}: must not be with model.lora, which trains no router; remove one"
         if parts is not None and self.recompute != "selective":
             yield (
                 f"model.recompute_modules={list(parts)} needs model.recompute=selective; set it, or leave"
@@ -123,6 +158,11 @@ class ModelConfig(Section):
                 f"model.recompute_num_layers={self.recompute_num_layers} needs model.recompute=full; set it, or leave"
                 " recompute_num_layers out"
             )
+
+    @property
+    def recorded_lora(self) -> dict[str, Any] | None:
+        """Return the values of lora for a checkpoint's manifest."""
+        return None if self.lora is None else self.lora.model_dump(mode="json")
 
     @property
     def resolved_dtype(self) -> Literal["float32", "bfloat16"]:

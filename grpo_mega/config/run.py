@@ -377,6 +377,16 @@ class Config(Section):
                 not self.rollout.has_agents,
                 ": must not be with rollout.agent or rollout.tools, which may change the prompt; remove one of them",
             ),
+            (
+                "precision.fp8",
+                self.model.lora is None,
+                ": must not be set with model.lora, whose base computes in bf16; leave one out",
+            ),
+            (
+                "algorithm.ref_model_sync_steps",
+                self.model.lora is None,
+                ": must not be set with model.lora, whose reference is the base; leave one out",
+            ),
             ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (

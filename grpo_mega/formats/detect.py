@@ -63,6 +63,7 @@ class Manifest:
     inputs: dict[str, str]  # digests of model and data, see run/model_files.py
     kl_beta: float | None = None  # KL coefficient of the next step if algorithm.kl_target adapts it
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
+    adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
     written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
 
 
@@ -192,6 +193,10 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     if export is not None and _is_hugging_face(export.folder):
         note, folder = export_note(export, manifest), export.folder
         return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
+    if manifest is not None and manifest.adapter is not None:
+        raise WeightMappingError(
+            f"{path} holds only an adapter; write its policy by `grpo-mega export RUN_DIR OUT --merged`, and name OUT"
+        )
     if state is not None:
         return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
     if _is_hugging_face(path):

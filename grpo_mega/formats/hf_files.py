@@ -120,7 +120,7 @@ def adapter_problem(folder: Path) -> str | None:
         )
     return (
         f"is an adapter of {base or 'another model'}, not a model; merge it into its base first, and name the merged"
-        " folder"
+        " folder, or name the base and set model.lora and model.adapter"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,10 @@ class Reference:
         self.weights = memory.copy_weights()  # input of PolicyMemory.with_weights
         self._memory, self._parameters, self._alpha = memory, parameters, algorithm.ref_model_mixup_alpha
         self._average = self._copied(torch.float32) if algorithm.averages_reference else None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context in which the policy's modules compute with the reference's weights."""
+        return self._memory.with_weights(self.weights)
 
     @torch.no_grad()
     def refresh(self) -> None:

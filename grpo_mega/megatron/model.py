@@ -8,7 +8,7 @@ from a seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -288,6 +288,18 @@ def parameters_of(models: Sequence[Any], holding: RankShards) -> dict[str, torch
     for name, p in parameters.items():
         assert tuple(p.shape) == holding[name].shape, (name, tuple(p.shape), holding[name].shape)
     return parameters
+
+
+def check_marks(parameters: Mapping[str, torch.Tensor], shards: ShardLayout, runtime: Runtime) -> None:
+    """Assert that parameters are marked as split where they are. The gradient norm counts others on one rank only."""
+    if runtime.tp_group is None:
+        return
+    first, second = map(shards.rank_shards, torch.distributed.get_process_group_ranks(runtime.tp_group)[:2])
+    for name, p in parameters.items():
+        # Replicas of an expert share its gradients also across tensor-parallel ranks.
+        is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
+        is_cut = first[name] != second[name] or is_spread
+        assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
 
 
 def biases_of(models: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,15 @@ from grpo_mega.megatron import compat
 from grpo_mega.megatron.precision import DTYPES
 
 
-def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfig) -> list[DistributedDataParallel]:
+def wrap(
+    chunks: list[GPTModel],
+    layout: LayoutConfig,
+    precision: PrecisionConfig,
+    finish_gradients: Callable[[], None] = lambda: None,
+) -> list[DistributedDataParallel]:
     """Wrap the chunks with fp32 gradient buffers that are reduced over data-parallel ranks.
 
-    bf16 chunks also get Megatron's casts.
+    bf16 chunks also get Megatron's casts. `finish_gradients` is called after Megatron has reduced the gradients.
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
@@ -36,10 +41,13 @@ def wrap(chunks: list[GPTModel], layout: LayoutConfig, precision: PrecisionConfi
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
     ]
+
     # Megatron would divide the gradients by `num_tokens`, but the loss is already normalized by global counts.
-    config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
-        model, None, **kwargs
-    )
+    def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+        finalize_model_grads(model, None, **kwargs)
+        finish_gradients()
+
+    config.finalize_model_grads_func = finalize
     if layout.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped

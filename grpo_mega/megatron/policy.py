@@ -31,9 +31,11 @@ from grpo_mega.distributed.recorder import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
 from grpo_mega.megatron.frozen import Reference, Teacher
+from grpo_mega.megatron.lora import Lora
 from grpo_mega.megatron.model import (
     biases_of,
     build_chunks,
+    check_marks,
     output_weight,
     parameters_of,
     shards_of,
@@ -73,16 +75,12 @@ class Policy:
         with phase("building the model", self._shows_progress):
             self.models = build_chunks(shape, family, hf_config, config, runtime)  # one per virtual pipeline stage
         self.parameters = parameters_of(self.models, self.shards.rank_shards(runtime.rank))  # by local name
-        if runtime.tp_group is not None:  # the gradient norm counts parameters without a mark on one rank only
-            first, second = map(self.shards.rank_shards, dist.get_process_group_ranks(runtime.tp_group)[:2])
-            for name, p in self.parameters.items():
-                # Replicas of an expert share its gradients also across tensor-parallel ranks.
-                is_spread = ".mlp.experts." in name and runtime.layout.has_own_expert_groups
-                is_cut = first[name] != second[name] or is_spread
-                assert getattr(p, "tensor_model_parallel", False) == is_cut, (name, is_cut)
+        check_marks(self.parameters, self.shards, runtime)
+        self.lora = Lora(self.models, config, family, shape, runtime)
         self._layer_group = optimizers.layer_groups(self.models, shape.num_layers)
-        self.chunks = optimizers.wrap(self.models, config.layout, config.precision)
-        self.parameters |= biases_of(self.models)  # parameters_of leaves out biases, because they are buffers
+        self.chunks = optimizers.wrap(self.models, config.layout, config.precision, self.lora.finish_gradients)
+        self._weights = self.parameters | biases_of(self.models)  # parameters_of leaves out biases: they are buffers
+        self.parameters = self._weights | self.lora.parameters
         replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(runtime), routers=self.routers)
@@ -98,17 +96,17 @@ class Policy:
             is_cuda=runtime.device.is_cuda,
         )
         self._reference: Reference | None = None
+        # Returns a context in which the policy's modules compute as the reference; None without a reference.
+        self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         self.teachers: dict[str, Teacher] = {}  # models to distill from, by name
         self._heads: dict[str, Tensor] = {}  # during an update: the teachers' output layers [vocab / tp, G], by name
         # Called when an update runs out of GPU memory. Returns True if there is more room now.
         self.make_room: Callable[[], bool] = lambda: False
-        self._seen: list[
-            tuple[PackedBatch, Tensor]
-        ] = []  # micro-batches of the current mini-batch, with their log-probs
+        # Micro-batches of the current mini-batch, with their log-probs.
+        self._seen: list[tuple[PackedBatch, Tensor]] = []
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
-        self._layer_norms: list[
-            list[float]
-        ] = []  # gradient norms of each optimizer step of the last update, by guard group
+        # Gradient norms of each optimizer step of the last update, by guard group.
+        self._layer_norms: list[list[float]] = []
         # Indices of samples with NaN or infinite values in dropped mini-batches.
         self.nonfinite_samples: set[int] = set()
 
@@ -132,25 +130,28 @@ class Policy:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return this rank's parameters by local name. They must be on the device."""
+        """Return this rank's weights by local name, merged with the adapter in fp32. They must be on the device."""
         assert self.memory.has_weights, "the weights are on the host; call memory.onload_weights() first"
         optimizers.wait_for_param_gather(self.chunks)
-        return PlainTensors(self.parameters)
+        return PlainTensors(self._weights, self.lora.merged)
 
-    def load(self, read: Callable[[Box], Tensor]) -> None:
+    def load(self, read: Callable[[Box], Tensor], read_adapter: Callable[[Box], Tensor] | None = None) -> None:
         """Fill the weights from a checkpoint's slices, copy them if a reference is needed, and create the optimizer."""
-        self.load_weights(read)
-        if self._config.algorithm.kl_beta > 0:
+        self.load_weights(read, read_adapter)
+        config = self._config
+        if config.algorithm.kl_beta > 0 and self.lora.parameters:
+            self._as_reference = self.lora.off
+        elif config.algorithm.kl_beta > 0:
             with phase("copying the weights for the reference", self._shows_progress):
-                self._reference = Reference(self.memory, self.parameters, self._config.algorithm)
+                self._reference = Reference(self.memory, self.parameters, config.algorithm)
+            self._as_reference = self._reference.computing
         # The optimizer copies the weights into its fp32 master shards, so they must be filled first.
         with phase("setting up the optimizer", self._shows_progress):
-            self._optimizer = optimizers.build(
-                self.chunks, self._config.optimizer, self._config.layout, self._config.precision
-            )
+            self._optimizer = optimizers.build(self.chunks, config.optimizer, config.layout, config.precision)
 
-    def load_weights(self, read: Callable[[Box], Tensor]) -> None:
-        """Fill the weights only, for a policy that is served or exported but not trained."""
+    def load_weights(self, read: Callable[[Box], Tensor], read_adapter: Callable[[Box], Tensor] | None = None) -> None:
+        """Fill the weights only, for a policy that is served or exported. Without `read_adapter` an adapter is new."""
+        self.lora.load(read_adapter)
         shards, b = self.shards.rank_shards(self._runtime.rank), DTYPES[self._config.model.resolved_dtype].itemsize
         total = b * sum(piece.box.size for shard in shards.values() for piece in shard.pieces)
         with (
@@ -205,7 +206,7 @@ class Policy:
             p.numel()
             * (p.element_size() + 12 + of_reference(p.element_size()))
             // copies[getattr(p, "allreduce", True)]
-            for p in self.parameters.values()
+            for p in (self.lora.parameters or self.parameters).values()
         )
 
     def fingerprint(self) -> str:
@@ -237,7 +238,7 @@ class Policy:
             with timed("logprobs"):
                 for batch, values in self._evaluate(batches):
                     batch.old_logprobs = values
-        if self._reference:
+        if self._as_reference is not None:
             optimizers.wait_for_param_gather(self.chunks)
             precision = self._config.precision
             in_dtype = (
@@ -245,7 +246,7 @@ class Policy:
             )
             is_replayed = self._config.rollout.routing_replay == "reference"
             routed = nullcontext() if is_replayed else self.routers.choosing()
-            with timed("reference"), self.memory.with_weights(self._reference.weights), in_dtype, routed:
+            with timed("reference"), self._as_reference(), in_dtype, routed:
                 for batch, values in self._evaluate(batches):
                     batch.ref_logprobs = values
         return batches
@@ -380,9 +381,10 @@ class Policy:
             "vocab_size": self._shape.vocab,
             "temperature": self._config.rollout.temperature,
             "tp_group": self._runtime.tp_group,
-            # If gradient reductions overlap with the backward pass, Megatron requires that autograd returns the
-            # gradient.
-            "weight_grad_VH": None if self._config.layout.overlap_grad_reduce else weight_VH.main_grad,
+            # With overlapped gradient reductions autograd must return the gradient. A frozen weight has none.
+            "weight_grad_VH": None
+            if self._config.layout.overlap_grad_reduce
+            else getattr(weight_VH, "main_grad", None),
         }
 
     def _teacher_kl(self, hidden_TH: Tensor, batch: PackedBatch) -> Tensor | None:
@@ -437,7 +439,7 @@ class Policy:
         """
         device, algorithm = self._runtime.device.torch_device, self.algorithm
         # Ranks that compute no loss get the names of the metrics from a masked token. It adds 0 to each metric.
-        masked = LossInputs.of_masked_token(algorithm, has_reference=bool(self._reference))
+        masked = LossInputs.of_masked_token(algorithm, has_reference=self._as_reference is not None)
         sums, maxima = accumulate([policy_loss(masked, algorithm), *(outputs if self._runtime.tp_rank == 0 else [])])
         summed = self._runtime.sum(torch.stack([v.to(device) for v in sums.values()]))
         largest = self._runtime.max(torch.stack([v.to(device) for v in maxima.values()]))

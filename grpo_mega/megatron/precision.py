@@ -156,19 +156,20 @@ def in_bf16(config: TransformerConfig) -> Iterator[None]:
 
 
 class PlainTensors(Mapping[str, Tensor]):
-    """Parameters by name, dequantized where needed. Only one dequantized copy exists at a time."""
+    """Parameters by name, dequantized and merged where needed. Only one such copy exists at a time."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Mapping[str, Tensor], merged: Callable[[str, Tensor], Tensor] = lambda name, weight: weight
+    ) -> None:
+        """`merged(name, weight)` returns the weight with its adapter in fp32, or the weight itself."""
+        self._parameters, self._merged = parameters, merged
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        p: Any = self._parameters[name]
-        if not is_float8tensor(p):
-            return p
         if self._last is None or self._last[0] != name:
+            p: Any = self._parameters[name]
             self._last = None  # free the last copy before making the next
-            self._last = name, p.dequantize(dtype=p.dtype)
+            self._last = name, self._merged(name, p.dequantize(dtype=p.dtype) if is_float8tensor(p) else p)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:

@@ -244,7 +244,7 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "num_parameters": sum(p.numel() for p in policy.parameters.values() if p.requires_grad),
-        "weights": sum(b.param_data.nbytes for b in buffers),
+        "weights": sum(b.param_data.nbytes for b in buffers) + sum(map(_bytes, policy.lora.frozen)),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "kept": kept.most,
         "sent": [[list(key[0]), key[1], sent, key[2]] for key, sent in sorted(counted.sent.items())],

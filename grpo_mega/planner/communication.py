@@ -132,7 +132,7 @@ def _tensor_parallel(setup: PlannedJob, moe_layers: int) -> TracedNumber:
     of_experts = (setup.layout.etp - 1) / (tp - 1)  # relative to an exchange between all tensor-parallel ranks
     attention = 1 + latents + shape.rope_dim / hidden
     mlp = setup.experts_per_token * (1 + 4 / b) * of_experts + shared
-    gathers = int(config.layout.sequence_parallel)
+    gathers = int(config.layout.sequence_parallel and config.model.lora is None)  # frozen weights have no gradients
     all_again, mlp_again = setup.share_recomputed, mlp_repeated(setup, "moe" if moe_layers else "mlp")
     ends = 2 if setup.layout.pp == 1 else 1  # the embedding's sums and the last hidden states
     return figure(

@@ -20,6 +20,7 @@ from grpo_mega.preflight.model import Model
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
+from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import Family, ModelShape, round_up
 
 
@@ -61,6 +62,12 @@ class PlannedJob:
     @property
     def family(self) -> Family:
         return family_of(self.shape.model_type)
+
+    @property
+    def trained_family(self) -> Family:
+        """Return the table of what trains: the model, or with model.lora its adapter."""
+        lora = self.config.model.lora
+        return self.family if lora is None else adapter_family(self.family, self.shape, lora.rank, lora.targets)
 
     @property
     def is_separate(self) -> bool:
@@ -153,7 +160,8 @@ class PlannedJob:
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": self.layout.dp}
             changes |= {} if shape.num_experts else {"ep": 1, "etp": 1}
             layout = self.config.layout.model_copy(update=changes)
-            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": layout})
+            whole = self.config.model.model_copy(update={"lora": None})
+            config = self.config.model_copy(update={"precision": PrecisionConfig(), "layout": layout, "model": whole})
             setups.append(replace(self, shape=shape, experts_per_token=experts, teachers=(), config=config))
         return setups
 
@@ -178,6 +186,11 @@ class PlannedJob:
     @property
     def has_reference(self) -> bool:
         return self.config.algorithm.kl_beta > 0
+
+    @property
+    def copies_reference(self) -> bool:
+        """Return True if the reference has separate weights. With model.lora it is the base."""
+        return self.has_reference and self.config.model.lora is None
 
     @property
     def layers_in_fp8(self) -> range:

@@ -95,7 +95,11 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
 def state_of(setup: PlannedJob, pp_rank: int) -> State:
     storage = Storage.of(setup.config, setup.shape)
     names = {"fused_norms": setup.uses_te, "grouped_experts": setup.groups_experts}
-    return stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, **names)
+    state = stage_state(setup.trained_family, setup.shape, setup.layout, pp_rank, storage, **names)
+    if setup.config.model.lora is None:
+        return state
+    base = stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, **names)
+    return replace(state, frozen=base.num_parameters)
 
 
 def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
@@ -109,10 +113,13 @@ def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     trust: Trust = (
         "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
     )
+    held = state.elements + state.frozen
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
     return [
-        figure("weights", lambda: b * elements + fp8_elements, trust=trust),
+        figure("weights", lambda: b * held + fp8_elements, trust=trust)
+        if held != elements
+        else figure("weights", lambda: b * elements + fp8_elements, trust=trust),
         product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
         figure("optimizer state", lambda: (master + moments) * share, trust=trust),
     ]
@@ -191,7 +198,7 @@ def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNu
     """Return the copies of weights that a rank without a GPU holds in the same memory as everything else."""
     if not setup.card.is_cpu:
         return []
-    algorithm, has_reference = setup.config.algorithm, int(setup.has_reference)
+    algorithm, has_reference = setup.config.algorithm, int(setup.copies_reference)
     average = FP32 * state.num_parameters if algorithm.averages_reference else 0
     taught = sum(_teacher_weights(one, pp_rank) for one in setup.of_teachers())
     weights = state.weights
@@ -390,7 +397,7 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
     algorithm, teachers = config.algorithm, setup.of_teachers()
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)
-    moves, has_reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    moves, has_reference = int(setup.keeps_host_copies), int(setup.copies_reference)
     state_bytes = node[0].storage.host_bytes if node else 0
     taught = sum(max(_teacher_weights(one, pp_rank) for pp_rank in range(layout.pp)) for one in teachers)
     pinned = [
@@ -433,6 +440,6 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
 
 def checkpoint_bytes(setup: PlannedJob) -> TracedNumber:
     """Return the bytes of the weights, the fp32 masters and moments, and a reference that follows the policy."""
-    parameters, b = elements_of(setup.family, setup.shape, None).total, setup.itemsize
+    parameters, b = elements_of(setup.trained_family, setup.shape, None).total, setup.itemsize
     reference = setup.config.algorithm.saved_reference_bytes(b)
     return figure("a checkpoint", lambda: parameters * (b + 12 + reference))

@@ -33,6 +33,7 @@ _ORDER = (
     "linear_qkv.layer_norm_weight",
     "linear_qkv.weight",
     "linear_qkv.bias",
+    "linear_qkv.lora",
     "linear_q_proj",
     "linear_q_down_proj",
     "linear_q_up_proj.layer_norm_weight",
@@ -115,11 +116,12 @@ class State:
     optimizer_elements: tuple[int, ...]  # per rank of the stage (MegatronLayout.rank_in_stage)
     gathered: float  # elements on the device while a save gathers a bucket: the whole bucket and this rank's share
     storage: Storage
+    frozen: int = 0  # elements of the base, with model.lora; all other numbers are then the adapter's
 
     @property
     def weights(self) -> int:
         """Return the bytes of the weights."""
-        return self.elements * self.storage.itemsize + self.fp8_elements
+        return (self.elements + self.frozen) * self.storage.itemsize + self.fp8_elements
 
     @property
     def gradients(self) -> int:

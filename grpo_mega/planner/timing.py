@@ -30,7 +30,7 @@ class Timing:
 def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMemory) -> Timing:
     by_kind = {link.kind: float(link.seconds) for link in links}
     logprobs, update = _passes(setup, by_kind, state)
-    moves, reference = int(setup.keeps_host_copies), int(setup.has_reference)
+    moves, reference = int(setup.keeps_host_copies), int(setup.copies_reference)
     weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
     offload = figure(
         "offload and onload", lambda: (2 * moves * (weights + optimizer) + 3 * reference * weights) / rate, "s"

@@ -44,6 +44,7 @@ from grpo_mega.preflight.model import (
     check_model_files,
     check_weights,
     expert_problems,
+    lora_problems,
     position_problems,
     read_model,
 )
@@ -184,6 +185,7 @@ def _check_packages(config: Config, machine: Machine, findings: Findings) -> Non
 def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> None:
     """Check weights and tokenizer in model.path, and the teachers. The folder has at least a config.json."""
     folder = config.model.path
+    findings.take(lora_problems(config.model, shape))
     if config.model.init == "checkpoint":
         if machine.is_here or _has_weights(folder):
             findings.run(lambda: check_weights(folder, shape))

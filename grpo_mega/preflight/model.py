@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config import Config, ModelConfig
-from grpo_mega.errors import ConfigError, raise_all
+from grpo_mega.errors import ConfigError, UserError, raise_all
+from grpo_mega.formats import adapter
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
 from grpo_mega.formats.hf_files import adapter_problem, weight_files
 from grpo_mega.formats.hf_weights import HfWeights, check_tied
@@ -18,6 +19,7 @@ from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, hub_hint
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import resolve_config
+from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
@@ -202,6 +204,17 @@ def _group_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"config.json has num_experts_per_tok={per_token}, topk_group={chosen}: Megatron scores a group by its best"
             f" {per_token // chosen} experts, DeepSeek-V3 by its best 2; name another model"
         )
+
+
+def lora_problems(model: ModelConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a target of model.lora that the model lacks, and problems of the adapter to start from."""
+    try:
+        if model.lora is not None:
+            family = adapter_family(family_of(shape.model_type), shape, model.lora.rank, model.lora.targets)
+            if model.adapter is not None:
+                adapter.check(model.adapter, model.lora, family.hf_tensors(shape))
+    except UserError as error:
+        yield from error.lines
 
 
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:

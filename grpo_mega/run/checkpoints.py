@@ -50,6 +50,12 @@ def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
         )
 
 
+def check_adapter(checkpoint: Path, saved: dict[str, Any] | None, lora: dict[str, Any] | None) -> None:
+    """Raise ResumeError unless the saved values of model.lora equal `lora`."""
+    if saved != lora:
+        raise ResumeError(f"checkpoint {checkpoint} has model.lora={saved} instead of {lora}; set that value")
+
+
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint from which the run resumes, or None if there is none.
 

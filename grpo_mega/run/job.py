@@ -37,13 +37,13 @@ from grpo_mega.observe.progress import Pace, phase, progress
 from grpo_mega.observe.report import as_text
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.observe.timers import Timers
-from grpo_mega.paths import CHECKPOINTS, EXPORT_DIR, STATE, TRACE
+from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
 from grpo_mega.preflight.agents import tool_schemas
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
-from grpo_mega.run.checkpoints import check_model, latest, next_export_record, tell_latest
+from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import (
     build_engine,
@@ -61,6 +61,7 @@ from grpo_mega.run.model_files import (
     ModelFiles,
     build_policy,
     decoder,
+    export_adapter,
     export_policy,
     read_model_files,
     read_tokenizer,
@@ -165,6 +166,7 @@ class TrainingJob:
                 checksums={},
                 draws=self.backlog.draws,
                 inputs=self.inputs.digests(),
+                adapter=self.config.model.recorded_lora,
                 kl_beta=None if self.config.algorithm.kl_target is None else self.policy.algorithm.kl_beta,
                 kl_beta_from=None if self.config.algorithm.kl_target is None else self.config.algorithm.kl_beta,
             ),
@@ -181,6 +183,8 @@ class TrainingJob:
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
         record = next_export_record(self.checkpoints.folder, self.config.steps)
+        if self.config.model.lora is not None:
+            export_adapter(self.policy, self.model, self.config.model, self.config.run_dir / ADAPTER_DIR)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
         self.log.message(f"policy saved as a Hugging Face checkpoint in {folder}")
 
@@ -242,6 +246,7 @@ class TrainingJob:
 
     def _restore(self, policy: Policy, checkpoint: Path, manifest: Manifest) -> None:
         check_model(checkpoint, manifest.model, self.model.shape)
+        check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
         for change in self.inputs.changes(manifest.inputs):
             self.log.warn(change)
         with phase("verifying the checkpoint", self.shows_progress):

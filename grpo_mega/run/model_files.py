@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -25,14 +26,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from grpo_mega.config import Config
+from grpo_mega.config import Config, ModelConfig
 from grpo_mega.data.chat import find_turn_end
 from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
+from grpo_mega.formats import adapter
+from grpo_mega.formats.adapter import MAX_SHARD_BYTES
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
+from grpo_mega.formats.detect import Manifest
 from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, split_into_shards, weight_files
+from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import publish_folder
 from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
+from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
@@ -44,14 +50,13 @@ from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.text import well_formed
 from grpo_mega.weights.apply import execute
-from grpo_mega.weights.boxes import Box, whole
+from grpo_mega.weights.boxes import Box, RankShards, whole
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.hf_config import difference, resolve_config
 from grpo_mega.weights.layout import ShardLayout, hf_rank_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
 
-MAX_SHARD_BYTES = 5 << 30
 TEXT_FILES = """
     config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
     added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model tekken.json chat_template.jinja
@@ -176,11 +181,12 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
+    load = partial(policy.load, read_adapter=adapter.read(config.model.adapter) if config.model.adapter else None)
     if config.model.init == "random":
         tensors = model.family.hf_tensors(model.shape)
-        policy.load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
+        load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
     else:
-        model.read_weights(policy.load)
+        model.read_weights(load)
     for name, settings in config.teachers.items():
         if settings.url is None:
             theirs = read_model_files(config, settings.path)
@@ -192,6 +198,49 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         with runtime.raise_on_all_ranks():
             check_server(name, settings.url)
     return policy
+
+
+def load_saved(policy: Policy, model: ModelFiles, folder: Path) -> None:
+    """Fill the weights from `folder`, a model or a checkpoint's state. With model.lora such a state is an adapter."""
+    if not policy.lora.parameters or not is_distributed_checkpoint(folder) or folder == model.folder:
+        model.read_weights(policy.load_weights, folder)
+        return
+    with CheckpointReader(MegatronWeights(folder, policy.lora.family, model.shape)) as saved:
+        model.read_weights(partial(policy.load_weights, read_adapter=saved.read))
+
+
+def check_base(config: Config, manifest: Manifest, rank: int, world_size: int) -> None:
+    """Raise ResumeError if model.path is not the base of a checkpoint's adapter. All ranks call it."""
+    InputDigests(config.model_copy(update={"teachers": {}}), {}, rank, world_size).changes(manifest.inputs)
+
+
+def export_adapter(policy: Policy, model: ModelFiles, config: ModelConfig, folder: Path) -> None:
+    """Write the policy's adapter as a PEFT folder on rank 0, replacing it. All ranks call it."""
+    assert config.lora is not None
+    optimizers.wait_for_param_gather(policy.chunks)
+    family = policy.lora.family
+    shards, wanted = policy.lora.shards, hf_rank_shards(family, model.shape)
+    sources = ShardLayout.of_ranks([shards.rank_shards(rank) for rank in range(shards.world_size)])
+    gathered = gather_on_first(sources, policy.lora.parameters, wanted, model.dtype)
+    if gathered:
+        adapter.write(folder, gathered, config.lora, family, model.folder)
+    dist.barrier()
+
+
+def gather_on_first(
+    sources: ShardLayout, tensors: Mapping[str, torch.Tensor], wanted: RankShards, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the `wanted` tensors on rank 0, in `dtype` or the fixed dtype of their name; {} on the other ranks."""
+    is_first, world_size = dist.get_rank() == 0, sources.world_size
+    targets = ShardLayout.of_ranks([wanted if rank == 0 else {} for rank in range(world_size)])
+    plan = plan_transfers(sources, targets, ranks_per_node=world_size)
+    device = next(iter(tensors.values())).device
+    gathered = {
+        name: torch.empty(local.shape, dtype=torch.float32 if name.endswith(FLOAT32) else dtype, device=device)
+        for name, local in (wanted.items() if is_first else ())
+    }
+    execute(plan, tensors, gathered, dtype=dtype)
+    return gathered
 
 
 def export_policy(
@@ -224,15 +273,10 @@ def export_policy(
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # the remains of an interrupted export
         partial.mkdir(parents=True)
-    device = next(iter(tensors.values())).device
     with phase("writing the policy", shows_progress and is_writer, sum(num_bytes.values()), "bytes") as bar:
         for file, names in shards.items():
             wanted = hf_rank_shards(family, shape, (name for name in names if name not in extra))
-            targets = ShardLayout.of_ranks([wanted if rank == 0 else {} for rank in range(world_size)])
-            plan = plan_transfers(sources, targets, ranks_per_node=world_size)
-            mine = wanted.items() if is_writer else ()
-            gathered = {name: torch.empty(local.shape, dtype=dtypes[name], device=device) for name, local in mine}
-            execute(plan, tensors, gathered, dtype=model.dtype)
+            gathered = gather_on_first(sources, tensors, wanted, model.dtype)
             if is_writer:
                 kept = {
                     name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra
@@ -256,6 +300,8 @@ class InputDigests(threading.Thread):
     def __init__(self, config: Config, data: Mapping[str, str], rank: int, world_size: int) -> None:
         super().__init__(name="model digests", daemon=True)
         self._folder, self._data = config.model.path, dict(data)
+        if config.model.lora is not None and config.model.init == "random":  # the seed decides the base
+            self._data[f"{MODEL}random weights"] = f"seed {config.seed}"
         files = {
             f"{MODEL}{path.name}": path for path in model_files(self._folder, has_weights=config.model.init != "random")
         }

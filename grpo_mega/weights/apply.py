@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def execute(
     `dtype` is the dtype of all targets. Every rank calls this with the same plan; `sources` and `targets` are the
     rank's own tensors.
     """
-    device = next((t.device for t in (*sources.values(), *targets.values())), torch.device("cpu"))
+    device = next((t.device for t in chain(sources.values(), targets.values())), torch.device("cpu"))
 
     def allocate(index: int, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -323,9 +323,11 @@ def megatron_blocks(
         layers = layout.layers_of(shape.num_layers, pp_rank, chunk)
         is_first = pp_rank == 0 and chunk == 0
         is_last = pp_rank == layout.pp - 1 and chunk == layout.vpp - 1
-        once = [family.embedding] if is_first else []
+        once = [family.embedding] if is_first and family.has_heads else []
         once += [row for row in family.rows if (row.where == "first" and is_first) or (row.where == "last" and is_last)]
-        if is_last and not (shape.tied and is_first):  # otherwise the embedding serves as the output layer
+        if (
+            is_last and family.has_heads and not (shape.tied and is_first)
+        ):  # otherwise the embedding serves as the output layer
             once.append(family.output)
         blocks += _blocks(family, shape, once, partial(tensors, chunk), layers, experts)
     return blocks

@@ -247,9 +247,12 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     engine_ties: bool = True
+    has_heads: bool = True  # False for the table of an adapter, which has neither embedding nor output layer
 
     def heads(self, shape: ModelShape) -> tuple[Row, ...]:
         """Return the rows of the embedding and the output layer that a checkpoint stores."""
+        if not self.has_heads:
+            return ()
         return (self.embedding,) if shape.tied else (self.embedding, self.output)
 
     def rows_of(self, kind: Kind, shape: ModelShape, span: Span | None = None) -> list[Row]:

@@ -136,4 +136,4 @@ class Talk:
             if number == 0 and sum(key) % 3 == 2:  # the agent forgets its first turn
                 base, since = (*prompt.token_ids[::-1], 3), len(ids)
                 contexts.append(Context(since, base))
-        return Sample(prompt, key[1], ids, logprobs, reason, spans, sampled, contexts, messages=[])
+        return Sample(prompt, key[1], ids, logprobs, reason, spans, sampled=sampled, contexts=contexts, messages=[])

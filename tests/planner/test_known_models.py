@@ -79,6 +79,7 @@ def test_a_folder_named_like_a_known_model_stands_for_that_model() -> None:
         ("examples/qwen2.5-1.5b.yaml", "Qwen/Qwen2.5-1.5B-Instruct"),
         ("examples/qwen3-8b.yaml", "Qwen/Qwen3-8B"),
         ("examples/qwen3-8b-32k.yaml", "Qwen/Qwen3-8B"),
+        ("examples/qwen3-8b-lora.yaml", "Qwen/Qwen3-8B"),
     ],
 )
 def test_the_recipes_are_planned_in_a_fresh_clone(

@@ -28,6 +28,7 @@ CONFIGS = sorted((ROOT / "slurm").glob("*.yaml"))
 MODELS = {  # config.json and number of GPUs per config
     "llama3_70b": (LLAMA_70B, 64),
     "llama3_70b_bf16": (LLAMA_70B, 64),
+    "llama3_70b_lora": (LLAMA_70B, 8),
     "llama3_70b_32k": (KNOWN_MODELS["llama-3.1-70b"].fields, 64),
     "qwen2.5_72b": (QWEN_72B, 64),
     "llama3_405b": (KNOWN_MODELS["llama-3.1-405b"].fields, 512),

@@ -1,8 +1,8 @@
 """Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted
 run.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--engine sglang] [--jobs 2]
-[--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--lora] [--engine sglang] [--jobs
+2] [--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
 between first step and end, resumes, and compares every metric (except times) and every exported weight with an
 uninterrupted run. With engine ranks that generate ahead (--separate), or with servers, runs are not reproducible. Then
 no token may be older than allowed, each step must train its groups, and the ledger must balance exactly in every step.
@@ -74,6 +74,7 @@ def main(arguments: list[str] | None) -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--partial", action="store_true", help="with partial rollouts")
     kind.add_argument("--separate", action="store_true", help="with an engine that generates ahead, on separate ranks")
+    parser.add_argument("--lora", action="store_true", help="train an adapter")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
@@ -84,6 +85,10 @@ def main(arguments: list[str] | None) -> int:
         rollout = PARTIAL if options.partial else SEPARATE if options.separate else {}
         layout = options.layout + (",engine_ranks=1" if options.separate else "")
         config = write_inputs(folder, layout, rollout | {"engine": options.engine})
+        if options.lora:
+            raw = json.loads(config.read_text())
+            raw["model"]["lora"] = {"rank": 4}
+            config.write_text(json.dumps(raw))
         is_same = not options.separate and options.engine == "embedded"
         expected, start_s, train_s = whole_run(config, folder / "whole")
         total = f"{start_s:.1f} s to its first step and {train_s:.1f} s after it"

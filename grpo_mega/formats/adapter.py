@@ -1,0 +1,161 @@
+"""PEFT's folders of LoRA adapters: adapter_config.json and adapter_model.safetensors. All but `check` needs torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_mega.config import LoraConfig, ModelConfig
+from grpo_mega.errors import ConfigError
+from grpo_mega.formats.hf_files import (
+    ADAPTER_CONFIG,
+    extra_names,
+    index_of,
+    read_headers,
+    side_contents,
+    split_into_shards,
+)
+from grpo_mega.formats.slices import FROM_TORCH
+from grpo_mega.paths import read_json
+from grpo_mega.weights.boxes import Box, Index, whole
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.lora import adapter_family, adapter_name, module_names
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_SHARD_BYTES = 5 << 30
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# Fields of adapter_config.json that change what an adapter computes, and their only values here.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "lora_dropout": (0, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "target_parameters": ([], None),
+    "layers_to_transform": ([], None),
+}
+
+
+def check(folder: Path, lora: LoraConfig, tensors: Mapping[str, Index]) -> None:
+    """Raise ConfigError unless the folder has an adapter of these numbers. `tensors`: its names and shapes."""
+    name = f"model.adapter={folder}"
+    try:
+        config = read_json(folder / ADAPTER_CONFIG)
+        stored = {n.removeprefix(_PREFIX): info.shape for n, (_, info) in read_headers([folder / WEIGHTS]).items()}
+        for field, allowed in _PLAIN.items():
+            if (value := config.get(field)) not in allowed:
+                raise ConfigError(f"{name}: its {field}={value!r}: must be {allowed[0]!r}; train such an adapter again")
+        for field, key, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+            if config[field] != ours:
+                raise ConfigError(f"{name}: its {field}={config[field]} is not model.lora.{key}={ours:g}; set that")
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{name} is no folder of a PEFT adapter ({error}); name one") from None
+    for tensor in sorted(stored.keys() | tensors.keys()):
+        if stored.get(tensor) != tensors.get(tensor):
+            raise ConfigError(
+                f"{name}: {tensor} has shape {stored.get(tensor)}, but model.path and model.lora.targets mean"
+                f" {tensors.get(tensor)}; correct one of them"
+            )
+
+
+def read(folder: Path) -> Callable[[Box], Tensor]:
+    """Return a function that reads slices of the adapter's tensors by their Hugging Face names."""
+    from safetensors import safe_open
+
+    file = safe_open(folder / WEIGHTS, framework="pt")
+
+    def read_box(box: Box) -> Tensor:
+        (row, column), (last_row, last_column) = box.start, box.stop
+        return file.get_slice(_PREFIX + box.tensor)[row:last_row, column:last_column]
+
+    return read_box
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, family: Family, base: Path) -> None:
+    """Write the tensors, by their Hugging Face names, as an adapter of `base`. `family` is the adapter's.
+
+    The folder appears, or is replaced, only when it is complete.
+    """
+    from safetensors.torch import save_file
+
+    from grpo_mega.formats.output import publish_folder
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    named = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(named, partial / WEIGHTS, metadata={"format": "pt"})
+    alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": module_names(family),
+    }
+    shutil.rmtree(folder, ignore_errors=True)
+    publish_folder(partial, folder, {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()})
+
+
+def export(state: Path, out: Path, model: ModelConfig, *, is_merged: bool) -> None:
+    """Write the adapter in a checkpoint's state as a PEFT folder, or its base with the adapter merged into it."""
+    from grpo_mega.formats.megatron_weights import MegatronWeights
+    from grpo_mega.formats.reader import CheckpointReader
+
+    assert model.lora is not None
+    shape = ModelShape.from_hf_config(read_config(model.path))
+    base = family_of(shape.model_type)
+    family = adapter_family(base, shape, model.lora.rank, model.lora.targets)
+    with CheckpointReader(MegatronWeights(state, family, shape)) as saved:
+        tensors = {name: saved.read(whole(name, size)) for name, size in family.hf_tensors(shape).items()}
+    if is_merged:
+        _merge(out, model, base, shape, tensors)
+    else:
+        write(out, tensors, model.lora, family, model.path)
+
+
+def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+    """Write W + alpha / rank B A, computed in fp32, for each weight W of the base, in model.dtype."""
+    from safetensors.torch import save_file
+
+    from grpo_mega.formats.output import publish_folder
+    from grpo_mega.formats.reader import open_reader, torch_dtype
+
+    assert model.lora is not None
+    partial, scale = out.with_name(out.name + ".partial"), model.lora.alpha / model.lora.rank
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dtype = torch_dtype(FROM_TORCH[model.resolved_dtype])
+    with open_reader(model.path, family, shape) as base:
+        names = [*family.hf_tensors(shape), *extra_names(base.names)]
+        num_bytes = {name: base.num_bytes(name) for name in names}
+        shards = split_into_shards(num_bytes, MAX_SHARD_BYTES)
+        for file, chosen in shards.items():
+            content = {}
+            for name in chosen:
+                weight = base.read(whole(name, base.shape(name)))
+                # The policy's dtypes: layers that it leaves out keep theirs.
+                if name in family.hf_tensors(shape):
+                    weight = weight.float() if name.endswith(FLOAT32) else weight.to(dtype)
+                if (a := tensors.get(adapter_name(name, "A"))) is not None:
+                    added = scale * (tensors[adapter_name(name, "B")].float() @ a.float())
+                    weight = (weight.float() + added).to(dtype)
+                content[name] = weight.contiguous()
+            save_file(content, partial / file, metadata={"format": "pt"})
+    publish_folder(partial, out, side_contents(model.path) | index_of(shards, num_bytes))

@@ -1,0 +1,110 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): the table of an adapter, derived from the table of its base model.
+
+Each chosen matrix W [out, in] of a linear layer gets A [rank, in] and B [out, rank]; the layer computes
+x W^T + (alpha / rank) x A^T B^T. Hugging Face names have ".lora_A" or ".lora_B" before ".weight", as in PEFT. In
+Megatron a linear layer has one A, the As of its matrices stacked, and one B with the rows of the layer's weight. So
+tensor parallelism cuts B where it cuts the rows of W, and A where it cuts the columns of W; what it does not cut is
+whole on every rank. If a layer has a matrix without adapter, its rows of B are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.weights.boxes import Box, Index, LocalTensor
+from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The adapter of a linear layer with op `base`. `chosen`: the row's matrices that have one."""
+
+    base: Op
+    chosen: tuple[int, ...]
+    rank: int
+
+    def _local(self, shard: Shard) -> tuple[LocalTensor, dict[str, int]]:
+        """Return the layer's weight on a rank, and the index among the chosen ones of each of its matrices."""
+        numbers = tuple(str(i) for i in range(len(self.base.hf_shapes(shard.shape))))
+        return self.base.megatron(replace(shard, names=numbers)), {str(i): k for k, i in enumerate(self.chosen)}
+
+
+@dataclass(frozen=True)
+class LoraA(_Pair):
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return tuple((self.rank, self.base.hf_shapes(shape)[i][1]) for i in self.chosen)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        weight, _ = self._local(shard)
+        start, stop = weight.pieces[0].box.start[1], weight.pieces[0].box.stop[1]
+        boxes = [Box(name, (0, start), (self.rank, stop)) for name in shard.names]
+        pieces = [(box, (k * self.rank, 0)) for k, box in enumerate(boxes)]
+        return shard.tensor((len(boxes) * self.rank, stop - start), pieces)
+
+    engine = megatron
+
+
+@dataclass(frozen=True)
+class LoraB(_Pair):
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        return tuple((self.base.hf_shapes(shape)[i][0], self.rank) for i in self.chosen)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        weight, chosen = self._local(shard)
+        pieces = [
+            (
+                Box(shard.names[chosen[p.box.tensor]], (p.box.start[0], 0), (p.box.stop[0], self.rank)),
+                (p.offset[0], 0),
+            )
+            for p in weight.pieces
+            if p.box.tensor in chosen
+        ]
+        return shard.tensor((weight.shape[0], self.rank), pieces)
+
+    engine = megatron
+
+
+def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequence[str]) -> Family:
+    """Return the table of the adapter alone. Raise WeightMappingError for a target that the model lacks."""
+    known = target_names(family, shape)
+    for name in () if ALL_LINEAR in targets else targets:
+        if name not in known:
+            raise WeightMappingError(
+                f"model.lora.targets: {name!r} is no linear layer of {shape.model_type}; use {', '.join(known)}, or"
+                f" {ALL_LINEAR}"
+            )
+    rows: list[Row] = []
+    for row in _linear_rows(family, shape):
+        chosen = tuple(i for i, name in enumerate(row.hf) if ALL_LINEAR in targets or _short(name) in targets)
+        for letter, kind in (("A", LoraA), ("B", LoraB)) if chosen else ():
+            hf = tuple(adapter_name(row.hf[i], letter) for i in chosen)
+            megatron = f"{row.megatron.removesuffix('weight')}lora.{letter}"
+            rows.append(Row(hf, megatron, kind(row.op, chosen, rank), row.where, span=row.span))
+    return replace(family, rows=tuple(rows), has_heads=False)
+
+
+def target_names(family: Family, shape: ModelShape) -> list[str]:
+    """Return the names that model.lora.targets may have: of q_proj, for example, q."""
+    return sorted({_short(name) for row in _linear_rows(family, shape) for name in row.hf})
+
+
+def adapter_name(weight: str, letter: str) -> str:
+    """Return the Hugging Face name of the adapter's A or B of a weight."""
+    return f"{weight.removesuffix('weight')}lora_{letter}.weight"
+
+
+def module_names(family: Family) -> list[str]:
+    """Return the last parts of the names of an adapter's linear layers, such as q_proj, for PEFT's config."""
+    return sorted({name.split(".lora_")[0].rpartition(".")[2] for row in family.rows for name in row.hf})
+
+
+def _linear_rows(family: Family, shape: ModelShape) -> list[Row]:
+    return [row for row in family.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2].removesuffix("_proj")
