@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Train a small arithmetic model with GRPO on this machine. Needs only Python and pip:
-#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --agent]
-#       [--lora] [--short]
+#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --agent] [--lora] [--short]
 # It makes .venv and a small model, trains it by SFT until it answers about half of the prompts correctly, and trains the result with
 # GRPO on two processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
 # curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
-# experts on each process and with routing replay. --agent trains a model that calls a calculator. --lora
-# trains an adapter in GRPO, and not in SFT. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
+# experts on each process and with routing replay. --agent trains a model that calls a calculator. --lora trains an adapter in GRPO,
+# and not in SFT. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -46,7 +45,8 @@ task=arithmetic recipe=quickstart
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/$recipe.yaml" \
     --set "run_dir=$out/run" --set "seed=$seed" --set "layout={${layout//=/: }}" --set "rollout.engine=$engine" \
     --set "model.path=$out/task/sft/hf" --set "data.train=$out/task/train.jsonl" --set "data.heldout=$out/task/heldout.jsonl" \
-    ${moe:+--set rollout.routing_replay=true} ${lora:+--set model.lora.rank=16 --set optimizer.lr=3e-3} ${short:+--set steps=4 --set eval.num_prompts=64}
+    ${moe:+--set rollout.routing_replay=true} ${lora:+--set model.lora.rank=16 --set optimizer.lr=3e-3} \
+    ${short:+--set steps=4 --set eval.num_prompts=64}
 "$VENV_PYTHON" -m grpo_mega.cli report "$out/run"
 [[ -n "$agent" ]] || "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"
 "$VENV_PYTHON" - "$out" "$((SECONDS - started_at))" <<'PYTHON'

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel  # type: ignore[import-untyped]
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 VOCAB = 32_768
