@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 76,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 111,
+    "vocab_size": 37,
     "initializer_range": 0.04,
     "layer_types": ["full_attention"] * 3,
 }
@@ -245,7 +245,7 @@ def config_of(folder: Path, text: str, recipe: str, own: dict[str, Any]) -> conf
         "data": {"train": "unused", "max_prompt_length": 12},
         "rollout": {"max_response_length": LONGEST, "temperature": TEMPERATURE},
         "rewards": {"functions": [{"name": "accuracy"}, {"name": "format", "weight": 0.5}]},
-        "algorithm": {"kl_beta": 0.3, "entropy_bonus": 0.02} | {"recipe": name, "calculate_entropy": True} | own,
+        "algorithm": {"kl_beta": 0.1, "entropy_bonus": 0.02} | {"recipe": name, "calculate_entropy": True} | own,
         "batch": {"prompts_per_step": len(CONVERSATIONS), "epochs": 2},
         "log": {"progress": False},
     }
@@ -264,9 +264,11 @@ def test_loss_and_gradients_equal_those_of_each_token_alone(
     found: tuple[Path, Results, dict[str, float]], recipe: str
 ) -> None:
     folder, problems, losses = found
+    # A KL penalty in the reward adds the rounding of a response's log-probs to its advantage.
+    tolerance = 4e-6 if ALL_RECIPES[recipe.split()[0]].get("kl_in") == "reward" else 2e-6
     for layout in LAYOUTS:
         assert not problems[layout], "\n".join(problems[layout])
         metrics, differences = torch.load(folder / f"{layout}.pt", weights_only=False)[recipe]
         # Terms of about 1 nat cancel in some losses.
         assert metrics["loss/total"] == pytest.approx(losses[recipe], rel=2e-6, abs=2e-6), layout
-        assert len(differences) > 22 and max(differences.values()) < 2e-6, (layout, differences)
+        assert len(differences) > 22 and max(differences.values()) < tolerance, (layout, differences)
