@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 76,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "vocab_size": 111,
+    "vocab_size": 37,
     "initializer_range": 0.04,
     "layer_types": ["full_attention"] * 3,
 }
@@ -245,7 +245,7 @@ def config_of(folder: Path, text: str, recipe: str, own: dict[str, Any]) -> conf
         "data": {"train": "unused", "max_prompt_length": 12},
         "rollout": {"max_response_length": LONGEST, "temperature": TEMPERATURE},
         "rewards": {"functions": [{"name": "accuracy"}, {"name": "format", "weight": 0.5}]},
-        "algorithm": {"kl_beta": 0.3, "entropy_bonus": 0.02} | {"recipe": name, "calculate_entropy": True} | own,
+        "algorithm": {"kl_beta": 0.1, "entropy_bonus": 0.02} | {"recipe": name, "calculate_entropy": True} | own,
         "batch": {"prompts_per_step": len(CONVERSATIONS), "epochs": 2},
         "log": {"progress": False},
     }
