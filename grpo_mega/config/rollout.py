@@ -275,10 +275,6 @@ class SyncConfig(Section):
     verify: bool = Field(
         default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."
     )
-    lora: Literal["merged"] = Field(
-        default="merged",
-        description="How an adapter (model.lora) gets to the engine. merged sends base and adapter added up.",
-    )
 
 
 # Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep
