@@ -364,6 +364,7 @@ class Config(Section):
 
     def _needs(self) -> Iterator[str]:
         dtype, has_refresh = self.model.dtype, self.rewards.refresh_command is not None
+        no_lora, lora = self.model.lora is None, ": must not be set with model.lora"
         url = next((teacher.url for teacher in self.teachers.values() if teacher.url is not None), None)
         yield from self._unmet(
             "",
@@ -377,16 +378,8 @@ class Config(Section):
                 not self.rollout.has_agents,
                 ": must not be with rollout.agent or rollout.tools, which may change the prompt; remove one of them",
             ),
-            (
-                "precision.fp8",
-                self.model.lora is None,
-                ": must not be set with model.lora, whose base computes in bf16; leave one out",
-            ),
-            (
-                "algorithm.ref_model_sync_steps",
-                self.model.lora is None,
-                ": must not be set with model.lora, whose reference is the base; leave one out",
-            ),
+            ("precision.fp8", no_lora, f"{lora}, whose base computes in bf16; leave one out"),
+            ("algorithm.ref_model_sync_steps", no_lora, f"{lora}, whose reference is the base; leave one out"),
             ("optimizer.moments_dtype", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             ("optimizer.cpu_offload", dtype != "float32", f" needs model.dtype=bfloat16, not {dtype}; set it"),
             (

@@ -102,8 +102,7 @@ class Policy:
         self._heads: dict[str, Tensor] = {}  # during an update: the teachers' output layers [vocab / tp, G], by name
         # Called when an update runs out of GPU memory. Returns True if there is more room now.
         self.make_room: Callable[[], bool] = lambda: False
-        # Micro-batches of the current mini-batch, with their log-probs.
-        self._seen: list[tuple[PackedBatch, Tensor]] = []
+        self._seen: list[tuple[PackedBatch, Tensor]] = []  # micro-batches of this mini-batch, with their log-probs
         self.guard = Guard(config.precision.guard, shape.num_layers, config.rollout.mismatch_warn)
         # Gradient norms of each optimizer step of the last update, by guard group.
         self._layer_norms: list[list[float]] = []
