@@ -165,6 +165,11 @@ class Sample:
         return len(self.sampled) or min(1, self.response_len)
 
     @property
+    def last_turn(self) -> int:
+        """Return the index of the first response token of the last turn. Answers are read from this turn."""
+        return self.sampled[-1][0] if self.messages is not None and self.sampled else 0
+
+    @property
     def is_truncated(self) -> bool:
         """Return True if a limit ended the response."""
         return self.finish_reason not in (None, "stop")

@@ -67,7 +67,7 @@ class Scorer:
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
         extras |= {} if sample.messages is None else {MESSAGES: sample.messages}
-        text, length = self._decode(sample.response_ids[_last_turn(sample) :]), None
+        text, length = self._decode(sample.response_ids[sample.last_turn :]), None
         if sample.sampled:
             length = sum(len(self._decode(sample.response_ids[start:end])) for start, end in sample.sampled)
         self._pool.submit(key, prompt.text, text, prompt.answer, extras, length)
@@ -111,7 +111,7 @@ class Scorer:
             # By token, because steps that end at the same token become one step.
             is_chat = sample.messages is not None
             rewards = dict(zip(sample.step_ends, sample.step_rewards, strict=True)) if is_chat else {}
-            start = _last_turn(sample)
+            start = sample.last_turn
             tokens = tokens_at(sample.response_ids[start:], self._decode, [step.end for step in result.steps])
             for token, step in zip(tokens, result.steps, strict=True):
                 rewards[start + token] = rewards.get(start + token, 0.0) + step.value
@@ -145,11 +145,6 @@ def own_result(sample: Sample, names: Collection[str]) -> RewardResult:
     verdict = "scored" if scores is sample.scores else str(failed)
     outcomes = {name: Score(value, verdict) for name, value in scores.items()}
     return result_of(dict.fromkeys(scores, 1.0), outcomes, errors)
-
-
-def _last_turn(sample: Sample) -> int:
-    """Return the index of the first response token of the last turn."""
-    return sample.sampled[-1][0] if sample.messages is not None and sample.sampled else 0
 
 
 def drop_unusable(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -91,6 +92,8 @@ def open_conversations(
     if workers is None:
         return None
     rollout, cp = config.rollout, config.layout.cp
+    # One micro-batch has all segments of a sample. Context parallelism pads each by at most 2 tokens per rank.
+    most = cp * (config.batch.tokens_per_micro_batch - (2 * rollout.max_turns if cp > 1 else 0))
     return Conversations(
         tokenizer,
         decoder(tokenizer, model),
@@ -98,8 +101,7 @@ def open_conversations(
         workers,
         max_turns=rollout.max_turns,
         max_context=config.data.max_prompt_length + rollout.max_response_length,
-        # With context parallelism each segment is padded by at most 2 tokens per rank.
-        max_tokens=cp * (config.batch.tokens_per_micro_batch - (2 * rollout.max_turns if cp > 1 else 0)),
+        max_tokens=most if config.algorithm.has_sequence_sums else sys.maxsize,
         tool_format=rollout.tool_format,
         warn=warn,
     )

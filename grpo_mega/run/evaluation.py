@@ -169,7 +169,7 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
         for group, row in zip(groups, rows, strict=False):
             # The normalized answer is the vote; "" if there is none.
             answers = [
-                read_answer(whole_turn(rollouts.decode(s.response_ids), {"prefill": s.prompt.prefill}))
+                read_answer(whole_turn(rollouts.decode(s.response_ids[s.last_turn :]), {"prefill": s.prompt.prefill}))
                 for s in group.samples
             ]
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]

@@ -1,11 +1,12 @@
 """Kill training runs with SIGKILL at random moments, resume them, and count the runs that end like an uninterrupted
 run.
 
-`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate] [--lora] [--engine sglang] [--jobs
-2] [--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a random moment, mostly
-between first step and end, resumes, and compares every metric (except times) and every exported weight with an
-uninterrupted run. With engine ranks that generate ahead (--separate), or with servers, runs are not reproducible. Then
-no token may be older than allowed, each step must train its groups, and the ledger must balance exactly in every step.
+`python tools/benchmarks/kills.py --kills 20 [--layout tp=2] [--partial | --separate | --agent] [--lora] [--engine
+sglang] [--jobs 2] [--seed 0]`: each trial starts a new small run, kills the launcher (its ranks die with it) at a
+random moment, mostly between first step and end, resumes, and compares every metric (except times) and every exported
+weight with an uninterrupted run. With engine ranks that generate ahead (--separate), or with servers, runs are not
+reproducible. Then no token may be older than allowed, each step must train its groups, and the ledger must balance
+exactly in every step.
 The last line is JSON with kills, identical or sound, before_checkpoint (killed before anything was saved) and seconds.
 Exit code 1 unless all runs are identical or sound.
 
@@ -61,6 +62,18 @@ class End:
     weights: str
 
 
+AGENT = """
+async def run(chat, prompt):
+    messages = list(prompt.messages)
+    for number in range(3):  # the answer to a turn that is cut starts another row
+        message = await chat(messages, **({"max_tokens": 5} if number == 1 else {}))
+        text = message["content"] or ""
+        chat.reward(len(text) % 3)
+        messages += [message, {"role": "user", "content": str(len(text))}]
+    return sum(c in "aeiou" for c in text) / max(1, len(text))
+"""
+
+
 def share_of_vowels(prompt: str, response: str, answer: str, extras: dict[str, object]) -> float:
     """Return the share of vowels, a reward that varies even if the model is untrained."""
     return sum(c in "aeiou" for c in response) / max(1, len(response))
@@ -74,6 +87,7 @@ def main(arguments: list[str] | None) -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--partial", action="store_true", help="with partial rollouts")
     kind.add_argument("--separate", action="store_true", help="with an engine that generates ahead, on separate ranks")
+    kind.add_argument("--agent", action="store_true", help="with conversations of an agent function")
     parser.add_argument("--lora", action="store_true", help="train an adapter")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
@@ -84,6 +98,9 @@ def main(arguments: list[str] | None) -> int:
         folder = Path(name)
         rollout = PARTIAL if options.partial else SEPARATE if options.separate else {}
         layout = options.layout + (",engine_ranks=1" if options.separate else "")
+        if options.agent:
+            (folder / "agent.py").write_text(AGENT)
+            rollout = {"agent": f"{folder}/agent.py:run", "max_turns": 3, **LENGTHS}
         config = write_inputs(folder, layout, rollout | {"engine": options.engine})
         if options.lora:
             raw = json.loads(config.read_text())
