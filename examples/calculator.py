@@ -17,6 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_mega import console
+from grpo_mega.paths import user_path
+
 sys.path.insert(0, str(Path(__file__).parent))  # for `arithmetic`, which reward workers do not find otherwise
 
 FACTORS = range(11, 100)
@@ -84,8 +87,6 @@ def main() -> None:
     from arithmetic import make_model, make_tokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_mega.paths import user_path
-
     parser = argparse.ArgumentParser(description="Make a small model and its data for products with a calculator.")
     parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +111,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from grpo_mega import console
-
     console.filter_output()
     main()

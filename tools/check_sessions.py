@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run this file as a script
 
+from grpo_mega import console
 from grpo_mega.rollout.sessions.calls import CallParser
 from grpo_mega.rollout.sessions.messages import RequestError
 from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
@@ -338,4 +339,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    console.filter_output()
     sys.exit(main())
