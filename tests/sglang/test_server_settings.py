@@ -188,11 +188,11 @@ class LateSession(SimulatedSession):
         super().__init__(lengths)
         self.until = time.monotonic() + seconds
 
-    def get(self, timeout: float) -> Event:
+    def next_event(self, timeout: float) -> Event:
         if time.monotonic() < self.until:
             time.sleep(timeout)
             raise queue.Empty
-        return super().get(timeout)
+        return super().next_event(timeout)
 
     def is_healthy(self, deadline_s: float) -> bool:
         return False

@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/turns`
 
 from grpo_mega.errors import UserError
+from grpo_mega.paths import user_path
 from grpo_mega.rollout.embedded import turns as turn_loop
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
@@ -103,7 +104,9 @@ def converse(engine: EmbeddedEngine, sizes: dict[str, Any], join_every: int) -> 
 @harness.benchmark
 def main(arguments: list[str] | None) -> int:
     parser = harness.Parser(__doc__)
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="root of another checkout of this repository")
+    parser.add_argument(
+        "--against", type=user_path, metavar="CHECKOUT", help="root of another checkout of this repository"
+    )
     parser.add_argument("--prompts", type=int, default=12, help="number of prompts")
     parser.add_argument("--samples", type=int, default=4, help="samples of each prompt")
     parser.add_argument("--prompt", type=int, default=64, help="mean number of tokens of a prompt")
