@@ -88,13 +88,15 @@ def make_sample(number: int, prompt_ids: Sequence[int], response_ids: list[int],
 
 
 def packed(policy: Policy, samples: Sequence[Sample], token_budget: int = TOKEN_BUDGET) -> list[list[PackedBatch]]:
-    """Pack one mini-batch whose loss is a mean over tokens."""
+    """Pack one mini-batch whose loss is a mean over tokens, with the routes of the samples."""
     weight = 1 / sum(s.response_len for s in samples)
-    return pack_mini_batches(
+    batches = pack_mini_batches(
         [samples],
         [[weight] * len(samples)],
         replace(policy.packing, token_budget=token_budget),
     )
+    attach_routes(batches, samples, policy._runtime)
+    return batches
 
 
 def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
@@ -109,9 +111,7 @@ def logits_of(policy: Policy, samples: Sequence[Sample]) -> list[Tensor]:
         for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             found[index] = logits_TV[start:end, : policy._shape.vocab]
 
-    [batches] = packed(policy, samples)
-    attach_routes([batches], samples, policy._runtime)
-    [batches] = policy.attach_logprobs([batches])
+    [batches] = policy.attach_logprobs(packed(policy, samples))
     policy.pipeline.forward(batches, keep)
     return [found[index] for index in range(len(samples))]
 
