@@ -63,7 +63,7 @@ RESTORED = {
         "deepseek_v3": ("pp=2,layers_per_chunk=[3,2]", "dp=2,ep=2"),
     },
 }
-BOUND = 2e-6
+BOUND, LATENT_BOUND = 2e-6, 4e-6  # the second one for latent attention (MLA)
 
 
 def config_of(model: str, text: str, folder: Path, **sections: Any) -> configs.Config:
@@ -135,7 +135,8 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
             num_compared += len(difference)
     size = torch.tensor(num_compared)
     dist.all_reduce(size)
-    assert int(size) >= sum(g.numel() for g in expected.values()) and worst[0] <= BOUND, (worst, size)
+    bound = LATENT_BOUND if model.startswith("deepseek") else BOUND
+    assert int(size) >= sum(g.numel() for g in expected.values()) and worst[0] <= bound, (worst, size)
     policy._optimizer.prepare_grads()
     total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
     found = optimizers.squared_norms(policy._optimizer, policy._layer_group, policy._shape.num_layers + 2).sum()
