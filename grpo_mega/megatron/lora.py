@@ -142,7 +142,7 @@ class Lora:
             self._is_on = True
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of matrices that are whole on all ranks of an expert. Megatron sums those of other layers.
+        """Sum the gradients of expert matrices that are replicated over ETP. Megatron sums the gradients of other layers.
 
         Call it after Megatron has reduced the gradients.
         """

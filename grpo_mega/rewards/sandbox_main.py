@@ -182,7 +182,7 @@ def _check(result: int, path: str = "") -> None:
 
 
 def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run a program in a process of its own, end everything that it started, and return its outcome."""
+    """Run a program in a separate process, end everything that it started, and return its outcome."""
     streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
     os.write(streams[0], given.encode(errors="surrogateescape"))
     os.lseek(streams[0], 0, os.SEEK_SET)

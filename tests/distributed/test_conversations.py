@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.04,
     "layer_types": ["full_attention"] * 3,
 }
-# test_replay.py sets keys that reach both sides of each recipe's limits with few tokens. sft has a test of its own.
+# test_replay.py sets keys that reach both sides of each recipe's limits with few tokens. sft has a separate test.
 RECIPES: dict[str, dict[str, Any]] = {name: {} for name in ALL_RECIPES if name != "sft"} | STRICT_RECIPES
 RECIPES |= {"dapo filtered": {"overlong_filter": True}, "kl_cov": {"cov_share": 0.2, "positive_nll": 0.1}}
 LAYOUTS = (
@@ -50,8 +50,8 @@ LAYOUTS = (
     "pp=2,layers_per_chunk=[2,1] batch.tokens_per_micro_batch=140",
 )
 
-# The segments of each sample: the length of its own context (0: it follows the prompt), then the lengths of its runs of
-# tokens, in turn sampled and inserted. A first length of 0 starts with inserted tokens.
+# The segments of each sample. A segment is the length of its context (0: the prompt is its context), and the lengths of
+# its runs of tokens. Sampled and inserted runs alternate. A first run of length 0 means that inserted tokens come first.
 CONVERSATIONS: list[list[list[tuple[int, list[int]]]]] = [
     [[(0, [7])], [(0, [3, 4, 5])], [(0, [2, 6, 1, 1, 3])]],
     [[(0, [4, 3, 2]), (11, [3, 2, 4])], [(9, [5])], [(0, [3]), (8, [2]), (13, [1, 5, 6])]],
@@ -167,7 +167,7 @@ def set_rollout_logprobs(groups: list[Group], tokens: list[list[Token]], before:
 
 
 def evaluated(model: Any, tokens: list[list[Token]]) -> Values:
-    """Compute each sampled token in a row of its own, after its full prefix. Only padding follows."""
+    """Compute each sampled token in a separate row, after its full prefix. Only padding follows."""
     flat = [token for mine in tokens for token in mine]
     rows = torch.zeros(len(flat), max(len(one.prefix) for one in flat), dtype=torch.int64)
     for row, one in zip(rows, flat, strict=True):

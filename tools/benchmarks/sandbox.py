@@ -2,7 +2,7 @@
 
     python tools/benchmarks/sandbox.py [--deadline-s 10] [--every 1] [--at-once 1]
 
-Each of the 200 programs of hostile_programs.py runs in a sandbox of its own; --every N runs each N-th one. Then agent
+Each of the 200 programs of hostile_programs.py runs in a separate sandbox; --every N runs each N-th one. Then agent
 functions that ignore their deadline, block their event loop or spin run in agent workers.
 
 The last line is JSON: ratio (longest run / deadline), ratio_agents, processes (left over), reached (connections and

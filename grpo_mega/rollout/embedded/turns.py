@@ -1,11 +1,10 @@
 """Sample the turns of conversations: one batch, which turns join and leave between two decoding steps.
 
-The make-up of the batch must not depend on time, so that a resumed run repeats it. The clock counts decoding steps. A
-conversation has until a fixed clock after its last turn to ask for the next one, and the engine waits for it then. It
-asks in time if its tools are faster than the decoding until then, or than LATE_S at the latest. After that the engine
-continues without the conversation and lets its next turn join when it is asked for, so a slow tool delays no other
-conversation any further. Each time the engine waited in vain it waits half as long the next time, so a phase loses at
-most 2 * LATE_S seconds.
+The turns in the batch must not depend on time, so that a resumed run repeats them. The clock counts decoding steps. A
+conversation must ask for its next turn within a fixed number of steps after its last turn. If it has not asked by then,
+the engine waits for it, at most LATE_S seconds. After that the engine continues without this conversation, and its next
+turn joins when it asks, so a slow tool does not delay other conversations any further. After each wait without an
+answer the next wait is half as long, so a phase loses at most 2 * LATE_S seconds.
 """
 
 from __future__ import annotations
