@@ -142,7 +142,7 @@ class Lora:
             self._is_on = True
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of expert matrices that are replicated over ETP. Megatron sums the gradients of other layers.
+        """Sum the gradients of expert matrices that are replicated over ETP. Megatron does it for other layers.
 
         Call it after Megatron has reduced the gradients.
         """

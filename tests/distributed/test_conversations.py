@@ -51,7 +51,7 @@ LAYOUTS = (
 )
 
 # The segments of each sample. A segment is the length of its context (0: the prompt is its context), and the lengths of
-# its runs of tokens. Sampled and inserted runs alternate. A first run of length 0 means that inserted tokens come first.
+# its runs of tokens. Sampled and inserted runs alternate. If the first run has length 0, inserted tokens come first.
 CONVERSATIONS: list[list[list[tuple[int, list[int]]]]] = [
     [[(0, [7])], [(0, [3, 4, 5])], [(0, [2, 6, 1, 1, 3])]],
     [[(0, [4, 3, 2]), (11, [3, 2, 4])], [(9, [5])], [(0, [3]), (8, [2]), (13, [1, 5, 6])]],
