@@ -74,6 +74,21 @@ def descendants(pid: int) -> list[int]:
     return result
 
 
+def kill_session(pid: int, *, has_ended: bool) -> None:
+    """Kill a process that leads a session, and everything that it started, without waiting."""
+    if not has_ended:
+        _kill(pid, signal.SIGSTOP)  # stop it first, so it starts no more processes
+        for each in (*descendants(pid), pid):
+            _kill(each, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # processes that it left behind in its group
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def kill_descendants() -> None:
     """Kill everything below this process and wait until it is gone. The process must have called `adopt_orphans`."""
     until = time.monotonic() + SECONDS_TO_DIE

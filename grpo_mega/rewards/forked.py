@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_mega import processes
 from grpo_mega.errors import RewardError, UserError
-from grpo_mega.processes import descendants, die_with_parent
+from grpo_mega.processes import die_with_parent, kill_session
 from grpo_mega.text import well_formed
 
 GUARDIAN = "grpo_mega.rewards.guardian"  # the fork server imports it first
@@ -65,7 +65,8 @@ class ForkServer(forkserver.ForkServer):
             self._is_closed = True
             pid: int | None = self._forkserver_pid  # type: ignore[attr-defined]
             if pid is not None:
-                _kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
             self._stop()  # type: ignore[attr-defined]
 
 
@@ -143,12 +144,7 @@ class Worker:
         if self._is_killed:
             return
         self._is_killed = True
-        if not self.has_ended:
-            _kill(self.pid, signal.SIGSTOP)  # stop it first, so it starts no more processes
-            for pid in (*descendants(self.pid), self.pid):
-                _kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # processes that an ended worker left behind
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_session(self.pid, has_ended=self.has_ended)
 
     def close(self) -> None:
         """Kill the process, and close the pipes."""
@@ -224,8 +220,3 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return well_formed(text[:_MAX_ERROR_CHARS]) + place
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

@@ -13,11 +13,9 @@ processes).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.processes import descendants
+from grpo_mega.processes import kill_session
 
 MAX_OUTPUT_BYTES = 1 << 20
 MEMORY_BYTES = 1 << 30  # address space of each process of a program
@@ -120,25 +118,16 @@ def _ask_in(folder: str, request: dict[str, Any], deadline_s: float) -> dict[str
     except subprocess.TimeoutExpired:
         raise SandboxFailed(f"the sandbox did not end within {deadline_s:g} s") from None
     finally:
-        _end(process)
+        has_ended = process.poll() is not None
+        kill_session(process.pid, has_ended=has_ended)
+        if not has_ended:
+            process.communicate()  # waits for the killed process, and closes its pipes
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError:
         last = (problem.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise SandboxFailed(f"the sandbox failed: {last}") from None
     return answer
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the sandbox and everything below it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGSTOP)
-        for pid in (*descendants(process.pid), process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 @cache
