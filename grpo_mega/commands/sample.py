@@ -4,8 +4,8 @@ It takes the path of `grpo-mega eval`: a config that trains nothing, the policy 
 rewards. A model without a run is sampled by the embedded engine, in float32 on a CPU, and scored by accuracy.
 
 With --prompt or --data, responses are printed prompt by prompt, and --out gets a JSON line per response. A chat has one
-rank, which reads the terminal. It keeps the conversation, and prints a reply while the embedded engine samples it.
-Ctrl-C ends a reply; Ctrl-D or /quit ends the chat.
+rank, which reads the terminal. It keeps the conversation, and prints a reply while the engine samples it. Ctrl-C ends a
+reply; Ctrl-D or /quit ends the chat.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def _prepare_chat(raw: dict[str, Any]) -> None:
     raw |= {"layout": {}, "teachers": {}, "algorithm": {}}
     raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}
     raw["data"]["teacher_column"] = None
+    raw["rollout"]["server_args"] |= {"stream_interval": 1}  # token by token
 
 
 def sample_request(request: SampleRequest) -> None:
@@ -355,7 +356,7 @@ class Chat:
         before = Group(Prompt(self._num_replies, rendered, token_ids, ""), [])
         self._num_replies += 1
         shown = ReplyStream(self._job.rollouts.decode)
-        request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop, on_token=shown.add)
+        request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop, on_tokens=shown.show)
         group = self._job.colocation.engine.generate(request).get(0, before)
         reply = [token for sample in group.samples for token in sample.response_ids]
         shown.finish(reply)
@@ -378,14 +379,15 @@ class ReplyStream:
         self._token_ids: list[int] = []
         self._first = self._num_shown = 0  # the tokens between them are decoded again, as context of the next one
 
-    def add(self, token_id: int) -> None:
-        self._token_ids.append(token_id)
+    def show(self, token_ids: Sequence[int]) -> None:
+        """Print the new ones of a reply's tokens so far."""
+        self._token_ids = list(token_ids)
         if not (text := self._rest()).endswith("\ufffd"):
             print(text, end="", flush=True)
             self._first, self._num_shown = self._num_shown, len(self._token_ids)
 
     def finish(self, token_ids: Sequence[int]) -> None:
-        """Print what is not yet printed of the whole reply. An engine without `on_token` has printed nothing."""
+        """Print the rest of the reply."""
         self._token_ids = list(token_ids)
         print(self._rest(), end="", flush=True)
 

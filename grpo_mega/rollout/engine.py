@@ -166,8 +166,9 @@ class RolloutRequest:
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
     usage: Usage = field(default_factory=Usage)
-    # It gets each token of a request's only sample as it is drawn. Only the embedded engine calls it.
-    on_token: Callable[[int], None] | None = None
+    # It gets all tokens so far of a request's only sample, after each new token. A server's thread may call it. A server
+    # sends each token only with the server argument stream_interval=1.
+    on_tokens: Callable[[Sequence[int]], None] | None = None
     # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
     # None: each sample is one response to its prompt.
     conversations: Conversations | None = None

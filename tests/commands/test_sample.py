@@ -182,8 +182,8 @@ def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
 def test_a_character_of_several_tokens_is_printed_once_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     token_ids = list("Ünïcödé 漢字 ok".encode())  # a token per byte
     shown, parts = ReplyStream(lambda ids: bytes(ids).decode(errors="replace")), []
-    for token in token_ids[:-1]:
-        shown.add(token)
+    for i in range(len(token_ids) - 1):
+        shown.show(token_ids[: i + 1])
         parts.append(capsys.readouterr().out)
     shown.finish(token_ids)
     assert "".join(parts) + capsys.readouterr().out == "Ünïcödé 漢字 ok"
@@ -212,6 +212,16 @@ def test_a_server_samples_and_chats_like_transformers(run_dir: Path, tmp_path: P
         output = process.communicate(b"Hello\n/quit\n")[0].decode(errors="replace")
         assert process.returncode == 0, output
     assert f"\nmodel: {printable(decoder(tokenizer)(reply))}\n[log-prob " in output
+    with started(run_dir, model, "--temperature", "0", *server, "--max-response-length", "9000") as process:
+        assert process.stdin is not None
+        read_until(process, "you: ")
+        process.stdin.write(b"Hello\n")
+        process.stdin.flush()
+        read_until(process, r"model: (?s:.){20}")  # the reply is printed while it is sampled
+        process.send_signal(signal.SIGINT)
+        assert "ended by you" in read_until(process, "\n\nyou: ")
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(

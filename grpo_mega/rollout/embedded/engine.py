@@ -171,8 +171,8 @@ class EmbeddedEngine(Engine):
         while decoder.is_running:
             clock += 1
             ended = decoder.sample()
-            if request.on_token is not None:
-                request.on_token(int(decoder.tokens_ST[0, decoder.num_steps - 1]))
+            if request.on_tokens is not None:
+                request.on_tokens(decoder.tokens_ST[0, : decoder.num_steps].tolist())
             for row, reason in ended:
                 schedule.ended(*extended(row, reason), clock)
             if stop is not None and decoder.is_running and stop.is_met(clock):

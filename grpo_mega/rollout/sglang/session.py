@@ -83,6 +83,7 @@ class Session:
         self.url = url
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.is_aborting = False  # the owner sets this while it aborts running samples
+        self.on_tokens: Callable[[Sequence[int]], None] | None = None  # gets unfinished samples (RolloutRequest)
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -271,6 +272,8 @@ class Session:
                     raise EngineError(f"the server at {self.url} could not generate: {answer['error']}")
                 finish = answer["meta_info"]["finish_reason"]
                 if finish is None:
+                    if self.on_tokens is not None:
+                        self.on_tokens(answer["output_ids"])
                     continue
                 if finish["type"] not in ("stop", "length") and not self.is_aborting:
                     raise aiohttp.ClientPayloadError(f"a sample ended by {finish}")

@@ -36,6 +36,7 @@ def samples_of(request: RolloutRequest, session: Session, version: int) -> Itera
     At the end no conversation runs. `version`: policy version of the server.
     """
     if request.conversations is None:
+        session.on_tokens = request.on_tokens
         yield session
         return
     turns = Turns(session, request.conversations, request.sampling, version)
