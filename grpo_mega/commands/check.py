@@ -292,7 +292,7 @@ def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Differen
             abs(a[name] - b[name]) / max(1.0, abs(a[name]))
             for a, b in pairs
             for name in a
-            if not name.startswith(("clip/", "loss/total")) and name != "grad_norm"  # they have fields of their own
+            if not name.startswith(("clip/", "loss/total")) and name != "grad_norm"  # other fields have these
         ),
         clipped_tokens=_worst(abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in pairs),
         num_tokens=max(a["num_tokens"] for a, _ in pairs),

@@ -58,7 +58,7 @@ def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
         value, is_section = field.default, inner is not None and isinstance(field.default, Section)
         if isinstance(value, tuple):
             value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]
-        # The keys of a section have defaults of their own.
+        # A section has no default, because its keys have defaults.
         default = "required" if field.is_required() else "" if is_section else json.dumps(value)
         yield Key(f"{prefix}{name}", _kind(field.annotation), default, description)
         if inner is not None:
