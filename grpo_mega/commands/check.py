@@ -211,35 +211,31 @@ def run_members(launched: Launch) -> None:
     checkpoint.
     """
     with ends_at_first("ending; no layout is compared"):
-        _run_members(launched)
+        members, folder, is_main = launched.members, launched.folder, not current_rank()
+        first = next(iter(members.values())).config
+        with rank_imports(first):
+            import torch
+            import torch.distributed as dist
 
+            from grpo_mega.megatron import runtime as runtimes
+            from grpo_mega.run.job import open_job
 
-def _run_members(launched: Launch) -> None:
-    members, folder, is_main = launched.members, launched.folder, not current_rank()
-    first = next(iter(members.values())).config
-    with rank_imports(first):
-        import torch
-        import torch.distributed as dist
-
-        from grpo_mega.megatron import runtime as runtimes
-        from grpo_mega.run.job import open_job
-
-    if not (folder / "groups.pt").exists():  # the first launch has a single rank
-        print("check: generating samples on one rank", flush=True)
-        with open_job(first.model_copy(update={"run_dir": folder / "run"})) as job:
-            job.colocation.sync_weights(version=0)
-            prompts = [turn.prompt for turn in job.draw(0)][: first.batch.prompts_per_step]
-            generated = job.rollouts.generate([Group(prompt, []) for prompt in prompts], 0, "sampling")
-            torch.save(job.rollouts.score(generated)[0], folder / "groups.pt")
-    device = runtimes.join(first)
-    for index, case in members.items():
-        if is_main:
-            print(launched.line(index), flush=True)
-        groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
-        runtime = runtimes.arrange(case.config, device)
-        run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
-    dist.barrier()
-    runtimes.stop()
+        if not (folder / "groups.pt").exists():  # the first launch has a single rank
+            print("check: generating samples on one rank", flush=True)
+            with open_job(first.model_copy(update={"run_dir": folder / "run"})) as job:
+                job.colocation.sync_weights(version=0)
+                prompts = [turn.prompt for turn in job.draw(0)][: first.batch.prompts_per_step]
+                generated = job.rollouts.generate([Group(prompt, []) for prompt in prompts], 0, "sampling")
+                torch.save(job.rollouts.score(generated)[0], folder / "groups.pt")
+        device = runtimes.join(first)
+        for index, case in members.items():
+            if is_main:
+                print(launched.line(index), flush=True)
+            groups: list[Group] = torch.load(folder / "groups.pt", weights_only=False)
+            runtime = runtimes.arrange(case.config, device)
+            run_case(case, groups[::-1] if case.reverse_groups else groups, runtime, folder / str(index))
+        dist.barrier()
+        runtimes.stop()
 
 
 def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) -> None:
@@ -279,10 +275,12 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 
 
 def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
+    import torch
+
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
     # A dropped mini-batch has no grad_norm.
     grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]
-    scale = max(1.0, _mean_abs(baseline.logprobs["old_logprobs"].values()))
+    scale = max(1.0, float(torch.cat(list(baseline.logprobs["old_logprobs"].values())).abs().mean()))
     return Difference(
         name=name,
         loss=_worst(abs(a["loss/total"] - b["loss/total"]) for a, b in pairs) / scale,
@@ -291,7 +289,10 @@ def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Differen
         ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
         weights=_weights_difference(outcome.checkpoint, baseline.checkpoint),
         metrics=_worst(
-            abs(a[name] - b[name]) / max(1.0, abs(a[name])) for a, b in pairs for name in a if _is_plain(name)
+            abs(a[name] - b[name]) / max(1.0, abs(a[name]))
+            for a, b in pairs
+            for name in a
+            if not name.startswith(("clip/", "loss/total")) and name != "grad_norm"  # other fields have these
         ),
         clipped_tokens=_worst(abs(a["clip/fraction"] - b["clip/fraction"]) * a["num_tokens"] for a, b in pairs),
         num_tokens=max(a["num_tokens"] for a, _ in pairs),
@@ -307,11 +308,6 @@ def outcome_table(differences: Sequence[Difference], tolerance: float) -> str:
         values = "  ".join(f"{getattr(d, c):14.1e}" for c in columns)
         lines.append(f"{d.name:{width}}  {values}  {'same' if d.is_within(tolerance) else 'DIFFERS'}")
     return "\n".join(lines)
-
-
-def _is_plain(name: str) -> bool:
-    """Return True if no other field of Difference covers a metric."""
-    return not name.startswith(("clip/", "loss/total")) and name != "grad_norm"
 
 
 def _weights_difference(new: Path, old: Path) -> float:
@@ -340,9 +336,3 @@ def _worst(values: Iterable[float]) -> float:
     """Return the maximum, or NaN if there is one (max() might skip it); 0 without values."""
     all_values = list(values)
     return math.nan if any(map(math.isnan, all_values)) else max(all_values, default=0.0)
-
-
-def _mean_abs(values: Iterable[Tensor]) -> float:
-    import torch
-
-    return float(torch.cat(list(values)).abs().mean())

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
 from grpo_mega.commands.options import KeyOptions
 from grpo_mega.config import Config
 from grpo_mega.config.base import Section, inner_section
@@ -35,7 +33,13 @@ def run(options: KeyOptions) -> int:
     """Print a key, the keys of a section, or all keys. Raise ConfigError for an unknown key."""
     key = options.key
     keys = list(find_keys(Config))
-    chosen = [k for k in keys if key is None or _is_in(k.name, key)]
+    wanted = [] if key is None else key.replace("[]", "").split(".")
+    chosen = []
+    for one in keys:
+        parts = one.name.replace("[]", "").split(".")
+        is_same = (part in (other, "NAME") for part, other in zip(parts, wanted, strict=False))
+        if len(parts) >= len(wanted) and all(is_same):  # the wanted key, or a key in the wanted section
+            chosen.append(one)
     if not chosen:
         close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.6)
         remedy = (
@@ -51,7 +55,12 @@ def find_keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
         inner = inner_section(field.annotation)
         description = " ".join((field.description or "").split())  # a long one has several lines in the schema
-        yield Key(f"{prefix}{name}", _kind(field.annotation), _default(field, inner), description)
+        value, is_section = field.default, inner is not None and isinstance(field.default, Section)
+        if isinstance(value, tuple):
+            value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]
+        # A section has no default, because its keys have defaults.
+        default = "required" if field.is_required() else "" if is_section else json.dumps(value)
+        yield Key(f"{prefix}{name}", _kind(field.annotation), default, description)
         if inner is not None:
             origin = get_origin(field.annotation)
             suffix = "[]" if origin is tuple else ".NAME" if origin is dict else ""
@@ -75,13 +84,6 @@ def markdown(keys: list[Key]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
-def _is_in(name: str, wanted: str) -> bool:
-    """Return True if a key is the wanted key, or in the wanted section."""
-    parts, wanted_parts = (text.replace("[]", "").split(".") for text in (name, wanted))
-    is_same = (part in (other, "NAME") for part, other in zip(parts, wanted_parts, strict=False))
-    return len(parts) >= len(wanted_parts) and all(is_same)
-
-
 def _kind(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -95,14 +97,3 @@ def _kind(annotation: Any) -> str:
     if origin is dict:
         return f"NAME: {_kind(inner[1])}"
     return NAMES.get(annotation, "section")
-
-
-def _default(field: FieldInfo, inner: type[Section] | None) -> str:
-    if field.is_required():
-        return "required"
-    if inner is not None and isinstance(field.default, Section):
-        return ""  # its keys have defaults
-    value = field.default
-    if isinstance(value, tuple):
-        value = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in value]
-    return json.dumps(value)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES
-from grpo_mega.weights.boxes import Block, LocalTensor, Piece
+from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
@@ -89,25 +89,16 @@ def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Cou
             counts.tensors += len(templates) * times
             counts.slices += times * sum(len(tensor.pieces) for tensor in block.tensors.values())
             held += times * sum(prod(tensor.shape) for tensor in block.tensors.values())
-            yield from _filled(block, templates)
+            yield from (one.format(i=i, e=e) for i in block.layers for e in block.experts for one in templates)
         counts.largest = max(counts.largest, held)
-
-
-def _filled(block: Block, templates: list[str]) -> Iterator[str]:
-    for i in block.layers:
-        for e in block.experts:
-            for template in templates:
-                yield template.format(i=i, e=e)
 
 
 def _line(label: str, local: str, tensor: LocalTensor) -> str:
     """Return the line of a tensor. Layer and expert numbers in names are global, in Megatron's names too."""
     chunk, _, name = local.partition(".")
-    sources = "; ".join(_source(piece) for piece in tensor.pieces) or "padding"
-    return f"{label}{chunk} {name} {list(tensor.shape)} <- {sources}"
-
-
-def _source(piece: Piece) -> str:
-    slices = ", ".join(f"{a}:{b}" for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-    place = f" at {','.join(map(str, piece.offset))}" if any(piece.offset) else ""
-    return f"{piece.box.tensor}[{slices}]{place}"
+    sources = []
+    for piece in tensor.pieces:
+        slices = ", ".join(f"{a}:{b}" for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        place = f" at {','.join(map(str, piece.offset))}" if any(piece.offset) else ""
+        sources.append(f"{piece.box.tensor}[{slices}]{place}")
+    return f"{label}{chunk} {name} {list(tensor.shape)} <- {'; '.join(sources) or 'padding'}"

@@ -133,11 +133,23 @@ def make_request(options: EvalOptions) -> EvalRequest:
         raise ConfigError(f"{options.target} holds no {CONFIG_FILE}; name the run_dir of a run, or a config file{hint}")
     path = options.target / CONFIG_FILE if is_run else options.target
     config = configs.load(path, ["run_dir=unused", *options.overrides])
-    saved = _saved_policy(options, is_run)
+    if options.step is not None and options.model is not None:
+        raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
+    if options.step is not None and not is_run:
+        raise ConfigError(
+            f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
+        )
+    saved = find_policy(options.target, options.step) if is_run and options.model is None else None
     checkpoint = saved.path if saved and saved.export is None else None
     check_out(options.out)
     raw = config.model_dump(mode="json")
-    raw["eval"] |= _eval_settings(options, raw["eval"])
+    for name in ("samples", "temperature", "top_p", "greedy", "ks"):
+        if (value := getattr(options, name)) is not None:
+            raw["eval"][name] = value
+    if options.samples is not None and options.ks is None:
+        raw["eval"]["ks"] = None  # the config's ks fit its number of samples, not this one
+    if options.prompts is not None or options.data is not None or options.train_set:
+        raw["eval"]["num_prompts"] = options.prompts
     set_names, description = _choose_data(raw, config, options)
     model = options.model or (saved.path if saved and saved.export else None)
     if model is not None or checkpoint is not None:
@@ -182,20 +194,6 @@ def describe_policy(work: str, saved: SavedPolicy | None, model: str) -> str:
     return saved.note or f"{work} {saved.path}, the policy after step {saved.step}"
 
 
-def _saved_policy(options: EvalOptions, is_run: bool) -> SavedPolicy | None:
-    if options.model is not None:
-        if options.step is not None:
-            raise ConfigError(f"--model {options.model} and --step {options.step} name two policies; give one of them")
-        return None
-    if is_run:
-        return find_policy(options.target, options.step)
-    if options.step is not None:
-        raise ConfigError(
-            f"--step {options.step} is an option for a run, but {options.target} is a file; name the run's folder"
-        )
-    return None
-
-
 def check_out(out: Path | None) -> None:
     if out is None:
         return
@@ -203,15 +201,6 @@ def check_out(out: Path | None) -> None:
         raise ConfigError(f"--out {out} exists; name a file that does not")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
-
-
-def _eval_settings(options: EvalOptions, given: dict[str, Any]) -> dict[str, Any]:
-    names = ("samples", "temperature", "top_p", "greedy", "ks")
-    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.samples is not None:
-        settings.setdefault("ks", None)  # the config's ks fit its number of samples, not this one
-    is_configs_choice = options.data is None and not options.train_set
-    return settings | {"num_prompts": options.prompts or (given["num_prompts"] if is_configs_choice else None)}
 
 
 def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> tuple[tuple[str, ...] | None, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import ExportOptions
@@ -31,7 +30,10 @@ def run(options: ExportOptions) -> int:
         raise ConfigError(f"--merged: {run_dir} trains all weights, without model.lora; leave it out")
     if policy.export is not None:
         print(f"grpo-mega: note: {policy.note}", file=sys.stderr, flush=True)
-        _copy_folder(policy.path if lora is None or options.is_merged else run_dir / ADAPTER_DIR, out)
+        partial = out.with_name(out.name + ".partial")  # `out` appears only when the copy is complete
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(policy.path if lora is None or options.is_merged else run_dir / ADAPTER_DIR, partial)
+        os.rename(partial, out)
         print(f"policy after step {policy.step} written to {out}")
         return 0
     checkpoint, manifest = policy.path, read_manifest(policy.path)
@@ -57,11 +59,3 @@ def run(options: ExportOptions) -> int:
     convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     print(f"policy after step {manifest.step} written to {out}")
     return 0
-
-
-def _copy_folder(source: Path, out: Path) -> None:
-    """Copy a folder. `out` appears only when the copy is complete."""
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
-    os.rename(partial, out)

@@ -95,7 +95,14 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
     if saved is not None:
         read_from(raw["model"], None if saved.export is None else saved.path)
     if is_chat:
-        _prepare_chat(raw)
+        if current_rank() is not None:
+            raise ConfigError(
+                "a chat has one rank, which reads the terminal; start it without torchrun, or give --prompt"
+            )
+        raw |= {"layout": {}, "teachers": {}, "algorithm": {}}
+        raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}  # no reward that is slow to start
+        raw["data"]["teacher_column"] = None
+        raw["rollout"]["server_args"] |= {"stream_interval": 1}  # print token by token
     _set_engine(raw, options, is_chat)
     longest = raw["data"]["max_prompt_length"] + raw["rollout"]["max_response_length"]
     raw["batch"]["tokens_per_micro_batch"] = max(raw["batch"]["tokens_per_micro_batch"], longest)
@@ -167,16 +174,6 @@ def _set_engine(raw: dict[str, Any], options: SampleOptions, is_chat: bool) -> N
     rollout |= {"longest_first": False, "routing_replay": False}
 
 
-def _prepare_chat(raw: dict[str, Any]) -> None:
-    """Give a chat one rank, and no rewards that could be slow to start. Raise ConfigError under torchrun."""
-    if current_rank() is not None:
-        raise ConfigError("a chat has one rank, which reads the terminal; start it without torchrun, or give --prompt")
-    raw |= {"layout": {}, "teachers": {}, "algorithm": {}}
-    raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}
-    raw["data"]["teacher_column"] = None
-    raw["rollout"]["server_args"] |= {"stream_interval": 1}  # token by token
-
-
 def sample_request(request: SampleRequest) -> None:
     """Sample as one rank. Rank 0 prints the responses, and writes request.out."""
     with ExitStack() as stack:
@@ -218,13 +215,22 @@ def _sampling(job: Job, request: SampleRequest) -> Sampling:
 
 
 def group_text(group: Group, decode: Any) -> str:
-    """Return a prompt and its responses as text, each with reward, scores, log-prob and length."""
+    """Return a prompt and its responses as text, each with reward, scores, log-prob and length.
+
+    A reward function without a score is shown with its verdict.
+    """
     lines = [f"\nprompt {group.prompt.id}: {group.prompt.text}"]
     for sample in group.samples:
         reward = "none" if (value := _reward(sample)) is None else f"{value:.3f}"
-        lines.append(
-            f"\n[{sample.index + 1}/{len(group.samples)}] reward {reward}{_scores(sample)}, {_logprob(sample)}"
-        )
+        parts = []
+        for name, score in sample.scores.items():
+            verdict = sample.verdicts.get(name, "")
+            if verdict == "gold_unparsable":
+                parts.append(f"{name}: no gold answer")
+            else:
+                parts.append(f"{name} {verdict}" if score is None else f"{name} {score:.3f}")
+        scores = f" ({', '.join(parts)})" * bool(parts)
+        lines.append(f"\n[{sample.index + 1}/{len(group.samples)}] reward {reward}{scores}, {_logprob(sample)}")
         lines.append(decode(sample.response_ids))
     return "\n".join(lines)
 
@@ -232,18 +238,6 @@ def group_text(group: Group, decode: Any) -> str:
 def _reward(sample: Sample) -> float | None:
     """Return the reward; None if a function could not read the gold answer, or failed."""
     return None if "gold_unparsable" in sample.verdicts.values() else sample.reward
-
-
-def _scores(sample: Sample) -> str:
-    """Return the scores of the reward functions, with the verdict where there is no score."""
-    parts = []
-    for name, score in sample.scores.items():
-        verdict = sample.verdicts.get(name, "")
-        if verdict == "gold_unparsable":
-            parts.append(f"{name}: no gold answer")
-        else:
-            parts.append(f"{name} {verdict}" if score is None else f"{name} {score:.3f}")
-    return f" ({', '.join(parts)})" * bool(parts)
 
 
 def _logprob(sample: Sample) -> str:

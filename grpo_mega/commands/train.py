@@ -148,18 +148,14 @@ def reward_override(
             f"--reward_weights {_spaced(weights)} are {len(weights)}, but --reward_funcs {_spaced(names)} are"
             f" {len(names)}; give one weight for each, in the same order"
         )
-    functions = [
-        {"name": name, "weight": _number(weight), "options": dict((options or {}).get(name, {}))}
-        for name, weight in zip(names, weights, strict=True)
-    ]
+    functions = []
+    for name, weight in zip(names, weights, strict=True):
+        try:
+            number = float(weight)
+        except ValueError:
+            raise ConfigError(f"--reward_weights: {weight!r} is not a number; give one for each function") from None
+        functions.append({"name": name, "weight": number, "options": dict((options or {}).get(name, {}))})
     return [f"rewards.functions={json.dumps(functions)}"]
-
-
-def _number(weight: str | float) -> float:
-    try:
-        return float(weight)
-    except ValueError:
-        raise ConfigError(f"--reward_weights: {weight!r} is not a number; give one for each function") from None
 
 
 def _spaced(values: Sequence[object]) -> str:

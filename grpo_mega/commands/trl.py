@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,20 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     contradict each other or this trainer does not support them.
     """
     values, notes = parse_flags(arguments)
-    raw = configs.nested(_to_keys(values, _data_parallel_size(values, environ)))
+    keys: Keys = {key: values[name] for name, flag in FLAGS.items() if name in values and (key := flag.key) is not None}
+    _model_and_data(values, keys)
+    keys |= {f"algorithm.{name}": value for name, value in _algorithm(values).items()}
+    dp_size, world_size = values.get("data_parallel", 1), environ.get("WORLD_SIZE", "")
+    if "data_parallel" not in values and world_size.isdecimal():
+        model_ranks = max(1, values.get("tensor_parallel", 1)) * max(1, values.get("pipeline_parallel", 1))
+        dp_size = int(world_size) // model_ranks
+    _batch(values, keys, max(1, dp_size))
+    num_updates = _get(keys, "batch.mini_batches") * _get(keys, "batch.epochs")  # optimizer steps per rollout
+    _reference(values, keys, num_updates)
+    _length(values, keys, num_updates)
+    _optimizer(values, keys, num_updates)
+    _intervals(values, keys, num_updates)
+    raw = configs.nested(keys)
     rewards = reward_override(values.get("reward_funcs"), values.get("reward_weights"))
     for override in [*rewards, *values.get("set", [])]:
         configs.apply_override(raw, override)
@@ -69,7 +83,11 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     model = find_model(str(config.model.path), values.get("model_revision"))
     raw["model"]["path"] = str(model)
     if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
-        raw["model"]["dtype"] = _own_dtype(model)
+        fields: Any = None
+        with suppress(OSError, ValueError):  # preflight reports the problem with the file
+            fields = read_json(model / "config.json")
+        dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
+        raw["model"]["dtype"] = "float32" if dtype == "float32" else "bfloat16"
     return configs.validate(raw), values.get("resume", False), notes
 
 
@@ -117,41 +135,8 @@ def find_data(name: str, config: str | None, split: str | None) -> str:
     return f"{path}@{split}"
 
 
-def _own_dtype(model: Path) -> str:
-    """Return float32 if the model's config.json has this dtype, else bfloat16."""
-    try:
-        fields = read_json(model / "config.json")
-    except (OSError, ValueError):
-        return "bfloat16"  # preflight reports the problem with the file
-    dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
-    return "float32" if dtype == "float32" else "bfloat16"
-
-
-def _data_parallel_size(values: Values, environ: Mapping[str, str]) -> int:
-    """Return --data_parallel, or torchrun's ranks divided by the sizes of the other dimensions."""
-    world_size = environ.get("WORLD_SIZE", "")
-    if "data_parallel" in values or not world_size.isdecimal():
-        return max(1, values.get("data_parallel", 1))
-    ranks = max(1, values.get("tensor_parallel", 1)) * max(1, values.get("pipeline_parallel", 1))
-    return max(1, int(world_size) // ranks)
-
-
 def _evaluates(values: Values) -> bool:
     return "eval_steps" in values and values.get("eval_strategy") != "no"
-
-
-def _to_keys(values: Values, dp_size: int) -> Keys:
-    """Return the config's values for the flags."""
-    keys: Keys = {key: values[name] for name, flag in FLAGS.items() if name in values and (key := flag.key) is not None}
-    _model_and_data(values, keys)
-    keys |= {f"algorithm.{name}": value for name, value in _algorithm(values).items()}
-    _batch(values, keys, dp_size)
-    num_updates = _get(keys, "batch.mini_batches") * _get(keys, "batch.epochs")  # optimizer steps per rollout
-    _reference(values, keys, num_updates)
-    _length(values, keys, num_updates)
-    _optimizer(values, keys, num_updates)
-    _intervals(values, keys, num_updates)
-    return keys
 
 
 def _get(keys: Keys, key: str) -> Any:
@@ -171,7 +156,13 @@ def _model_and_data(values: Values, keys: Keys) -> None:
         dtype = from_bf16
     if dtype not in (None, "auto"):
         keys["model.dtype"] = dtype
-    _lora(values, keys)
+    given = next((name for name in ("lora_r", "lora_alpha", "lora_target_modules") if name in values), None)
+    if given is not None and not values.get("use_peft"):
+        raise ConfigError(f"--{given} needs --use_peft true; give it, or leave {given} out")
+    if values.get("use_peft"):
+        targets = values.get("lora_target_modules", ["q_proj", "v_proj"])
+        keys["model.lora.rank"], keys["model.lora.alpha"] = values.get("lora_r", 16), values.get("lora_alpha", 32)
+        keys["model.lora.targets"] = [name.removesuffix("_proj") for name in targets]
     if "gradient_checkpointing" in values:
         keys["model.recompute"] = "full" if values["gradient_checkpointing"] else "none"
     name, config = values["dataset_name"], values.get("dataset_config")
@@ -180,16 +171,6 @@ def _model_and_data(values: Values, keys: Keys) -> None:
     split = values.get("dataset_test_split", "test" if _evaluates(values) and has_splits else None)
     if split is not None:
         keys["data.heldout"] = find_data(name, config, split)
-
-
-def _lora(values: Values, keys: Keys) -> None:
-    given = next((name for name in ("lora_r", "lora_alpha", "lora_target_modules") if name in values), None)
-    if given is not None and not values.get("use_peft"):
-        raise ConfigError(f"--{given} needs --use_peft true; give it, or leave {given} out")
-    if values.get("use_peft"):
-        targets = values.get("lora_target_modules", ["q_proj", "v_proj"])
-        keys["model.lora.rank"], keys["model.lora.alpha"] = values.get("lora_r", 16), values.get("lora_alpha", 32)
-        keys["model.lora.targets"] = [name.removesuffix("_proj") for name in targets]
 
 
 def _algorithm(values: Values) -> Keys:

@@ -56,7 +56,13 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Values, list[str]]:
         parser.add_argument(name, nargs="*", action="append")
     parsed, rest = parser.parse_known_args(arguments)
     if rest:
-        raise ConfigError(_unknown(rest[0]))
+        if not rest[0].startswith("--"):
+            example = f"flags start with --, for example --dataset_name {rest[0]}"
+            raise ConfigError(f"{rest[0]!r} stands before any flag; {example}")
+        name = rest[0][2:].partition("=")[0]
+        close = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.6)
+        remedy = f"did you mean --{close[0]}? For" if close else "see --help; for"
+        raise ConfigError(f"unknown flag --{name}; {remedy} any key of the config there is --set KEY=VALUE")
     given: dict[str, list[list[str]]] = vars(parsed)
     for name in [name for name in given if name not in FLAGS and name not in NOTED]:
         value = " ".join(given[name][-1])
@@ -121,13 +127,3 @@ def _value(flag: Flag, given: list[list[str]]) -> Any:
         return READERS[flag.kind](text)
     except (KeyError, ValueError):
         raise ConfigError(f"--{flag.name} {text}: {text!r} is not {kind}") from None
-
-
-def _unknown(text: str) -> str:
-    """Return the error for the first text that argparse did not expect."""
-    if not text.startswith("--"):
-        return f"{text!r} stands before any flag; flags start with --, for example --dataset_name {text}"
-    name = text[2:].partition("=")[0]
-    close = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.6)
-    remedy = f"did you mean --{close[0]}? For" if close else "see --help; for"
-    return f"unknown flag --{name}; {remedy} any key of the config there is --set KEY=VALUE"

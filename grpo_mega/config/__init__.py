@@ -102,7 +102,12 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
     code_dir is the folder of `path`, unless the file or an override has the key.
     """
     if path.is_dir():
-        raise ConfigError(f"config {path}: is a folder; {_file_in(path)}")
+        remedy = "name a YAML file"
+        if (path / CONFIG_FILE).is_file():
+            remedy = f"name the config in it, {path / CONFIG_FILE}"
+        elif (path / "config.json").is_file():
+            remedy = f"it is a model, so write a config for it by `grpo-mega init {path} DATA`, and name that"
+        raise ConfigError(f"config {path}: is a folder; {remedy}")
     try:
         raw = parse_yaml(read_file(path, MAX_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -116,15 +121,6 @@ def read(path: Path, overrides: list[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(raw, override)
     return raw
-
-
-def _file_in(folder: Path) -> str:
-    """Return what to name in place of a folder that was named as a config."""
-    if (folder / CONFIG_FILE).is_file():
-        return f"name the config in it, {folder / CONFIG_FILE}"
-    if (folder / "config.json").is_file():
-        return f"it is a model, so write a config for it by `grpo-mega init {folder} DATA`, and name that"
-    return "name a YAML file"
 
 
 def validate(raw: dict[str, Any]) -> Config:
@@ -182,17 +178,13 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node.setdefault(parent, {}), dict):
             raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
         node = node[parent]
+    forms = _forms(Config, key.split("."))
+    is_flow = text.lstrip()[:1] in ("[", "{") and any(form in (tuple, dict) or _is_section(form) for form in forms)
+    is_null, is_text = NoneType in forms and text.strip() == "null", str in forms and not forms & {bool, int, float}
     try:
-        node[leaf] = _value_of(text, _forms(Config, key.split(".")))
+        node[leaf] = None if is_null else text if is_text and not is_flow else parse_value(text)
     except ValueError as error:
         raise ConfigError(f"--set {override!r}: {text!r} is not a YAML value ({error}); correct it") from None
-
-
-def _value_of(text: str, forms: set[Any]) -> Any:
-    if NoneType in forms and text.strip() == "null":
-        return None
-    is_flow = text.lstrip()[:1] in ("[", "{") and any(form in (tuple, dict) or _is_section(form) for form in forms)
-    return text if not is_flow and str in forms and not forms & {bool, int, float} else parse_value(text)
 
 
 def _forms(annotation: Any, path: list[str]) -> set[Any]:
@@ -240,18 +232,17 @@ def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[
     if problem["type"] == "value_error" and not message.startswith("must "):
         return message.split(SEPARATOR)  # the messages already name the key
     if problem["type"] in _REMEDIES:
-        message = _REMEDIES[problem["type"]].format_map(_values_of(schema, problem))
-    return [f"{key}={_shown(problem['input'])}: {message[0].lower()}{message[1:]}"]
-
-
-def _values_of(schema: type[BaseModel], problem: ErrorDetails) -> dict[str, str]:
-    """Return the values for the remedy of a problem."""
-    values = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in problem.get("ctx", {}).items()}
-    close = difflib.get_close_matches(str(problem["input"]), re.findall("'([^']*)'", values.get("expected", "")), n=1)
-    return values | {
-        "nearest": f"did you mean {close[0]!r}?" if close else "use one of them",
-        "form": _form(schema, problem),
-    }
+        values = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in problem.get("ctx", {}).items()}
+        known = re.findall("'([^']*)'", values.get("expected", ""))
+        close = difflib.get_close_matches(str(problem["input"]), known, n=1)
+        nearest = f"did you mean {close[0]!r}?" if close else "use one of them"
+        message = _REMEDIES[problem["type"]].format_map(values | {"nearest": nearest, "form": _form(schema, problem)})
+    try:
+        shown = repr(problem["input"])
+    except ValueError:  # an int with too many digits to print
+        shown = "a huge number"
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+    return [f"{key}={shown}: {message[0].lower()}{message[1:]}"]
 
 
 def _form(schema: type[BaseModel], problem: ErrorDetails) -> str:
@@ -263,14 +254,6 @@ def _form(schema: type[BaseModel], problem: ErrorDetails) -> str:
         return value if problem["type"] == "tuple_type" else f"{{NAME: {value}}}"
     required = (name for name, field in section.model_fields.items() if field.is_required())
     return f"{{{next(required, next(iter(section.model_fields)))}: {value}}}"
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int with too many digits to print
-        text = "a huge number"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:

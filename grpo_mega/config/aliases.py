@@ -87,32 +87,27 @@ def from_rlinf(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"algorithm.{key}={value}: must be {str(FIXED[key]).lower()}, as it always is here; leave it out"
             )
-    meanings = {key: _meaning(key, value, given) for key, value in given.items()}
-    ours = {key: value for key, value in given.items() if meanings[key] is None and key not in FIXED}
+    # Our keys for each of RLinf's.
+    ours_for: dict[str, dict[str, Any]] = {
+        "clip_ratio_low": {"ratio_clip_eps_low": given.get("clip_ratio_low")},
+        "clip_ratio_high": {"ratio_clip_eps_high": given.get("clip_ratio_high")},
+        "clip_ratio_c": {"loss_type": "dual_clip", "ratio_clip_c": given.get("clip_ratio_c")},
+        "importance_sampling_fix": {
+            "correction": {"importance": "token", "max_importance": given.get("importance_sampling_clip")}
+        },
+        "importance_sampling_clip": {},
+        "reinpp_kl_beta": {"kl_beta": given.get("reinpp_kl_beta"), "kl_in": "reward"},
+        "use_reinpp_baseline": {"adv_type": "reinforce_plus_plus_baseline"},
+    }
+    ours = {key: value for key, value in given.items() if key not in ours_for and key not in FIXED}
     for key, values in VALUES.items():
         if isinstance(ours.get(key), str):
             ours[key] = values.get(ours[key], ours[key])
-    for key, meaning in meanings.items():
-        for name, value in (meaning or {}).items():
+    for key in [key for key, value in given.items() if value and key in ours_for]:  # the others are off
+        for name, value in ours_for[key].items():
             if ours.get(name) not in (None, value, *_REPLACED):
                 raise ValueError(
                     f"algorithm.{key}: means algorithm.{name}={value}, which is {ours[name]}; leave one of them out"
                 )
             ours[name] = value
     return ours
-
-
-def _meaning(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return our keys for one of RLinf's, empty if it is off; None for one of our keys."""
-    meanings = {
-        "clip_ratio_low": {"ratio_clip_eps_low": value},
-        "clip_ratio_high": {"ratio_clip_eps_high": value},
-        "clip_ratio_c": {"loss_type": "dual_clip", "ratio_clip_c": value},
-        "importance_sampling_fix": {
-            "correction": {"importance": "token", "max_importance": given.get("importance_sampling_clip")}
-        },
-        "importance_sampling_clip": {},
-        "reinpp_kl_beta": {"kl_beta": value, "kl_in": "reward"},
-        "use_reinpp_baseline": {"adv_type": "reinforce_plus_plus_baseline"},
-    }
-    return meanings.get(key) if value else {} if key in meanings else None

@@ -148,7 +148,7 @@ class DataConfig(Section):
     def _as_list(cls, value: Any) -> Any:
         return value if isinstance(value, (list, tuple)) else [value]
 
-    def _pass_rate_problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
         low, high = self.min_pass_rate, self.max_pass_rate
         has_file, needs_file = (
             self.pass_rates is not None,
@@ -169,9 +169,6 @@ class DataConfig(Section):
         )
         if low is not None and high is not None and low > high:
             yield f"data.min_pass_rate={low} is above data.max_pass_rate={high}; lower it"
-
-    def _problems(self) -> Iterator[str]:
-        yield from self._pass_rate_problems()
         paths = [source.path for source in self.train]
         if not paths:
             yield "data.train=[] is empty; name at least one data set"

@@ -352,7 +352,17 @@ class Config(Section):
                 "batch.mini_batches or batch.epochs above 1"
             )
         yield from self._needs()
-        yield from self._teacher_problems()
+        beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
+        if (a := self.algorithm).adv_type == "none":
+            lead = "algorithm.adv_type=none: "
+            if not beta:
+                yield f"{lead}leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
+            if a.normalize_advantages or a.has_kl_reward:
+                yield f"{lead}must not be with normalize_advantages or kl_in=reward, which move rewards' part"
+        if self.teachers and not beta:
+            yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
+        if len(self.teachers) > 1 and column is None:
+            yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         least = tokens_on_rank(longest, self.layout.cp)
         if least > self.batch.tokens_per_micro_batch:
@@ -418,16 +428,3 @@ class Config(Section):
                 ),
             ),
         )
-
-    def _teacher_problems(self) -> Iterator[str]:
-        beta, column, names = self.algorithm.distill_beta, self.data.teacher_column, ", ".join(self.teachers)
-        if (a := self.algorithm).adv_type == "none":
-            lead = "algorithm.adv_type=none: "
-            if not beta:
-                yield f"{lead}leaves nothing to learn without algorithm.distill_beta; set it, and teachers"
-            if a.normalize_advantages or a.has_kl_reward:
-                yield f"{lead}must not be with normalize_advantages or kl_in=reward, which move rewards' part"
-        if self.teachers and not beta:
-            yield f"teachers={names} needs algorithm.distill_beta > 0, or algorithm.recipe=opd; set one of them"
-        if len(self.teachers) > 1 and column is None:
-            yield f"teachers={names} needs data.teacher_column, the column that names each row's teacher; set it"

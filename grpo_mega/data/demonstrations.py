@@ -71,10 +71,13 @@ def load_demonstrations(
         )
     all_segments = [segment for row in rows for segment in row.segments]
     num_trained = sum(end - start for segment in all_segments for start, end in segment.trained)
+    first = "".join(f"\u00ab{text}\u00bb" if i % 2 else text for i, text in enumerate(by_row[0][0]))
+    first = first.replace("\n", "\\n")
+    first = first if len(first) <= _MOST_SHOWN else f"{first[:_MOST_SHOWN]}..."
     note = (
         f"{source.path}: {len(rows)} rows with {sum(segment.num_tokens for segment in all_segments):,} tokens,"
         f" {num_trained:,} of them trained{f', {num_too_long} dropped as too long' if num_too_long else ''}; the first"
-        f" row, with trained text in \u00ab\u00bb: {_shown(by_row[0][0])}"
+        f" row, with trained text in \u00ab\u00bb: {first}"
     )
     if not stops:
         note += (
@@ -121,9 +124,3 @@ def _segment(tokenizer: Any, pieces: list[str], encoded: list[list[int]], place:
     first = cuts[1]
     trained = tuple((start - first, end - first) for start, end in zip(cuts[1::2], cuts[2::2], strict=True))
     return Segment(tuple(token_ids[:first]), tuple(token_ids[first:]), trained)
-
-
-def _shown(pieces: list[str]) -> str:
-    text = "".join(f"\u00ab{piece}\u00bb" if number % 2 else piece for number, piece in enumerate(pieces))
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -105,22 +105,17 @@ def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversa
             messages = messages_of(row, prompts, config.system_prompt)
             num_given = len(messages)
             messages += chat_of(row, completions, None, "completion_column", role="assistant")
-        _check_trains(row, messages, num_given)
+        trained = [(i, m) for i, m in enumerate(messages) if i >= num_given and m["role"] == "assistant"]
+        if not trained:
+            raise ConfigError(f"{row.place}: has no assistant message to train on; correct or remove the row")
+        for number, message in trained:
+            if not message["content"].strip() and not message.get("tool_calls"):
+                raise ConfigError(
+                    f"{row.place}: message {number} is an empty assistant message, so only the end of a turn would be"
+                    " trained; correct or remove the row"
+                )
         conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, num_given))
     return conversations
-
-
-def _check_trains(row: DataRow, messages: list[Message], num_given: int) -> None:
-    """Raise ConfigError if no assistant message follows the given messages, or if one of them is empty."""
-    trained = [(i, m) for i, m in enumerate(messages) if i >= num_given and m["role"] == "assistant"]
-    if not trained:
-        raise ConfigError(f"{row.place}: has no assistant message to train on; correct or remove the row")
-    for number, message in trained:
-        if not message["content"].strip() and not message.get("tool_calls"):
-            raise ConfigError(
-                f"{row.place}: message {number} is an empty assistant message, so only the end of a turn would be"
-                " trained; correct or remove the row"
-            )
 
 
 def read_rows(path: str) -> Iterator[DataRow]:

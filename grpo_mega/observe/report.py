@@ -131,6 +131,9 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         listed = read_json(run_dir / RUN_FILE)["starts"]
         starts = [start for start in listed if isinstance(start, dict)] if isinstance(listed, list) else []
     num_ranks = starts[-1].get("num_ranks") if starts else None
+    changed = None
+    with suppress(ConfigError):
+        changed = configs.changed(configs.validate(raw))
     messages, _ = read_lines(run_dir / MESSAGES_FILE)
     seconds = found.get("seconds/step", {})
     recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
@@ -146,7 +149,8 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "experts": _experts(run_dir / EXPERTS_FILE),
         "samples": samples(run_dir / SAMPLES_FILE),
         "heldout": heldout(run_dir),
-        "config": _config_rows(raw),
+        # Each row is a dotted key, its value as text, and whether it is the default; None if the config is not valid.
+        "config": [[key, as_text(value), changed and key not in changed] for key, value in configs.leaves(raw).items()],
         "environment": {"starts": starts, "layout": _layout(raw, num_ranks)},
         "messages": [
             {name: record.get(name, "") for name in ("step", "time", "level", "text")}
@@ -211,16 +215,6 @@ def _layout(raw: dict[str, Any], num_ranks: Any) -> list[list[str]]:
     shown |= {k: v for k, v in layout.items() if k not in shown and v not in (None, defaults.get(k))}
     rows = [[f"layout.{name}", str(value)] for name, value in shown.items() if value is not None]
     return rows + ([["engine", str(engine)]] if engine else [])
-
-
-def _config_rows(raw: dict[str, Any]) -> list[list[Any]]:
-    """Return [dotted key, value as text, is_default] of every leaf. is_default is None if the config is no longer
-    valid.
-    """
-    changed = None
-    with suppress(ConfigError):
-        changed = configs.changed(configs.validate(raw))
-    return [[key, as_text(value), changed and key not in changed] for key, value in configs.leaves(raw).items()]
 
 
 def as_text(value: Any) -> str:

@@ -35,8 +35,17 @@ def read_planned_model(config: Config, model_config: Path | None = None, name: s
     WeightMappingError.
     """
     folder = config.model.path
+    if model_config is not None and model_config.is_dir():
+        return model_of(read_config(model_config))
     if model_config is not None:
-        return model_of(_read_fields(model_config))
+        given = f"--model-config {model_config}"
+        try:
+            fields = parse_json(read_file(model_config, MAX_JSON_BYTES).decode("utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{given} cannot be read as JSON ({error}); name a model's config.json") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{given} holds a JSON {type(fields).__name__}; name a model's config.json")
+        return model_of(fields)
     if name is not None:
         return model_of(known_model(name).fields)
     if adapter_problem(folder) is not None or (folder / "config.json").is_file():
@@ -82,17 +91,3 @@ def read_teachers(config: Config, notes: list[str]) -> tuple[tuple[ModelShape, i
         except UserError:
             notes.append(f"teachers.{name}.path={teacher.path} cannot be read here: planned without it")
     return tuple(found)
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        return read_config(path)
-    try:
-        fields = parse_json(read_file(path, MAX_JSON_BYTES).decode("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model-config {path} cannot be read as JSON ({error}); name a model's config.json"
-        ) from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--model-config {path} holds a JSON {type(fields).__name__}; name a model's config.json")
-    return fields

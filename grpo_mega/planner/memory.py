@@ -113,13 +113,11 @@ def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     trust: Trust = (
         "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
     )
-    held = state.elements + state.frozen
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
+    held = elements + state.frozen
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
     return [
-        figure("weights", lambda: b * held + fp8_elements, trust=trust)
-        if held != elements
-        else figure("weights", lambda: b * elements + fp8_elements, trust=trust),
+        figure("weights", lambda: b * held + fp8_elements, trust=trust),
         product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
         figure("optimizer state", lambda: (master + moments) * share, trust=trust),
     ]

@@ -132,7 +132,14 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     _check_packages(config, machine, findings)
     if model is not None and model.is_here:
         _check_files(config, model.shape, machine, findings)
-    _check_data(config, machine, findings)
+    paths = [source.path for source in (*config.data.train, *config.data.heldout_sources.values())]
+    folders = {path: Path(path.rpartition("@")[0] or path) for path in paths}  # without the name of a split
+    missing = [p for p in paths if p.startswith("hub:") or not (Path(p).exists() or folders[p].is_dir())]
+    prompts_per_step, is_sft = config.batch.prompts_per_step, config.algorithm.is_sft
+    if missing and not machine.is_here:
+        findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
+    elif findings.run(lambda: check_data(config.data, prompts_per_step, config.rollout, is_sft=is_sft)):
+        findings.take(row_problems(config))
     return findings
 
 
@@ -199,17 +206,6 @@ def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: 
         findings.notes.append(f"model.path={folder} has no tokenizer here: not checked")
     if machine.is_here or all(teacher.url or _has_weights(teacher.path) for teacher in config.teachers.values()):
         findings.take(teacher_problems(config, shape))
-
-
-def _check_data(config: Config, machine: Machine, findings: Findings) -> None:
-    sources = [*config.data.train, *config.data.heldout_sources.values()]
-    missing = [source.path for source in sources if source.path.startswith("hub:") or not _exists(source.path)]
-    if missing and not machine.is_here:
-        findings.notes.append(f"data not on this machine, not checked: {', '.join(missing)}")
-        return
-    prompts_per_step, is_sft = config.batch.prompts_per_step, config.algorithm.is_sft
-    if findings.run(lambda: check_data(config.data, prompts_per_step, config.rollout, is_sft=is_sft)):
-        findings.take(row_problems(config))
 
 
 def reward_problems(rewards: RewardsConfig, code_dir: Path | None) -> Iterator[str]:
@@ -300,7 +296,3 @@ def start_notes(config: Config) -> list[str]:
 
 def _has_weights(folder: Path) -> bool:
     return folder.is_dir() and any(path.name.endswith(WEIGHT_SUFFIXES) for path in folder.iterdir())
-
-
-def _exists(path: str) -> bool:
-    return Path(path).exists() or Path(path.rpartition("@")[0] or path).is_dir()

@@ -136,7 +136,12 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
     `fields` are resolved (weights/hf_config.py).
     """
     model_type = fields.get("model_type")
-    yield from _quantization_problems(fields)
+    if quantization := fields.get("quantization_config"):
+        given = quantization if isinstance(quantization, dict) else {}
+        method, remedy = given.get("quant_method"), "name the model that it was made from"
+        if method == "fp8" and given.get("weight_block_size"):
+            remedy = "write plain ones by `grpo-mega convert HF_DIR OUT`, and set model.path=OUT"
+        yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
     width = "qk_rope_head_dim" if model_type in _LATENT_REQUIRED else "head_dim"
     head_dim = fields.get(width) or (hidden // heads if heads and hidden else 0)
@@ -275,16 +280,3 @@ def _rope(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_type(rope: dict[str, Any]) -> str | None:
     return rope.get("rope_type") or rope.get("type")
-
-
-def _quantization_problems(fields: dict[str, Any]) -> Iterator[str]:
-    quantization = fields.get("quantization_config")
-    if not quantization:
-        return
-    if not isinstance(quantization, dict):
-        quantization = {}
-    method = quantization.get("quant_method")
-    remedy = "name the model that it was made from"
-    if method == "fp8" and quantization.get("weight_block_size"):
-        remedy = "write plain ones by `grpo-mega convert HF_DIR OUT`, and set model.path=OUT"
-    yield f"config.json has quantization_config (quant_method={method!r}): weights that train are plain; {remedy}"

@@ -92,8 +92,14 @@ def find_template(folder: Path, settings: dict[str, Any]) -> str | None:
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     for name, path in files.items():
-        if path.exists():
-            found[name] = _read(path)
+        if not path.exists():
+            continue
+        try:
+            found[name] = read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+        except OSError as error:
+            raise ConfigError(f"chat template {path} cannot be read ({error.strerror}); fetch the file again") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"chat template {path} is not UTF-8 ({error.reason}); fetch the file again") from None
     given = settings.get("chat_template")
     if not found and isinstance(given, str):
         found["default"] = given
@@ -185,15 +191,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object; fetch the file again")
     return value
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"chat template {path} cannot be read ({error.strerror}); fetch the file again") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"chat template {path} is not UTF-8 ({error.reason}); fetch the file again") from None
 
 
 def _wrong(folder: Path, found: str) -> ConfigError:

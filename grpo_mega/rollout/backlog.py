@@ -35,7 +35,7 @@ from itertools import islice
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from grpo_mega.rollout.exchange import arrays_of, fields_of, samples_of
 from grpo_mega.types import Group, Prompt, StepMetrics, Turn
@@ -130,19 +130,10 @@ class Backlog:
             assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the approximate size of the file."""
-        samples = [sample for group in self.groups for sample in group.samples]
-        num_routes = sum(sample.routes.experts.nbytes for sample in samples if sample.routes)
-        num_contexts = sum(len(context.token_ids) for sample in samples for context in sample.contexts)
-        num_bytes = 8 * num_tokens(self.groups) + 4 * num_contexts + num_routes
-        return num_bytes + 512 * (len(self.groups) + len(samples) + len(self.deferred))
-
-    def write(self, folder: Path) -> None:
-        """Write the file, unless there is nothing to write."""
+    def files(self) -> dict[str, bytes]:
+        """Return the file by its name. There is none if there is nothing to store."""
         if not (self.groups or self.ledger or self.deferred):
-            return
+            return {}
         groups = [
             {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
             for g in self.groups
@@ -150,7 +141,7 @@ class Backlog:
         deferred = [[t.prompt.id, _checksum(t.prompt), t.source, t.epoch] for t in self.deferred]
         header = {"groups": groups, "ledger": self.ledger, "deferred": deferred}
         arrays = arrays_of([sample for group in self.groups for sample in group.samples])
-        save_file(arrays, folder / FILE, {name: json.dumps(value) for name, value in header.items()})
+        return {FILE: save(arrays, {name: json.dumps(value) for name, value in header.items()})}
 
     @classmethod
     def read(cls, folder: Path, draws: int, prompt_of: Callable[[int], Prompt | None]) -> Backlog:
@@ -200,9 +191,6 @@ class Backlog:
     def _counted(self, name: str, reason: str, groups: Sequence[Group]) -> Backlog:
         added = {f"{name}_groups{reason}": len(groups), f"{name}_tokens{reason}": num_tokens(groups)}
         return replace(self, ledger=self.ledger + Counter(added))
-
-
-NO_BACKLOG = Backlog()
 
 
 def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:

@@ -166,8 +166,8 @@ class RolloutRequest:
     on_sample: Callable[[Sample, Group], None] = lambda sample, group: None
     stop: StopCondition | None = None  # when it is met, running samples are aborted; None: generate all samples
     usage: Usage = field(default_factory=Usage)
-    # It gets all tokens so far of a request's only sample, after each new token. A server sends each token only with the
-    # server argument stream_interval=1; the thread of its session makes the call.
+    # It gets all tokens so far of a request's only sample, after each new token. A server sends each of them with the
+    # server argument stream_interval=1, and the thread of its session makes the call.
     on_tokens: Callable[[Sequence[int]], None] | None = None
     # With it each sample is a conversation of an agent: the engine starts it and samples the turns that it asks for.
     # None: each sample is one response to its prompt.

@@ -50,7 +50,10 @@ def gather(
     if a rank's part is not the part that the rank sent.
     """
     rank, names = dist.get_rank(ranks), [f"samples of {name}, of rank {i}" for i in range(dist.get_world_size(ranks))]
-    groups = {key: _with_rank(group, rank) if key in without_routes else group for key, group in groups.items()}
+    groups = dict(groups)
+    for key in groups.keys() & without_routes:
+        marked = [replace(s, routes=s.routes and replace(s.routes, rank=rank)) for s in groups[key].samples]
+        groups[key] = Group(groups[key].prompt, marked)
     mine = bytearray(seal(names[rank], pack_groups(groups)))
     sizes = torch.zeros(len(names), dtype=torch.int64)
     sizes[rank] = len(mine)
@@ -199,12 +202,6 @@ def samples_of(
         start = end
     if start != len(tokens) or start != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probs of samples with {start}")
-
-
-def _with_rank(group: Group, rank: int) -> Group:
-    """Return the group with `rank` stored in the routes of its samples."""
-    marked = [replace(s, routes=replace(s.routes, rank=rank)) if s.routes else s for s in group.samples]
-    return Group(group.prompt, marked)
 
 
 def _rounds(num_bytes: Mapping[int, int]) -> list[list[int]]:

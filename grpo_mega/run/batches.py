@@ -152,7 +152,17 @@ def attach_teacher_logprobs(
     column, default = config.data.teacher_column, next(iter(config.teachers))
     names = [default if column is None else str(find_value(sample.prompt.extras, column)) for sample in samples]
     if any(settings.url for settings in config.teachers.values()):
-        rows = _ask_servers(config, samples, names, runtime)
+        lengths = [sample.response_len for sample in samples]
+        values_N = torch.zeros(sum(lengths), dtype=torch.float32)  # log-probs of all samples, end to end
+        rows = values_N.split(lengths)
+        with runtime.raise_on_all_ranks():
+            for name, settings in config.teachers.items():
+                mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
+                if settings.url is not None:
+                    found = served_logprobs(settings.url, [samples[i] for i in mine], recorder().beat)
+                    for i, row in zip(mine, found, strict=True):
+                        rows[i].copy_(torch.tensor(row))
+        rows = runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths)
         for batch in chain.from_iterable(batches):
             batch.teacher_logprobs = from_samples(rows, batch, samples)
 
@@ -292,7 +302,19 @@ def _attach_from_whole(
     start = 0
     for members, mini_batch in zip(packing.split(groups, len(batches)), batches, strict=True):
         end = start + len(members)
-        whole = _as_inputs(members, old_logprobs[start:end], a)
+        mask_T = torch.cat([float(contributes_to_loss(s, a)) * sampled_mask(s) for s in members])
+        old_T = torch.cat(list(old_logprobs[start:end]))
+        whole = LossInputs(  # the response tokens of the mini-batch, end to end, before the update
+            logprobs=old_T,
+            old_logprobs=old_T,
+            ref_logprobs=None,
+            rollout_logprobs=torch.tensor([value for s in members for value in s.rollout_logprobs]),
+            advantages=torch.cat([s.advantages for s in members if s.advantages is not None]),
+            loss_mask=mask_T,
+            loss_weights=mask_T,
+            segments=torch.arange(len(members)).repeat_interleave(torch.tensor([s.response_len for s in members])),
+            num_segments=len(members),
+        )
         if a.correction.batch_normalize:
             mean = mean_importance(whole, a.correction)
             for batch in mini_batch:
@@ -302,24 +324,6 @@ def _attach_from_whole(
             for batch in mini_batch:
                 batch.covariance_mask = from_samples(rows, batch, samples)
         start = end
-
-
-def _as_inputs(samples: Sequence[Sample], old_logprobs: Sequence[Tensor], a: AlgorithmConfig) -> LossInputs:
-    """Return loss inputs for the response tokens of these samples, end to end, before the update."""
-    lengths = torch.tensor([s.response_len for s in samples])
-    mask_T = torch.cat([float(contributes_to_loss(s, a)) * sampled_mask(s) for s in samples])
-    old_T = torch.cat(list(old_logprobs))
-    return LossInputs(
-        logprobs=old_T,
-        old_logprobs=old_T,
-        ref_logprobs=None,
-        rollout_logprobs=torch.tensor([value for s in samples for value in s.rollout_logprobs]),
-        advantages=torch.cat([s.advantages for s in samples if s.advantages is not None]),
-        loss_mask=mask_T,
-        loss_weights=mask_T,
-        segments=torch.arange(len(samples)).repeat_interleave(lengths),
-        num_segments=len(samples),
-    )
 
 
 def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
@@ -333,21 +337,6 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
         old_logprobs=batch.old_logprobs,
         kl_clamp=a.kl_clamp,
     )
-
-
-def _ask_servers(config: Config, samples: Sequence[Sample], names: Sequence[str], runtime: Runtime) -> list[Tensor]:
-    """Return log-probs [response_len] for each sample, on every rank; 0 if its teacher is not on a server."""
-    lengths = [sample.response_len for sample in samples]
-    values_N = torch.zeros(sum(lengths), dtype=torch.float32)
-    rows = values_N.split(lengths)
-    with runtime.raise_on_all_ranks():
-        for name, settings in config.teachers.items():
-            mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
-            if settings.url is not None:
-                found = served_logprobs(settings.url, [samples[i] for i in mine], recorder().beat)
-                for i, values in zip(mine, found, strict=True):
-                    rows[i].copy_(torch.tensor(values))
-    return list(runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths))
 
 
 def gather_responses(

@@ -119,22 +119,17 @@ class Colocation:
                 ) from error
         self._note("training")  # nothing of the allocator's peak has been given back yet
         if self.config.sleep == "auto" and self._takes_turns == self.memory.both_fit():
-            self._change_turns(self.memory)
-
-    def _change_turns(self, memory: GpuMemory) -> None:
-        """Stop taking turns because both fit, or start because they do not fit any more. All ranks call it together."""
-        self._takes_turns = not self._takes_turns
-        if self._takes_turns:
+            self._takes_turns, summary = not self._takes_turns, self.memory.summary()
+            if not self._takes_turns:
+                self.log(f"policy and engine fit on the device together ({summary}): from now on neither is offloaded")
+                self.engine.wake_weights()
+                self.engine.wake_cache()
+                return
             self.log(
-                f"policy and engine do not fit on the device together any more ({memory.summary()}): from now on they"
-                " take turns"
+                f"policy and engine do not fit on the device together any more ({summary}): from now on they take turns"
             )
-            if not memory.ran_out:  # otherwise this rank's engine sleeps already
+            if not self.memory.ran_out:  # otherwise this rank's engine sleeps already
                 self.engine.sleep()
-            return
-        self.log(f"policy and engine fit on the device together ({memory.summary()}): from now on neither is offloaded")
-        self.engine.wake_weights()
-        self.engine.wake_cache()
 
     def _make_room(self) -> bool:
         """Make this rank's engine sleep, because an update ran out of memory. Return False if that is not possible.

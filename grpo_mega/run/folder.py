@@ -136,7 +136,14 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
     before = [p for p in paths if not p.match(f"{LOGS}/{rank_log('*')}") or p.stat().st_size]
     claimed = Claim(folder, frozenset(str(p.relative_to(folder)) for p in before), is_new=not folder.exists())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # responses and logs may be confidential
-    _warn_if_open(folder)
+    mode = stat.S_IMODE(folder.stat().st_mode)  # is not changed, because the folder's owner has set it
+    if mode & 0o055 and all(parent.stat().st_mode & 0o011 for parent in folder.parents):
+        print(
+            f"grpo-mega: warning: run_dir={folder} has mode {mode:o}: other users can read prompts, responses and logs;"
+            " close it by chmod 700",
+            file=sys.stderr,
+            flush=True,
+        )
     with ExitStack() as undo:
         undo.callback(claimed.discard_unstarted)
         with (folder / LOCK_FILE).open("a") as lock:
@@ -209,18 +216,6 @@ def explained(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def _warn_if_open(folder: Path) -> None:
-    """Warn if other users can read the folder. Do not change its mode, because its owner has set it."""
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o055 and all(parent.stat().st_mode & 0o011 for parent in folder.parents):
-        print(
-            f"grpo-mega: warning: run_dir={folder} has mode {mode:o}: other users can read prompts, responses and logs;"
-            " close it by chmod 700",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 def adopt(config: Config) -> list[str]:
     """Write `config` as the run's config at its start. Return a line for each changed setting."""
     if not (config.run_dir / CONFIG_FILE).exists():
@@ -290,6 +285,11 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
 
 def _start(config: Config, argv: list[str]) -> dict[str, Any]:
     """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
+    # The commit of the code, with "-dirty" if it has changes. There is none outside a git checkout.
+    git, here = None, str(Path(__file__).parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -298,7 +298,7 @@ def _start(config: Config, argv: list[str]) -> dict[str, Any]:
         "num_ranks": config.layout.world_size if current_rank() is None else int(os.environ["WORLD_SIZE"]),
         "python": sys.version.split()[0],
         "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
-        "git": _git_state(),
+        "git": git,
         "machine": {
             "system": f"{platform.system()} {platform.release()}",
             "cores": os.cpu_count(),
@@ -316,12 +316,3 @@ def _fields(path: Path, name: str) -> list[str]:
         pairs = [line.partition(":") for line in path.read_text().splitlines()]
         return [value.strip() for key, _, value in pairs if key.strip() == name]
     return []
-
-
-def _git_state() -> str | None:
-    """Return the commit of the code, with "-dirty" if it has changes; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

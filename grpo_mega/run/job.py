@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -122,8 +121,29 @@ class TrainingJob:
             self.inputs.start()
         if checkpoint is not None:
             manifest = read_manifest(checkpoint)
-            if self.policy is not None:
-                self._restore(self.policy, checkpoint, manifest)
+            if (policy := self.policy) is not None:
+                check_model(checkpoint, manifest.model, self.model.shape)
+                check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
+                for change in self.inputs.changes(manifest.inputs):
+                    self.log.warn(change)
+                with phase("verifying the checkpoint", self.shows_progress):
+                    verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
+                with (
+                    phase("loading the checkpoint, tensors", self.shows_progress) as bar,
+                    recorder().heard(lambda kind: bar.advance()),
+                ):
+                    policy.restore(checkpoint / STATE)
+                self.checkpoints.saved_step = manifest.step
+                algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
+                if (
+                    algorithm.kl_target is not None
+                    and manifest.kl_beta is not None
+                    and manifest.kl_beta_from == algorithm.kl_beta
+                ):
+                    policy.restore_kl_beta(manifest.kl_beta)
+                    self.log.message(
+                        f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target"
+                    )
             self.steps_done = manifest.step
             prompts = {prompt.id: prompt for prompt in self.data.train}
             self.backlog = Backlog.read(checkpoint / STATE, manifest.draws, prompts.get)
@@ -170,7 +190,7 @@ class TrainingJob:
                 kl_beta=None if self.config.algorithm.kl_target is None else self.policy.algorithm.kl_beta,
                 kl_beta_from=None if self.config.algorithm.kl_target is None else self.config.algorithm.kl_beta,
             ),
-            self.backlog,
+            self.backlog.files() if self.is_main else {},
         )
 
     def tracer(self) -> Tracer:
@@ -243,30 +263,6 @@ class TrainingJob:
         owner = "GPU (tensors)" if self.runtime.device.is_cuda else "process"
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(largest.items(), key=lambda item: -item[1]))
         self.log.message(f"peak memory per {owner} by phase, largest over ranks, GiB: {listed}")
-
-    def _restore(self, policy: Policy, checkpoint: Path, manifest: Manifest) -> None:
-        check_model(checkpoint, manifest.model, self.model.shape)
-        check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
-        for change in self.inputs.changes(manifest.inputs):
-            self.log.warn(change)
-        with phase("verifying the checkpoint", self.shows_progress):
-            verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
-        with (
-            phase("loading the checkpoint, tensors", self.shows_progress) as bar,
-            recorder().heard(lambda kind: bar.advance()),
-        ):
-            policy.restore(checkpoint / STATE)
-        self.checkpoints.saved_step = manifest.step
-        algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
-        if (
-            algorithm.kl_target is not None
-            and manifest.kl_beta is not None
-            and manifest.kl_beta_from == algorithm.kl_beta
-        ):
-            policy.restore_kl_beta(manifest.kl_beta)
-            self.log.message(
-                f"algorithm.kl_beta continues at {manifest.kl_beta:.4g}, as adapted by algorithm.kl_target"
-            )
 
 
 @dataclass(kw_only=True)

@@ -20,10 +20,11 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
@@ -37,7 +38,6 @@ from grpo_mega.formats.detect import Manifest
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import CHECKPOINTS, LATEST, STATE
 from grpo_mega.processes import make_locked_folder, remove_unlocked
-from grpo_mega.rollout.backlog import NO_BACKLOG, Backlog
 from grpo_mega.run.checkpoints import clean, partial_name, publish
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ MEMORY = Path("/dev/shm")
 PREFIX = "grpo_mega-staging-"
 SECONDS_FOR_OTHERS = 20.0  # after an error, how long this rank waits for other ranks to finish their parts
 SECONDS_BETWEEN_LOOKS = 0.2
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CHUNK = 16 << 20  # bytes
 _CHUNKS_PER_SYNC = 16  # regular syncs keep the last fsync short and show progress
@@ -70,23 +71,25 @@ class Checkpoints:
             clean(self.folder)
         dist.barrier()
 
-    def save(self, policy: Policy, manifest: Manifest, backlog: Backlog = NO_BACKLOG) -> None:
+    def save(self, policy: Policy, manifest: Manifest, files: Mapping[str, bytes] = NO_FILES) -> None:
         """Stage the state and start to write it in the background. Raise ResumeError if it cannot or must not be
         written.
+
+        `files` are rank 0's further files of the state, by name.
         """
         self.finish()
         if manifest.step == self.saved_step:  # no step has finished since the last save
             return
         self._check_weights_changed(policy, manifest)
-        num_bytes = policy.state_bytes + (backlog.num_bytes if self._rank == 0 else 0)
+        num_bytes = policy.state_bytes + sum(map(len, files.values()))
         self._check_disk(num_bytes)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
 
         def write(folder: Path) -> None:
             policy.save(folder)
-            if self._rank == 0:
-                backlog.write(folder)
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
 
         staged = stage(write, num_bytes, target)
         self._num_saves += 1
@@ -201,7 +204,11 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
     # By rank, only this node.
     sizes = {other: size for other, (node, size) in enumerate(nodes) if node == tmpfs}
     leader = min(sizes)
-    made, lock = _make_folder(sum(sizes.values()), disk) if rank == leader else (None, None)
+    made, lock = None, None
+    with suppress(OSError):  # there is no writable tmpfs
+        has_room = rank == leader and sum(sizes.values()) < shutil.disk_usage(MEMORY).free / 2
+        if has_room and MEMORY.stat().st_dev != disk.stat().st_dev:
+            made, lock = make_locked_folder(PREFIX, MEMORY)
     folders: list[Path | None] = [None] * dist.get_world_size()
     dist.all_gather_object(folders, made)
     memory = folders[leader]
@@ -241,18 +248,6 @@ def is_private(folder: Path) -> bool:
     """Return True if `folder` is a real folder of this user and closed to other users."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-
-
-def _make_folder(num_bytes: int, disk: Path) -> tuple[Path, int] | tuple[None, None]:
-    """Create a folder with room for `num_bytes`. Return it and the file descriptor that locks it.
-
-    Return (None, None) if there is no room, or if `disk` is in the same file system, because files can be written to
-    `disk`.
-    """
-    with suppress(OSError):  # there is no writable tmpfs
-        if num_bytes < shutil.disk_usage(MEMORY).free / 2 and MEMORY.stat().st_dev != disk.stat().st_dev:
-            return make_locked_folder(PREFIX, MEMORY)
-    return None, None
 
 
 class _Writer(threading.Thread):

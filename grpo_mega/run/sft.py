@@ -9,8 +9,8 @@ of seed and step: each row once per epoch, and a step may take the last rows of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
@@ -29,7 +29,7 @@ from grpo_mega.observe.progress import phase
 from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.rollout.backlog import NO_BACKLOG
+from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
 from grpo_mega.run.job import TrainingJob, open_training, read_inputs
@@ -44,10 +44,22 @@ def run(config: Config) -> None:
 
     If asked to stop, save a checkpoint after the current step and end.
     """
-    with explained(config.run_dir), _open_job(config) as job, job.listening():
+    with explained(config.run_dir), ExitStack() as stack:  # its end always closes files and process groups
+        shown = partial(phase, enabled=config.log.progress and not current_rank())
+        with shown("reading the tokenizer and the data"):
+            model, _, data, sampler = read_inputs(config)
+        with shown("connecting the ranks"):
+            runtime = runtimes.start(config)
+            stack.callback(runtimes.stop)
+        timers = Timers(take_peak=PeakMemory(runtime.device).take)
+        policy = build_policy(config, model, runtime)
+        job = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()
-        if not _is_evaluated(job, first):
-            evaluate_if_due(job, first)
+        rows = read_lines(config.run_dir / METRICS_FILE)[0] if job.is_main else []
+        is_logged = any(row.get("step") == first and any(name.startswith("eval/") for name in row) for row in rows)
+        if not job.runtime.max(torch.tensor([float(is_logged)], device=job.runtime.device.torch_device)):
+            evaluate_if_due(job, first)  # a resumed run repeats no evaluation
         for step in range(first, config.steps):
             with tracer.step(step + 1):
                 train_step(job, step)
@@ -74,7 +86,7 @@ def train_step(job: TrainingJob, step: int) -> None:
     blamed = [samples[i] for i in sorted(policy.nonfinite_samples)]
     for message in (*job.health.observe(step + 1, metrics, blamed), *policy.watch(step + 1, 0.0)):
         job.log.warn(message)
-    job.save_if_due(step + 1, NO_BACKLOG)
+    job.save_if_due(step + 1, Backlog())
     job.log.log_step(step + 1, metrics | job.timers.lap())
     job.check_health(step + 1, metrics)
 
@@ -120,25 +132,3 @@ def mean_loss(rows: Sequence[Prompt], policy: Policy, runtime: Runtime) -> float
         if runtime.tp_rank == 0:
             loss -= (logprobs.double() * batch.nll_weights).sum()
     return float(runtime.sum(loss))
-
-
-def _is_evaluated(job: TrainingJob, step: int) -> bool:
-    """Return True on all ranks if the log has an evaluation of `step`. A resumed run repeats none."""
-    rows = read_lines(job.config.run_dir / METRICS_FILE)[0] if job.is_main else []
-    is_done = any(row.get("step") == step and any(name.startswith("eval/") for name in row) for row in rows)
-    return bool(job.runtime.max(torch.tensor([float(is_done)], device=job.runtime.device.torch_device)))
-
-
-@contextmanager
-def _open_job(config: Config) -> Iterator[TrainingJob]:
-    """Prepare the job for its first step. The end of the context always closes files and process groups."""
-    with ExitStack() as stack:
-        shown = partial(phase, enabled=config.log.progress and not current_rank())
-        with shown("reading the tokenizer and the data"):
-            model, _, data, sampler = read_inputs(config)
-        with shown("connecting the ranks"):
-            runtime = runtimes.start(config)
-            stack.callback(runtimes.stop)
-        timers = Timers(take_peak=PeakMemory(runtime.device).take)
-        policy = build_policy(config, model, runtime)
-        yield open_training(stack, config, runtime, model, data, sampler, policy, timers)

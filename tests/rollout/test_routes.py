@@ -127,7 +127,8 @@ def test_ranks_share_experts_in_one_or_two_bytes_and_checkpoints_keep_them(
     added = len(exchange.pack_groups({0: group})) - len(exchange.pack_groups({0: bare}))
     assert added < numbers * routers.dtype.itemsize + 500
     shared = exchange.gather({0: group}, {0: PROMPT}, (), "x")[0]
-    Backlog(1, (group,)).write(tmp_path)
+    [(name, content)] = Backlog(1, (group,)).files().items()
+    (tmp_path / name).write_bytes(content)
     kept = Backlog.read(tmp_path, 1, lambda _: PROMPT).groups[0]
     for found in (shared, kept):
         for theirs, ours in zip(found.samples, samples, strict=True):

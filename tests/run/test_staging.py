@@ -47,7 +47,7 @@ def test_folders_of_killed_runs_are_removed_and_folders_in_use_stay(memory: Path
 def test_the_next_run_removes_the_folder_of_a_run_killed_while_staging(memory: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from grpo_mega.run import saving\n"
-        "saving.MEMORY = Path(sys.argv[1]); made = saving._make_folder(1, Path('/proc')); print(made[0], flush=True)\n"
+        "made = saving.make_locked_folder(saving.PREFIX, Path(sys.argv[1])); print(made[0], flush=True)\n"
         "time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE, text=True)

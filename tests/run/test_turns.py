@@ -201,7 +201,8 @@ def test_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
         expected = step_of(whole, step)
         folder = tmp_path / str(step)
         folder.mkdir()
-        resumed.backlog.write(folder)
+        for name, content in resumed.backlog.files().items():
+            (folder / name).write_bytes(content)
         resumed.backlog = Backlog.read(folder, resumed.backlog.draws, prompts.get)
         num_deferred += len(resumed.backlog.deferred)
         assert step_of(resumed, step) == expected
