@@ -33,6 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "num_hidden_layers": 3, "tied": True},
     ),
+    "tiny": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1, "num_hidden_layers": 3, "tied": True},
+    ),
     "experts": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 129, "num_hidden_layers": 3}),
 }
 CASES = {
@@ -44,8 +48,11 @@ CASES = {
         "pp=2,vpp=2,layers_per_chunk=[1;1;2;1]",
     ),
     "last layers": ("tp=1", "tp=2", "tp=1 model.recompute=selective"),
+    "tiny": ("tp=2,dp=1",),
     "experts": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
 }
+# Norms of queries and keys: transformers' own gradients in fp32 differ by 3.2e-6 from fp64 here.
+LIMITS = {"last layers": 6e-6}
 NAMES = [f"{model}:{layout}" for model, layouts in CASES.items() for layout in layouts]
 
 
@@ -82,4 +89,5 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_logits_and_gradients_with_windows_equal_transformers(found: CaseValues, name: str) -> None:
     gradients = {key: value for key, value in found[name].items() if "chunk" in key}
     assert found[name]["logits"] < 1e-6 and len(gradients) > 20
-    assert max(gradients.values()) < 2e-6, max(gradients.items(), key=lambda item: item[1])
+    worst = max(gradients.items(), key=lambda item: item[1])
+    assert worst[1] < LIMITS.get(name.partition(":")[0], 2e-6), worst

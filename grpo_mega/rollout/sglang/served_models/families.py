@@ -120,5 +120,5 @@ EntryClass = [
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]
-for model in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
-    model.__init__ = with_windows(model.__init__)  # LlamaForCausalLM: Mistral's inherits it
+for model_class in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
+    model_class.__init__ = with_windows(model_class.__init__)  # LlamaForCausalLM: Mistral's inherits it
