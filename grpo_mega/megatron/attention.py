@@ -55,7 +55,7 @@ class LocalPackedSeqParams(PackedSeqParams):
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
     stacks: tuple[Stack, ...] = ()
     restore: Tensor = field(default_factory=Tensor)  # [T], index of each token in the concatenated, flattened queries
-    windowed: LocalPackedSeqParams | None = None  # the same for layers with a sliding window; None if there are none
+    windowed: LocalPackedSeqParams | None = None  # parameters of layers with a sliding window; None without such layers
 
 
 @dataclass

@@ -143,24 +143,9 @@ CASES = [
         "attention bias", ("attention_bias=True", "name another"), spoil=model(model_type="llama", attention_bias=True)
     ),
     Case("activation", ("hidden_act='gelu'", "only 'silu'"), spoil=model(hidden_act="gelu")),
+    Case("sliding window", ("sliding_window=1", "from 2 to"), spoil=model(model_type="mistral", sliding_window=1)),
     Case(
-        "window with cp",
-        ("layout.cp=2: must be 1 for mistral with sliding_window=64", "raise layout.tp"),
-        ("layout.cp=2", *RANDOM),
-        model(model_type="mistral", sliding_window=64),
-    ),
-    Case(
-        "window with shared prompts",
-        ("batch.share_prompts=true: must be left out for qwen2 with sliding_window=64; remove it",),
-        ("batch.share_prompts=true",),
-        model(use_sliding_window=True, sliding_window=64, max_window_layers=1),
-    ),
-    Case("window of a token", ("sliding_window=1", "from 2 to"), spoil=model(model_type="mistral", sliding_window=1)),
-    Case("window of llama", ("sliding_window=64", "only None"), spoil=model(model_type="llama", sliding_window=64)),
-    Case(
-        "layer types without a window",
-        ("'sliding_attention' among layer_types", "sliding_window=None only 'full_attention'", "correct the file"),
-        spoil=model(layer_types=["sliding_attention"] * 4),
+        "window in use", ("layer_types; with sliding_window=None",), spoil=model(layer_types=["sliding_attention"] * 4)
     ),
     Case(
         "layer types",
