@@ -6,7 +6,7 @@ A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a 
              (or the matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for
              the router and 3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
   attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each
-             layer
+             layer; in a layer with a sliding window of w < n tokens, w (w + 1) / 2 + (n - w) w
   output     2 x hidden x vocab for each token that needs a log-prob
 
 A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
@@ -47,7 +47,7 @@ def count(
     Raise ConfigError for an MoE model without its number of experts per token.
     """
     num_tokens = sum(lengths)
-    num_pairs = sum(n * (n + 1) // 2 for n in lengths)
+    num_pairs = sum(n * (n + 1) // 2 - unseen_pairs(shape, n) for n in lengths)
     return of_totals(
         shape,
         num_tokens,
@@ -60,14 +60,20 @@ def count(
 def of_totals(
     shape: ModelShape, num_tokens: float, num_pairs: float, num_outputs: float, *, experts_per_token: int = 0
 ) -> Flops:
-    """Count a pass from totals: tokens, pairs of a query and a key that it sees, and tokens through the output
-    layer.
+    """Count a pass from totals: tokens, pairs of a query and a key that it sees (the mean over layers), and tokens
+    through the output layer.
     """
     return Flops(
         linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
         attention=2 * (shape.q + shape.v) * num_pairs * shape.num_layers,
         output=2 * shape.hidden * shape.vocab * num_outputs,
     )
+
+
+def unseen_pairs(shape: ModelShape, length: float) -> float:
+    """Return the pairs of a segment that sliding windows hide from causal attention, as a mean over the layers."""
+    beyond = [max(0, length - window) if window else 0 for window in shape.windows]
+    return sum(n * (n + 1) / 2 for n in beyond) / shape.num_layers if any(beyond) else 0
 
 
 def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:

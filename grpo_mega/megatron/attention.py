@@ -4,6 +4,9 @@ A micro-batch is one row of T tokens: several segments end to end. Attention mus
 similar length are gathered into right-padded batches, passed through torch's fused attention, and scattered back.
 Causal attention never sees padding on the right. The same code runs on any device.
 
+In a layer with a sliding window, a segment longer than the window is cut into runs of queries, each with the keys that
+the run sees. Time and memory then grow linearly with the segment's length.
+
 With context parallelism a rank has the queries of its part of every segment (batching/layout.py) and gathers the keys
 and values of all parts. The backward pass sums gradients over ranks, and each rank keeps the gradients of its part.
 """
@@ -11,7 +14,7 @@ and values of all parts. The backward pass sums gradients over ranks, and each r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,12 +23,14 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from grpo_mega.batching.layout import chunks_of
 
 MAX_PADDING = 1.25  # largest ratio of a batch's padded size to its number of tokens
+SHORTEST_RUN = 128  # queries of a run, if the window is smaller
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class LocalPackedSeqParams(PackedSeqParams):
     position_ids: Tensor = field(default_factory=Tensor)  # [T]
     stacks: tuple[Stack, ...] = ()
     restore: Tensor = field(default_factory=Tensor)  # [T], index of each token in the concatenated, flattened queries
+    windowed: LocalPackedSeqParams | None = None  # parameters of layers with a sliding window; None without such layers
 
 
 @dataclass
@@ -77,20 +83,37 @@ def pack_params(
     cp_size: int = 1,
     cp_rank: int = 0,
     shared_prompt_segments: Sequence[int] | None = None,
+    window: int = 0,
 ) -> LocalPackedSeqParams:
     """Return the parameters of the segments [cu_seqlens[i], cu_seqlens[i + 1]) for queries of `dtype`.
 
     With None there are no masks: torch's kernels for CUDA align causal attention at the last key, and would copy a mask
     to a matrix of all queries and keys in every layer.
-    The segments cover all T tokens of this rank. `shared_prompt_segments`: see PackedBatch.
+    The segments cover all T tokens of this rank. `shared_prompt_segments`: see PackedBatch. `window` is the sliding
+    window of some layers, 0 if no layer has one.
     """
-    cuts, device = cu_seqlens.tolist(), position_ids.device
+    cuts = cu_seqlens.tolist()
     shared_prompt_segments = shared_prompt_segments or ()
     branches = {i for i, trunk in enumerate(shared_prompt_segments) if trunk >= 0}
     spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], dtype, cp_size, cp_rank)
     found += _branches(cuts, shared_prompt_segments, dtype)
-    restore = torch.empty(cuts[-1], dtype=torch.int64)
+    params = _params_of(found, position_ids)
+    if not window:
+        return params
+    assert cp_size == 1 and not branches, "windows support neither context parallelism nor shared prompts"
+    is_cut = bool(spans) and spans[0][0] > window
+    return replace(params, windowed=_params_of(_runs(spans, window, dtype), position_ids) if is_cut else params)
+
+
+def window_of(config: Any) -> int:
+    """Return the sliding window of Megatron's config in tokens; 0 if there is none."""
+    return config.window_size[0] + 1 if config.window_size else 0
+
+
+def _params_of(found: list[tuple[Stack, Tensor]], position_ids: Tensor) -> LocalPackedSeqParams:
+    """Return the parameters of stacks, each with a mask of its real tokens."""
+    device, restore = position_ids.device, torch.empty(len(position_ids), dtype=torch.int64)
     base = 0
     for stack, is_real in found:
         slots = (base + torch.arange(stack.queries.numel())).view(stack.queries.shape)
@@ -118,6 +141,25 @@ def _whole_segments(spans: list[tuple[int, int]]) -> list[tuple[Stack, Tensor]]:
         gather = starts + torch.minimum(column, lengths - 1)
         found.append((Stack(gather, gather, None), column < lengths))
     return found
+
+
+def _runs(spans: list[tuple[int, int]], window: int, dtype: torch.dtype | None) -> list[tuple[Stack, Tensor]]:
+    """Return stacks for a sliding window of the segments (length, start), longest first; the longest exceeds it.
+
+    The first tokens of a segment, up to `window`, see all tokens before them. The other tokens are cut into runs of
+    equal length.
+    """
+    found = _whole_segments([(min(length, window), start) for length, start in spans])
+    size = min(max(window, SHORTEST_RUN), spans[0][0] - window)
+    runs = [(first, length, start) for length, start in spans for first in range(window, length, size)]
+    firsts, lengths, starts = (torch.tensor(column)[:, None] for column in zip(*runs, strict=True))
+    places = firsts - window + 1 + torch.arange(window - 1 + size)  # in the segment; the queries are the last ones
+    keys, is_real = starts + torch.minimum(places, lengths - 1), places[:, window - 1 :] < lengths
+    sees = torch.zeros(2 * size + window - 2, dtype=torch.bool)
+    sees[size - 1 : size - 1 + window] = True
+    mask = sees if dtype is None else torch.zeros(len(sees), dtype=dtype).masked_fill_(~sees, -torch.inf)
+    band = mask.as_strided((size, window - 1 + size), (1, 1))  # rows are views, as in _seen_by_last_first
+    return [*found, (Stack(keys[:, window - 1 :].flip(1), keys, band), is_real.flip(1))]
 
 
 def _branches(
@@ -211,6 +253,7 @@ class PackedAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout)
         self.scale = softmax_scale
+        self.has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
     def forward(
         self,
@@ -222,7 +265,8 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: LocalPackedSeqParams,
         **kwargs: Any,
     ) -> Tensor:  # [T, 1, heads / tp * width of a value]
-        params = packed_seq_params
+        params = packed_seq_params.windowed if self.has_window else packed_seq_params
+        assert params is not None
         if self.cp_group is not None:
             both = torch.cat((key, value), dim=-1)
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)

@@ -119,6 +119,9 @@ def transformer_config(
         **megatron_settings(config.precision),
         **_moe_config(shape, hf_config, config, runtime),
         **_latent_config(shape, hf_config),
+        # Megatron counts the tokens before a token; the list says which layers have the window.
+        window_size=(max(shape.windows) - 1, 0) if shape.windows else None,
+        window_attn_skip_freq=[int(window > 0) for window in shape.windows] or None,
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         # Apex's kernel is for Megatron's linear layers only.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.attention import LatentPackedSeqParams, pack_params
+from grpo_mega.megatron.attention import LatentPackedSeqParams, pack_params, window_of
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.types import PackedBatch
 
@@ -105,9 +105,9 @@ class Pipeline:
     def packed_seq_params_of(self, batch: PackedBatch) -> PackedSeqParams:
         if not self._uses_te:
             dtype = None if batch.tokens.is_cuda else self._chunks[0].config.params_dtype
-            return pack_params(
-                batch.cu_seqlens, batch.position_ids, dtype, batch.cp_size, batch.cp_rank, batch.shared_prompt_segments
-            )
+            branches, window = batch.shared_prompt_segments, window_of(self._chunks[0].config)
+            cuts, positions, cp = batch.cu_seqlens, batch.position_ids, (batch.cp_size, batch.cp_rank)
+            return pack_params(cuts, positions, dtype, *cp, branches, window)
         segments = te_params(batch.cu_seqlens, batch.cp_size)
         if self._chunks[0].config.multi_latent_attention:
             return LatentPackedSeqParams("packed", position_ids=batch.position_ids, segments=segments)

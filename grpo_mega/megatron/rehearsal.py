@@ -223,7 +223,8 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     length = request["num_tokens"]
     cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)
     cp_size, cp_rank = runtime.layout.cp, runtime.cp_rank
-    params = pack_params(cuts, torch.arange(length), DTYPES[config.model.resolved_dtype], cp_size, cp_rank)
+    dtype, window = DTYPES[config.model.resolved_dtype], max(shape.windows, default=0)
+    params = pack_params(cuts, torch.arange(length), dtype, cp_size, cp_rank, window=window)
     counted.sent.clear()
     with FakeTensorMode(allow_non_fake_inputs=True), _patched_for_fake_tensors():
         policy = Policy(config, shape, family_of(shape.model_type), hf_config, runtime)

@@ -275,9 +275,11 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
 def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:
     """Return the lengths of queries and of keys in attention, relative to the micro-batch.
 
-    Context-parallel attention keeps chunks without padding, each with the keys before it.
+    Context-parallel attention keeps chunks without padding, each with the keys before it. In layers with a sliding
+    window a run of queries keeps about as many keys before it.
     """
-    return (padding, padding) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
+    cut = sum(0 < window < setup.longest_on_rank for window in setup.shape.windows) / setup.shape.num_layers
+    return (padding, padding + cut) if setup.layout.cp == 1 else (1.0, setup.layout.cp + 0.5)
 
 
 def layers_in_flight(setup: PlannedJob, pp_rank: int, count: Callable[[range], int] = len) -> int:

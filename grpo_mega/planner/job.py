@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil, floor
 from typing import NamedTuple
 
+from grpo_mega.batching import flops
 from grpo_mega.config import Config, PrecisionConfig
 from grpo_mega.config.base import tokens_on_rank
 from grpo_mega.formats.slices import item_bytes
@@ -231,6 +232,11 @@ class PlannedJob:
     @property
     def mean_sample(self) -> float:
         return self.mean_prompt + self.mean_response
+
+    @property
+    def mean_seen(self) -> float:
+        """Return the number of tokens that a token sees on average: half of its sample, fewer with sliding windows."""
+        return self.mean_sample / 2 - flops.unseen_pairs(self.shape, self.mean_sample) / self.mean_sample
 
     @cached_property
     def largest_stage(self) -> int:

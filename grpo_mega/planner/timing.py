@@ -60,7 +60,7 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
     step, gpus = total("a step", phases, "s"), setup.world_size
     peak, trainers = setup.card.bf16_flops, setup.layout.world_size
     tokens, outputs, (updates, _) = setup.batch.tokens, setup.batch.samples * setup.mean_response, setup.num_passes
-    pairs = tokens * setup.mean_sample / 2  # causal: on average a token sees half of its sample
+    pairs = tokens * setup.mean_seen
     # Only responses go through the output layer.
     flops = model_flops.of_totals(
         setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token
@@ -136,7 +136,7 @@ def _repeated(setup: PlannedJob) -> float:
     ffn = shape.moe_ffn * setup.experts_per_token + shape.shared_ffn if shape.num_experts else shape.ffn
     # Same formulas as in _layers_seconds. The unit is a bf16 product at full rate.
     products, mlp = 2 * weights / setup.assumed.matmul_share, 6 * shape.hidden * ffn / setup.assumed.matmul_share
-    attention = (shape.q + shape.v) * setup.mean_sample / setup.assumed.attention_share
+    attention = (shape.q + shape.v) * 2 * setup.mean_seen / setup.assumed.attention_share
     part = "moe" if shape.num_experts else "mlp"
     selected = mlp * (part in setup.recomputed) + attention * ("core_attn" in setup.recomputed)
     return setup.share_recomputed + selected / (products + attention)
@@ -150,8 +150,8 @@ def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:
     bf16_rate = card.bf16_flops * assumed.matmul_share
     fp8_rate = (card.fp8_flops or card.bf16_flops) * assumed.fp8_matmul_share
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
-    # Causal: on average a token sees half of its sample. This also holds for the tokens of a context-parallel rank.
-    attention = (setup.shape.q + setup.shape.v) * setup.mean_sample / (card.bf16_flops * assumed.attention_share)
+    # The tokens of a context-parallel rank see as many others as all tokens do, on average.
+    attention = (setup.shape.q + setup.shape.v) * 2 * setup.mean_seen / (card.bf16_flops * assumed.attention_share)
     return setup.largest_stage * setup.tokens_per_rank / setup.layout.tp * (products + attention)
 
 

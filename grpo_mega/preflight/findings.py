@@ -37,6 +37,7 @@ from grpo_mega.preflight.layout import (
     padding_problems,
     recompute_problems,
     served_card_problems,
+    window_problems,
     world_size_problems,
 )
 from grpo_mega.preflight.model import (
@@ -168,6 +169,7 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from layout_problems(config.layout, shape)
     yield from expert_problems(config, shape)
     yield from recompute_problems(config, shape)
+    yield from window_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
     yield from bf16_layer_problems(config.precision, config.layout, shape.num_layers)
     yield from block_problems(config.precision, config.layout, shape)
@@ -252,7 +254,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             # The layers per chunk follow from the teacher's size.
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
             layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1, "etp": 1}))
-            problems += layout_problems(layout, theirs)
+            problems += [*layout_problems(layout, theirs), *window_problems(config, theirs)]
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 
 

@@ -91,6 +91,15 @@ def layout_problems(layout: LayoutConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
+def window_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings that attention with a sliding window does not support."""
+    model = f"for {shape.model_type} with sliding_window={max(shape.windows, default=0)}"
+    if shape.windows and config.layout.cp > 1:
+        yield f"layout.cp={config.layout.cp}: must be 1 {model}; raise layout.tp or layout.pp instead"
+    if shape.windows and config.batch.share_prompts:
+        yield f"batch.share_prompts=true: must be left out {model}; remove it"
+
+
 def recompute_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield the reasons why the model's layers cannot be recomputed as the config says."""
     number, layout = config.model.recompute_num_layers, megatron_layout(config.layout, config.layout.num_trainers)

@@ -18,7 +18,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, hub_hint
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import resolve_config
+from grpo_mega.weights.hf_config import FIELDS, resolve_config
 from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -159,12 +159,10 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
         )
     if model_type in _WITH_BIAS:
         yield from _group_problems(fields)
-    # Qwen's config has a window even if it is off; the other families use the window in their config.
-    uses_window = fields.get("use_sliding_window", False) if str(model_type).startswith("qwen") else True
     rope = _rope(fields)
     for name, supported in (_REQUIRED | _REQUIRED_OF.get(str(model_type), {})).items():
         value = fields.get(name, rope.get(name, supported))
-        if value != supported and (name != "sliding_window" or uses_window):
+        if value != supported and not (name == "sliding_window" and name in FIELDS.get(str(model_type), {})):
             yield (
                 f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another"
                 " model"

@@ -188,6 +188,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -238,14 +239,7 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields.setdefault("partial_rotary_factor", 0.5)
     if model_type == "glm4_moe_lite":
         _resolve_layer_types(fields)
-    types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
-    if types is not None and (not isinstance(types, list) or len(types) != num_layers):
-        raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
-    other = next((one for one in types or () if one != "full_attention"), None)
-    if other is not None:
-        raise WeightMappingError(
-            f"config.json has {other!r} among layer_types; only 'full_attention' is supported, so name another model"
-        )
+    _check_windows(fields)
     fields["rope_parameters"] = _rope(fields, ROPE_THETA.get(model_type, 1e4))
     return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
 
@@ -262,11 +256,45 @@ def _resolve_layer_types(fields: Fields) -> None:
     fields["mlp_layer_types"] = types
 
 
+def attention_windows(fields: Fields) -> tuple[int, ...]:
+    """Return each layer's sliding window: the tokens that a token sees, itself included; 0: all tokens before it.
+
+    () if no layer has a window. `fields` are resolved, by us or by transformers.
+    """
+    names, window = FIELDS.get(str(fields.get("model_type")), {}), fields.get("sliding_window")
+    if "sliding_window" not in names or window is None:
+        return ()
+    layers = range(fields["num_hidden_layers"])
+    types = fields["layer_types"] if "layer_types" in names else None
+    first = fields["max_window_layers"] if "max_window_layers" in names else 0
+    windows = [window if (types[i] == _SLIDING if types else i >= first) else 0 for i in layers]
+    return tuple(windows) if any(windows) else ()
+
+
+def _check_windows(fields: Fields) -> None:
+    """Check sliding_window and layer_types. Where types are no field of a family, transformers' cache reads them."""
+    names, types, num_layers = FIELDS[fields["model_type"]], fields.get("layer_types"), fields["num_hidden_layers"]
+    window = fields["sliding_window"] if "sliding_window" in names else None
+    if window is not None and not 2 <= window <= _MAX_SIZE:
+        raise _wrong("sliding_window", window, f"from 2 to {_MAX_SIZE:,}, or null")
+    if types is not None and (not isinstance(types, list) or len(types) != num_layers):
+        raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
+    known = (_FULL,) if window is None else (_FULL, _SLIDING) if "layer_types" in names else (_SLIDING,)
+    other = next((one for one in types or () if one not in known), None)
+    if other is not None:
+        raise WeightMappingError(
+            f"config.json has {other!r} among layer_types; with sliding_window={window} only"
+            f" {' and '.join(map(repr, known))} can be used, so correct the file or name another model"
+        )
+
+
 def difference(model_type: str, ours: Fields, theirs: Fields) -> str | None:
     """Return the first field with different values in two resolved configs of a model type; None if there is none."""
     for name in (*FIELDS.get(model_type, {}), "head_dim", "rope_parameters"):
         if ours.get(name) != theirs.get(name) and name != "layer_types":
             return f"{name} is {theirs.get(name)!r} for transformers, not {ours.get(name)!r}"
+    if attention_windows(ours) != attention_windows(theirs):
+        return f"the layers' windows are {attention_windows(theirs)} for transformers, not {attention_windows(ours)}"
     return None
 
 

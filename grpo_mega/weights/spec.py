@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import resolve_config
+from grpo_mega.weights.hf_config import attention_windows, resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -63,6 +63,7 @@ class ModelShape:
     rope_dim: int = 0
     v_dim: int = 0  # width of a head's value
     qk_norm: int = 0  # width of the norms of queries and keys, for families whose models differ in it
+    windows: tuple[int, ...] = ()  # tokens that a token sees in each layer, itself included; 0: all; (): all everywhere
 
     @property
     def q(self) -> int:
@@ -163,6 +164,7 @@ class ModelShape:
             head_dim=head_dim,
             vocab=field("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
+            windows=attention_windows(config),
             **more,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,6 +56,14 @@ def test_a_mixture_without_its_number_of_chosen_experts_is_refused() -> None:
 def test_a_backward_pass_is_two_forward_passes_and_segments_add_up() -> None:
     both, one, two = (flops.count(QWEN2, lengths) for lengths in ([5, 9], [5], [9]))
     assert both.training == 3 * both.forward == one.training + two.training
+
+
+def test_a_window_counts_the_pairs_of_a_query_and_the_keys_that_it_sees() -> None:
+    windows = (0, 5, *(7,) * 26)
+    shape, lengths = replace(QWEN2, windows=windows), [1, 4, 5, 6, 40]
+    pairs = sum(int(torch.ones(n, n).tril().triu(1 - (w or n)).sum()) for w in windows for n in lengths)
+    assert flops.count(shape, lengths).attention == pytest.approx(4 * 1536 * pairs, rel=1e-12)
+    assert flops.count(shape, [4]) == flops.count(QWEN2, [4])
 
 
 def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:

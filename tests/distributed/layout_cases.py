@@ -152,6 +152,7 @@ class LogitsCase:
     routes: list[Routes] = field(default_factory=list)  # per sequence; empty: the model's routers choose
     loads: list[list[int]] = field(default_factory=list)  # tokens per expert, by layer
     balance: dict[str, float] = field(default_factory=dict)  # metrics of the router losses
+    token_budget: int = 64  # tokens of a micro-batch
 
     @property
     def world_size(self) -> int:

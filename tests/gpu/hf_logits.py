@@ -21,6 +21,12 @@ from tests.distributed.forced_routes import force_routes, routes_of
 from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 LENGTHS = (7, 19, 64, 130)
+# Changes of a family's config. The window is below some lengths, and not in every layer.
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 128},
+    "qwen2": {"tied": True},
+    "qwen2-windowed": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+}
 
 
 def tokens() -> list[list[int]]:
@@ -32,8 +38,8 @@ def tokens() -> list[list[int]]:
 def main(out: Path, device: str, sizes: str, families: list[str]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for family in families:
-        more = {"moe_intermediate_size": 128} if family.endswith("moe") else {}
-        model = make_model(family, dtype=torch.bfloat16, tied=family == "qwen2", **json.loads(sizes), **more)
+        changes = json.loads(sizes) | CHANGES.get(family, {})
+        model = make_model(family.partition("-")[0], dtype=torch.bfloat16, **changes)
         save_checkpoint(model, out / family)
         found: dict[str, list[Any]] = {"tokens": tokens()}
         for dtype in (torch.bfloat16, torch.float32):

@@ -29,7 +29,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample
 
 HERE = Path(__file__).parent
-FAMILIES = ("qwen2", "llama", "qwen3")
+FAMILIES = ("qwen2", "llama", "qwen3", "qwen2-windowed")
 MIXTURE = "qwen3_moe"
 ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # allowed error as a multiple of transformers' bf16 error
 

@@ -143,8 +143,10 @@ CASES = [
         "attention bias", ("attention_bias=True", "name another"), spoil=model(model_type="llama", attention_bias=True)
     ),
     Case("activation", ("hidden_act='gelu'", "only 'silu'"), spoil=model(hidden_act="gelu")),
-    Case("sliding window", ("sliding_window=64", "only None"), spoil=model(model_type="mistral", sliding_window=64)),
-    Case("window in use", ("sliding_window=64", "only None"), spoil=model(use_sliding_window=True, sliding_window=64)),
+    Case("sliding window", ("sliding_window=1", "from 2 to"), spoil=model(model_type="mistral", sliding_window=1)),
+    Case(
+        "window in use", ("layer_types; with sliding_window=None",), spoil=model(layer_types=["sliding_attention"] * 4)
+    ),
     Case(
         "layer types",
         ("layer_types=['full_attention']", "num_hidden_layers=4", "correct the file"),

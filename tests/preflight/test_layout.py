@@ -4,10 +4,12 @@ import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_mega.config import RolloutConfig
+from grpo_mega.config import Config, RolloutConfig
+from grpo_mega.preflight.findings import cut_problems
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import CPU_ROWS, compiler_problems, engine_rank_problems, padding_problems
 from grpo_mega.weights.spec import ModelShape
@@ -27,6 +29,26 @@ SHAPE = ModelShape("qwen2", 2, 64, 128, 8, 2, 8, 100, tied=False)
 )
 def test_a_model_that_a_server_would_pad_on_a_cpu_is_refused(shape: ModelShape, tp: int, message: str) -> None:
     assert re.search(message, next(padding_problems(shape, tp)))
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"layout": {"cp": 2}}, "layout.cp=2: must be 1 for qwen2 with sliding_window=9; raise layout.tp or layout.pp"),
+        (
+            {"batch": {"share_prompts": True}},
+            "batch.share_prompts=true: must be left out for qwen2 with sliding_window=9",
+        ),
+        ({"layout": {"tp": 2, "pp": 2}}, None),
+    ],
+)
+def test_shared_prompts_and_cp_are_refused_with_sliding_windows(section: Any, problem: str | None) -> None:
+    config = Config.model_validate(
+        {"run_dir": "r", "steps": 1, "model": {"path": "m"}, "data": {"train": "d"}, **section}
+    )
+    assert not list(cut_problems(config, SHAPE))
+    found = list(cut_problems(config, replace(SHAPE, windows=(0, 9))))
+    assert [text.startswith(problem or "") for text in found] == [True] * (problem is not None)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -75,7 +75,8 @@ def check_turn(model: Any, request: TurnRequest, result: TurnResult, temperature
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_log_probs_of_every_turn_equal_a_full_pass_over_its_context(family: str, temperature: float) -> None:
-    changes = {"mistral": {"sliding_window": 9}}.get(family, {})
+    mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+    changes = {"mistral": {"sliding_window": 9}, "qwen3": mixed}.get(family, {})
     model, conversations = make_model(family, seed=3, **changes), ScriptedConversations(TALK)
     engine = make_engine(model, 8) if family in FAMILIES else engine_of_experts(model, family)
     found = converse(engine, conversations, replace(SAMPLING, temperature=temperature))

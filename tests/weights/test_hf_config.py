@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from grpo_mega.errors import WeightMappingError
+from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.weights.families import FAMILIES
 from grpo_mega.weights.hf_config import ALIASES, FIELDS, ROPE_THETA, difference, resolve_config
@@ -68,6 +68,8 @@ ROPES: list[dict[str, Any]] = [
     {"partial_rotary_factor": 0.5},
     {"partial_rotary_factor": None},
     {"use_sliding_window": True, "sliding_window": 9},
+    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     {"sliding_window": 9},
     {"mlp_only_layers": None},
     {"layer_types": ["full_attention"] * 3},
@@ -252,6 +254,25 @@ def test_impossible_values_are_named_with_their_requirement(fields: dict[str, An
 def test_a_negative_padding_id_and_layers_of_full_attention_are_accepted() -> None:
     shape_of(MODELS["llama"] | {"pad_token_id": -1})
     shape_of(MODELS["qwen2"] | {"layer_types": ["full_attention"] * 3})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_window_is_of_the_layers_that_have_it_in_transformers(model_type: str) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    if "sliding_window" not in FIELDS[model_type]:
+        window |= {"first_k_dense_replace": 1}
+        with pytest.raises(ConfigError, match="sliding_window=9; only None"):
+            shape_of(MODELS[model_type] | window)
+        return
+    expected = (0, 9, 9) if "max_window_layers" in FIELDS[model_type] else (9, 9, 9)
+    assert shape_of(MODELS[model_type] | window).windows == expected
+    assert shape_of(MODELS[model_type] | window | {"sliding_window": None}).windows == ()
+    mixed = MODELS[model_type] | window | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    if "layer_types" in FIELDS[model_type]:
+        assert shape_of(mixed).windows == (9, 0, 0)
+    else:
+        with pytest.raises(WeightMappingError, match="'full_attention' among layer_types; with sliding_window=9 only"):
+            shape_of(mixed)
 
 
 @pytest.mark.parametrize(

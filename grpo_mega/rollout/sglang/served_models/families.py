@@ -1,8 +1,8 @@
 """One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in
 deepseek_v2).
 
-This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. The last three are for servers on
-a CPU.
+This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. Two are for all servers: router
+choices and sliding windows.
 
 Router choices: without its layer number a Mixtral router records the experts of all layers in the same place.
 
@@ -13,6 +13,9 @@ models.
 
 Expert parallelism: a token's experts on other ranks have the id -1, and SGLang's plain torch experts would use it as an
 index. This patch passes each choice of a token as a separate token, and leaves out the choices of other ranks.
+
+Sliding windows: SGLang computes full attention in these families, without a word. This patch sets the window of each
+layer's attention, on GPUs too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.models import deepseek_v2, mixtral
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
@@ -36,6 +40,8 @@ from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
+
+from grpo_mega.weights.hf_config import attention_windows
 
 # SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
 DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
@@ -74,6 +80,21 @@ def with_plain_angles(get_yarn: Callable[..., torch.nn.Module]) -> Callable[...,
     return made
 
 
+def with_windows(construct: Callable[..., None]) -> Callable[..., None]:
+    """Return a model's constructor that sets the sliding windows of its config. SGLang does not count the token
+    itself.
+    """
+
+    def windowed(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        construct(model, config, *args, **kwargs)
+        windows = attention_windows(config.to_dict())
+        model.get_attention_sliding_window_size = lambda: max(windows) - 1 if windows else None
+        for attention in (module for module in model.modules() if windows and isinstance(module, RadixAttention)):
+            attention.sliding_window_size = windows[attention.layer_id] - 1  # -1: none
+
+    return windowed
+
+
 class NumberedMixtralMoE(mixtral.MixtralMoE):
     """Sets the layer number of its router."""
 
@@ -99,3 +120,5 @@ EntryClass = [
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]
+for model_class in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
+    model_class.__init__ = with_windows(model_class.__init__)  # LlamaForCausalLM: Mistral's inherits it

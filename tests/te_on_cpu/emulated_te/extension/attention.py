@@ -1,7 +1,7 @@
 """Fused attention like cuDNN's, computed in fp32 sequence by sequence, and TE's rules for the choice of a backend.
 
-The rules are the part of nvte_get_fused_attn_backend that applies to a decoder without bias, window and dropout, on the
-card and cuDNN of `machine`. Not emulated: bf16 roundings inside, dropout, windows, sinks, FP8 attention. As in cuDNN,
+The rules are the part of nvte_get_fused_attn_backend that applies to a decoder without bias and dropout, on the card
+and cuDNN of `machine`. Not emulated: bf16 roundings inside, dropout, sinks, FP8 attention. As in cuDNN,
 the backward pass starts from the output and statistics passed to it. With context parallelism they cover the keys of
 all ranks.
 """
@@ -65,7 +65,7 @@ def get_fused_attn_backend(
         and (not has_bug or (dim_qk, dim_v) == (192, 128))
         and bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
         and softmax == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        and left == -1
+        and (left == -1 or (right == 0 and "CAUSAL" in mask.name and max_q <= max_kv))
         and (dropout == 0.0 or not is_padded)
         and ("BOTTOM" not in mask.name or max_q <= max_kv)
         and (not is_packed or (is_padded and capability >= (9, 0)))
@@ -114,7 +114,7 @@ def fused_attn_fwd(
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     statistics = torch.full((*q.shape[:-1], 1), -torch.inf)
     for rows, cols in _sequences(layout, cu_q, cu_kv, padded_q, padded_kv):
-        scores, values = _scores(q[rows], k[cols], scale, mask), _by_head(v[cols], q.shape[-2])
+        scores, values = _scores(q[rows], k[cols], scale, mask, window[0]), _by_head(v[cols], q.shape[-2])
         statistics[rows] = scores.logsumexp(-1).t()[..., None]
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
     return [out, statistics, torch.zeros(2, dtype=torch.int64)] if is_training else [out]
@@ -157,7 +157,8 @@ def fused_attn_bwd(
     )
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     for rows, cols in _sequences(layout, cu_q, cu_kv, padded_q, padded_kv):
-        shares = (_scores(q[rows], k[cols], scale, mask) - statistics[rows][..., 0].t()[..., None]).exp()  # [h, q, k]
+        scores = _scores(q[rows], k[cols], scale, mask, window[0])  # [h, q, k]
+        shares = (scores - statistics[rows][..., 0].t()[..., None]).exp()
         upstream = d_o[rows].float()
         d_shares = torch.einsum("qhd,khd->hqk", upstream, _by_head(v[cols], num_heads))
         d_scores = shares * (d_shares - (upstream * o[rows].float()).sum(-1).t()[..., None]) * scale
@@ -192,12 +193,13 @@ def _sequences(
             raise NotImplementedError(f"fused attention in layout {name} is not emulated")
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Any) -> torch.Tensor:
-    """Return [h, q, k] in fp32 for one sequence; -inf at masked entries."""
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Any, left: int) -> torch.Tensor:
+    """Return [h, q, k] in fp32 for one sequence; -inf at masked entries. -1: no window on the left."""
     scores = torch.einsum("qhd,khd->hqk", q.float(), _by_head(k, q.shape[1])) * scale
     if "CAUSAL" in mask.name:
         shift = k.shape[0] - q.shape[0] if "BOTTOM" in mask.name else 0
         is_allowed = torch.ones(scores.shape[1:], dtype=torch.bool).tril(shift)
+        is_allowed = is_allowed if left == -1 else is_allowed.triu(shift - left)
         scores = scores.masked_fill(~is_allowed, -torch.inf)
     return scores
 
