@@ -235,16 +235,12 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the answer in chunks: the role, the content, each call, then the reason of the end."""
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"content": turn.answer["content"]}] if turn.answer["content"] else []
-    for number, call in enumerate(turn.answer.get("tool_calls", ())):
-        deltas.append({"tool_calls": [{"index": number, **call}]})
-    if "invalid_tool_calls" in turn.answer:
-        deltas.append({"invalid_tool_calls": turn.answer["invalid_tool_calls"]})
-    for number, delta in enumerate([*deltas, {}]):
-        reason = turn.finish_reason if number == len(deltas) else None
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    """Yield the answer in two chunks: the message, then the reason of the end."""
+    delta = dict(turn.answer)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    for part, reason in ((delta, None), ({}, turn.finish_reason)):
+        choice = {"index": 0, "delta": part, "logprobs": None, "finish_reason": reason}
         yield {"object": "chat.completion.chunk", "choices": [choice]}
     if with_usage:
         yield {"object": "chat.completion.chunk", "choices": [], "usage": _usage(turn)}
