@@ -293,11 +293,7 @@ def _execute(program: str, word: bytes) -> int:
     except MemoryError:
         return _OUT_OF_MEMORY
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        print(
-            "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]), end="", file=sys.stderr
-        )
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         status = _REFUSED if _is_denied(error) else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
