@@ -78,7 +78,7 @@ def _llama3(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
     if not pieces and not re.match(r'\s*\{\s*"(?:name|parameters)"', text):
         return FoundCalls(content)
     try:
-        return FoundCalls(before, [call for value in _json_values(text) for call in _calls_of(value, "parameters")])
+        return FoundCalls(before, _calls_of(list(_json_values(text)), "parameters"))
     except ValueError as error:
         return FoundCalls(content, [], [(text, str(error))])
 

@@ -68,6 +68,8 @@ def test_calls_are_parsed_by_family(name: str, text: str, content: str, calls: l
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "must be an object, not a text"),
         ("qwen2.5", f"<tool_call>{'[' * 5000}</tool_call>", "nested too deeply"),
         ("llama3", '{"name": "f", "parameters": ', "not JSON"),
+        ("llama3", "so<|python_tag|>", "object with name"),
+        ("llama3", '<|python_tag|>[{"name": "f", "parameters": {}}]', "object with name"),
         ("mistral", "[TOOL_CALLS] [1]", "object with name"),
         ("glm4.5", f"{GLM.removesuffix('</tool_call>')}", "</tool_call> is missing"),
         ("glm4.5", "<tool_call>\n</tool_call>", "name of the function is missing"),
