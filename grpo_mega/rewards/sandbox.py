@@ -98,9 +98,11 @@ def _ask(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     """Start the sandbox in an empty folder, and return its answer. End everything that it started."""
     command = [sys.executable, "-I", "-B", str(_PROGRAM), str(_ROOT)]
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory(prefix="grpo-mega-sandbox-", ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(command, **pipes, cwd=folder, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=environment, start_new_session=True
+        )
         try:
             out, problem = process.communicate(json.dumps(request).encode(), deadline_s)
         except subprocess.TimeoutExpired:

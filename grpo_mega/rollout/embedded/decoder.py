@@ -312,9 +312,9 @@ def _fitted(cached: Tensor, width: int) -> Tensor:
 def _fill(cache: DynamicCache, parts: Sequence[Cached | None], width: int) -> None:
     """Fill an empty cache with these caches, one per row, padded on the left to `width`."""
     some = next(part for part in parts if part is not None)
-    parts = [part or some.first(0) for part in parts]
+    filled = [part or some.first(0) for part in parts]
     for number in range(len(some.layers)):
-        pairs = zip(*(part.layers[number] for part in parts), strict=True)
+        pairs = zip(*(part.layers[number] for part in filled), strict=True)
         cache.update(*(torch.cat([_fitted(one, width) for one in of_rows]) for of_rows in pairs), number)
 
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from grpo_mega.rollout.sessions.messages import TAG
@@ -198,6 +199,6 @@ FORMATS = {
     "hermes": CallFormat("<tool_call>", _tagged(_read_json), lambda *call: _write_json(*call) + CLOSING),
     "glm45": CallFormat("<tool_call>", _tagged(_GLM.read), lambda *call: _GLM.write(*call) + CLOSING),
     "qwen3_coder": CallFormat("<tool_call>", _tagged(_QWEN.read), lambda *call: f"{_QWEN.write(*call)}\n{CLOSING}"),
-    "llama3": CallFormat("<|python_tag|>", _llama3, lambda *call: _write_json(*call, key="parameters")),
+    "llama3": CallFormat("<|python_tag|>", _llama3, partial(_write_json, key="parameters")),
     "mistral": CallFormat("[TOOL_CALLS]", _mistral, _write_json),
 }
