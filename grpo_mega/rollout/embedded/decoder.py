@@ -49,7 +49,7 @@ class Start:
     first: int  # response tokens that are in the context already
     end: int  # maximum length of the response
     stop_token_ids: frozenset[int]
-    cached: Cached | None = None  # of the first tokens of the context, but not of all
+    cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
 
 
 class Decoder:
@@ -218,7 +218,7 @@ class _Cohort:
             source.append(len(firsts) - 1)
         device, cache = model.device, DynamicCache(config=model.config)
         num_cached = [start.cached.num_tokens if start.cached else 0 for start in firsts]
-        width = max(num_cached)  # of the caches; new tokens follow, with padding on the left of both
+        width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
         new = [start.context[num:] for start, num in zip(firsts, num_cached, strict=True)]
         ids = torch.zeros((len(new), max(map(len, new))), dtype=torch.int64)
         mask = torch.zeros((len(new), width + ids.shape[1]), dtype=torch.int64)
