@@ -78,7 +78,7 @@ def run_programs(
         "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }
-    answer = _ask(request, _START_S + request["total_s"])
+    answer = _run_sandbox(request, _START_S + request["total_s"])
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
@@ -88,13 +88,13 @@ def run_programs(
 def missing() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
     try:
-        problem = _ask({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
+        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
     except SandboxFailed as error:
         problem = str(error)
     return problem or None
 
 
-def _ask(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     """Start the sandbox in an empty folder, and return its answer. End everything that it started."""
     command = [sys.executable, "-I", "-B", str(_PROGRAM), str(_ROOT)]
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

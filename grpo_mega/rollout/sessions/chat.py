@@ -31,7 +31,7 @@ class RefusedRequest(ValueError):
     """The endpoint refuses a request of the agent function."""
 
 
-class NoAnswer(ConnectionError):
+class EndpointFailed(ConnectionError):
     """The endpoint does not answer. The sample is not to blame, and starts again."""
 
 
@@ -69,7 +69,7 @@ class Chat:
 
 
 async def post(url: str, api_key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send JSON to the endpoint, and return the JSON answer. Raise LimitReached, RefusedRequest or NoAnswer."""
+    """Send JSON to the endpoint, and return the JSON answer. Raise LimitReached, RefusedRequest or EndpointFailed."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client,  # the sample has a deadline
@@ -77,14 +77,14 @@ async def post(url: str, api_key: str, body: Mapping[str, Any]) -> dict[str, Any
         ):
             code, answer = response.status, await response.json(content_type=None)
     except (OSError, aiohttp.ClientError, ValueError) as error:
-        raise NoAnswer(f"the sample's endpoint does not answer ({type(error).__name__}: {error})") from None
+        raise EndpointFailed(f"the sample's endpoint does not answer ({type(error).__name__}: {error})") from None
     if code == 200 and isinstance(answer, dict):
         return answer
     problem = answer.get("error", {}) if isinstance(answer, dict) else {}
     if problem.get("code") in LIMIT_CODES:
         raise LimitReached(problem.get("message"))
     if code >= 500:
-        raise NoAnswer(f"the sample's endpoint failed with status {code}: {problem.get('message')}")
+        raise EndpointFailed(f"the sample's endpoint failed with status {code}: {problem.get('message')}")
     raise RefusedRequest(problem.get("message") or f"status {code}")
 
 
