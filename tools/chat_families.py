@@ -152,6 +152,8 @@ FAMILIES = {
     "qwen3": Family("qwen3", _CHATML, (*_CALLS, *_THOUGHTS)),
     "qwen3-no-thinking": Family("qwen3", _CHATML, (*_CALLS, *_THOUGHTS), before=_NO_THINKING),
     "qwen3-2507": Family("qwen3_instruct_2507", _CHATML, _CALLS),
+    "qwen3.5": Family("qwen3_5_think", _CHATML, (*_CALLS, *_THOUGHTS)),
+    "qwen3.5-no-thinking": Family("qwen3_5_nothink", _CHATML, (*_CALLS, *_THOUGHTS)),
     "glm4.5": Family("glm4moe", _GLM, (*_CALLS, *_THOUGHTS), _GLM_STOPS),
     "glm4.5-no-thinking": Family("glm4moe", _GLM, (*_CALLS, *_THOUGHTS), _GLM_STOPS, before=_NO_THINKING),
     "smollm2": Family(SMOLLM2, _CHATML),

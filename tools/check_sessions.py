@@ -158,16 +158,26 @@ class Conversation:
     def text(self) -> str:
         """Return the text of a turn."""
         rng, kind = self.rng, self.machine.parser.format
-        call = {"name": "f", "parameters" if kind == "llama3" else "arguments": {"a": rng.randrange(9), "b": "\u2028"}}
+        texts = {"a": str(rng.randrange(9)), "b": "\u2028"}  # b is a text
+        arguments = {"a": int(texts["a"]), "b": texts["b"]}
+        call = {"name": "f", "parameters" if kind == "llama3" else "arguments": arguments}
         body = json.dumps(call, ensure_ascii=rng.random() < 0.5)
-        self.num_calls = 0
+        if kind == "glm45":
+            body = "f\n" + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in texts.items())
+        elif kind == "qwen3_coder":
+            pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in texts.items())
+            body = f"<function=f>\n{pairs}</function>"
+        whole, self.num_calls = body, 0
         if rng.random() < 0.2:
-            body = body[: rng.randrange(len(body))]
-        written = {"hermes": f"<tool_call>\n{body}\n</tool_call>", "llama3": body, "mistral": f"[TOOL_CALLS] [{body}]"}
+            # GLM's call is complete after each argument, so it is cut in its last one.
+            body = body[: rng.randrange(len(body) - 45, len(body) - 1) if kind == "glm45" else rng.randrange(len(body))]
+        written = {"llama3": body, "mistral": f"[TOOL_CALLS] [{body}]"}
         thought = rng.choice(["", "", "<think>\nit is\n</think>\n\n", "<think>\n\n</think>\n\n", "<think>open "])
+        if self.machine.template.prefill.endswith("<think>\n"):  # the template has opened the thought
+            thought = thought.removeprefix("<think>") or "</think>\n\n"
         if self.tools and rng.random() < 0.5:
-            self.num_calls = int(body.endswith("}}"))
-            return (thought + written[kind]) if kind == "hermes" else written[kind]
+            self.num_calls = int(body == whole)
+            return written.get(kind) or f"{thought}<tool_call>\n{body}\n</tool_call>"
         return thought + rng.choice(["4", "hello there", "é🙂", "  4 \n", "", "say <tool_call>", "{}"])
 
     def follow(self, answer: dict[str, Any]) -> None:

@@ -169,11 +169,12 @@ class RolloutConfig(Section):
     agent_workers: PositiveInt = Field(
         default=1, description="Number of processes per engine that run agents and tools, each for many samples."
     )
-    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+    tool_format: Literal["auto", "hermes", "glm45", "qwen3_coder", "llama3", "mistral"] = Field(
         default="auto",
         description=(
-            "How the model writes tool calls: hermes (<tool_call> and JSON, also Qwen), llama3 (JSON) or mistral "
-            "([TOOL_CALLS]). auto finds it from the chat template."
+            "How the model writes tool calls: hermes (<tool_call> and JSON, also Qwen 2.5 and 3), glm45 or qwen3_coder "
+            "(<tool_call> and XML, the latter also Qwen 3.5), llama3 (JSON) or mistral ([TOOL_CALLS]). auto finds it "
+            "from the chat template."
         ),
     )
 

@@ -78,7 +78,7 @@ def run_programs(
         "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }
-    answer = _ask(request, _START_S + request["total_s"])
+    answer = _run_sandbox(request, _START_S + request["total_s"])
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
@@ -88,46 +88,35 @@ def run_programs(
 def missing() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
     try:
-        problem = _ask({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
+        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
     except SandboxFailed as error:
         problem = str(error)
     return problem or None
 
 
-def _ask(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     """Start the sandbox in an empty folder, and return its answer. End everything that it started."""
-    with tempfile.TemporaryDirectory(prefix="grpo-mega-sandbox-", ignore_cleanup_errors=True) as folder:
-        return _ask_in(folder, request, deadline_s)
-
-
-def _ask_in(folder: str, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Start the sandbox in a folder."""
     command = [sys.executable, "-I", "-B", str(_PROGRAM), str(_ROOT)]
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-    )
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryDirectory(prefix="grpo-mega-sandbox-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=environment, start_new_session=True
+        )
+        try:
+            out, problem = process.communicate(json.dumps(request).encode(), deadline_s)
+        except subprocess.TimeoutExpired:
+            raise SandboxFailed(f"the sandbox did not end within {deadline_s:g} s") from None
+        finally:
+            has_ended = process.poll() is not None
+            kill_session(process.pid, has_ended=has_ended)
+            if not has_ended:
+                process.communicate()  # waits for the killed process, and closes its pipes
     try:
-        out, problem = process.communicate(json.dumps(request).encode(), deadline_s)
-    except subprocess.TimeoutExpired:
-        raise SandboxFailed(f"the sandbox did not end within {deadline_s:g} s") from None
-    finally:
-        has_ended = process.poll() is not None
-        kill_session(process.pid, has_ended=has_ended)
-        if not has_ended:
-            process.communicate()  # waits for the killed process, and closes its pipes
-    try:
-        answer: dict[str, Any] = json.loads(out)
+        return dict(json.loads(out))
     except ValueError:
         last = (problem.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise SandboxFailed(f"the sandbox failed: {last}") from None
-    return answer
 
 
 @cache

@@ -189,7 +189,7 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     done_end, done = os.pipe()
     word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
-        _be_program(program, request, streams, done, word)
+        _run_in_child(program, request, streams, done, word)
     os.close(done)
     with select.epoll() as poll:
         descriptor = os.pidfd_open(pid)
@@ -229,7 +229,7 @@ def _kill_others(*, has_namespace: bool) -> None:
             os.waitpid(-1, 0)
 
 
-def _be_program(program: str, request: dict[str, Any], streams: list[int], done: int, word: bytes) -> NoReturn:
+def _run_in_child(program: str, request: dict[str, Any], streams: list[int], done: int, word: bytes) -> NoReturn:
     """Give up all rights, run the program, and end the process."""
     with contextlib.suppress(BaseException):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -293,11 +293,7 @@ def _execute(program: str, word: bytes) -> int:
     except MemoryError:
         return _OUT_OF_MEMORY
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        print(
-            "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]), end="", file=sys.stderr
-        )
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         status = _REFUSED if _is_denied(error) else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -86,6 +86,12 @@ def test_phases_of_a_step_add_up(found: dict[str, Any]) -> None:
     assert sum(step.values()) == pytest.approx(whole, rel=0.02)
 
 
+def test_a_token_of_a_conversation_is_compared_with_single_responses(found: dict[str, Any]) -> None:
+    turns = values(found, "turns")
+    rates = [turns[f"sampled tokens of {name}"] for name in ("single responses", "conversations")]
+    assert all(rates) and turns["cost of a token"] == pytest.approx(rates[0] / rates[1])  # type: ignore[operator]
+
+
 def test_free_memory_is_compared_with_the_plan() -> None:
     rows = [
         {"memory/free_training_gib": free, "memory/planned_free_training_gib": 12.0, "memory/free_sync_gib": 30.0}
@@ -149,7 +155,7 @@ def test_memory_is_not_measured_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, memory, step"),
+        ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, turns, memory, step"),
         pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )

@@ -29,14 +29,14 @@ pytestmark = pytest.mark.distributed
 
 TEMPERATURE, LONGEST = 0.9, 40
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "hidden_size": 44,
     "intermediate_size": 76,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 37,
     "initializer_range": 0.04,
-    "layer_types": ["full_attention"] * 3,
+    "layer_types": ["full_attention"] * 4,
 }
 # test_replay.py sets keys that reach both sides of each recipe's limits with few tokens. sft has a separate test.
 RECIPES: dict[str, dict[str, Any]] = {name: {} for name in ALL_RECIPES if name != "sft"} | STRICT_RECIPES
@@ -47,7 +47,8 @@ LAYOUTS = (
     "dp=2 batch.tokens_per_micro_batch=120 batch.share_prompts=true",
     "cp=2 batch.tokens_per_micro_batch=60",
     "tp=2,sequence_parallel=true batch.tokens_per_micro_batch=90",
-    "pp=2,layers_per_chunk=[2,1] batch.tokens_per_micro_batch=140",
+    "pp=2,layers_per_chunk=[3,1] batch.tokens_per_micro_batch=140",
+    "pp=2,vpp=2 batch.tokens_per_micro_batch=70",
 )
 
 # The segments of each sample. A segment is the length of its context (0: the prompt is its context), and the lengths of

@@ -132,6 +132,33 @@ def test_sequences_that_join_and_leave_have_the_tokens_of_separate_ones(model: A
         assert [found[name] for name in range(30)] == [alone(start) for start in starts]
 
 
+def test_a_turn_prefills_only_what_its_conversation_has_not_seen(model: Any) -> None:
+    """Also after a rewritten history: the common start is not computed again. Windows compute everything."""
+    base, others = tuple(range(20, 33)), (3, 4, 5)
+
+    def script(key: Key, prompt: Prompt, step: int) -> Script:
+        context, tokens = base, list[int]()
+        for number in range(5):
+            result = yield TurnRequest(key, prompt, number, context, 6, frozenset(), step)
+            tokens += result.token_ids
+            context = (*context, *result.token_ids, *others) if number != 2 else (*base[:5], *others)
+        return Sample(prompt, key[1], tokens, [0.0] * len(tokens), "stop", sampled=[(0, len(tokens))])
+
+    def prefills(model: Any) -> list[int]:
+        widths, engine, conversations = list[int](), make_engine(model, 8), ScriptedConversations(script)
+        engine._model.register_forward_pre_hook(
+            lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
+        converse(engine, conversations, replace(SAMPLING, group_size=1), {0: fresh()[0]})
+        for request, result in conversations.turns:
+            check_turn(model, request, result, SAMPLING.temperature)
+        return [width for width in widths if width > 1]
+
+    assert prefills(model) == [13, 1 + 3, 1 + 3, 3, 1 + 3]
+    windows = make_model("mistral", seed=3, sliding_window=9)
+    assert prefills(windows) == [13, 13 + 9, 13 + 18, 8, 8 + 9]
+
+
 def joins_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[tuple[int, ...]]]]:
     """Return a list that gets the clock and the contexts of every join."""
     joins: list[tuple[int, list[tuple[int, ...]]]] = []

@@ -178,6 +178,23 @@ def test_conversations_that_end_during_their_turns_leave_a_usable_server(
         check_turn(weights, request, result, SAMPLING.temperature)
 
 
+def test_a_turn_whose_context_leaves_room_for_one_token_is_sampled(engine: SGLangEngine, weights: Any) -> None:
+    """SGLang itself refuses inputs of the last 6 tokens of its context length."""
+
+    def script(key: Key, prompt: Prompt, step: int) -> Script:
+        result = yield TurnRequest(
+            key, prompt, 0, tuple(number % 256 for number in range(3, 513 - key[0])), 1, frozenset(), step
+        )
+        return Sample(prompt, key[1], result.token_ids, result.logprobs, "length", [Span(7, 0, 1)])
+
+    conversations = ScriptedConversations(script)
+    found = converse(engine, conversations)
+    assert engine.failure is None and all(group.is_complete(3) for group in found.values())
+    assert max(len(request.context_ids) for request, _ in conversations.turns) == 510
+    for request, result in conversations.turns:
+        check_turn(weights, request, result, SAMPLING.temperature)
+
+
 class EndedByDeadline(ScriptedConversations):
     """Ends all conversations once each has asked for a turn."""
 

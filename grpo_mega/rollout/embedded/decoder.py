@@ -1,7 +1,8 @@
 """Decode sequences together, one token of each per step. Sequences join and leave between two steps.
 
 The sequences of a cohort share a cache, with padding on the left. A step runs the model once per cohort. `add` makes a
-new cohort. `join` first merges all cohorts into one and drops the finished sequences.
+new cohort. `join` first merges all cohorts into one and drops the finished sequences. `cached` returns the cache of a
+sequence that has ended, for a later sequence that starts with the same tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from grpo_mega.rollout.embedded.model import RouteRecorder
 from grpo_mega.rollout.embedded.sampler import draw
@@ -22,6 +24,20 @@ from grpo_mega.rollout.engine import Sampling
 
 COMPACT_BELOW = 0.75  # finished sequences leave the cache if the share of live sequences is below this
 PREFILL_TOKENS = 2**14  # maximum number of tokens of a prefill of `join`, with padding; a longer context runs alone
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Keys and values [1, heads, tokens, head size] per layer of the first tokens of a sequence."""
+
+    layers: list[tuple[Tensor, Tensor]]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers[0][0].shape[-2]
+
+    def first(self, num_tokens: int) -> Cached:
+        return Cached([(keys[..., :num_tokens, :], values[..., :num_tokens, :]) for keys, values in self.layers])
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class Start:
     first: int  # response tokens that are in the context already
     end: int  # maximum length of the response
     stop_token_ids: frozenset[int]
+    cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
 
 
 class Decoder:
@@ -50,6 +67,7 @@ class Decoder:
             self._streams_ST = torch.zeros((num_slots, longest), dtype=torch.float64, device=model.device)
         self._model, self._sampling, self._recorder = model, sampling, recorder
         self._cohorts: list[_Cohort] = []
+        self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row of the slots that ended in the last step
         self._added_at = [0] * num_slots  # num_steps when the slot's sequence was added
         self._stop_sets: dict[frozenset[int], int] = {}
         self._is_stop_NV = torch.zeros((0, model.config.vocab_size), dtype=torch.bool, device=model.device)
@@ -94,6 +112,7 @@ class Decoder:
         """Sample one token of every sequence. Return the slots of the sequences that ended, with the reason."""
         ended = list[tuple[int, Literal["stop", "length"]]]()
         sampling = self._sampling
+        self._ended = {}
         for cohort in self._cohorts:
             rows = cohort.rows
             uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.places]
@@ -105,6 +124,7 @@ class Decoder:
             is_ended = (is_stopped | (rows.places + 1 == rows.ends)) & rows.is_live
             for slot, stopped in zip(rows.slots[is_ended].tolist(), is_stopped[is_ended].tolist(), strict=True):
                 ended.append((slot, "stop" if stopped else "length"))
+            self._ended |= {int(rows.slots[row]): (cohort, row) for row in is_ended.nonzero()[:, 0].tolist()}
             rows.is_live = rows.is_live & ~is_ended
         self.num_steps += 1
         self._drop_finished_cohorts()
@@ -121,6 +141,23 @@ class Decoder:
         """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
         num_tokens = self.num_steps - self._added_at[slot]
         return self.tokens_ST[slot, :num_tokens].tolist(), self._logprobs_ST[slot, :num_tokens].tolist()
+
+    def cached(self, slot: int) -> Cached | None:
+        """Return the cache of a sequence that ended in the last step: context and sampled tokens, without the last.
+
+        Call this before `advance`. Return None if a layer has another kind of cache, such as a sliding window.
+        """
+        cohort, row = self._ended[slot]
+        if any(type(layer) is not DynamicLayer for layer in cohort.cache.layers):
+            return None
+        start = cohort.mask.shape[1] - int(cohort.mask[row].sum())
+        pairs = ((layer.keys, layer.values) for layer in cohort.cache.layers)
+        return Cached(
+            [
+                (keys[row : row + 1, :, start:].clone(), values[row : row + 1, :, start:].clone())
+                for keys, values in pairs
+            ]
+        )
 
     def _drop_finished_cohorts(self) -> None:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
@@ -173,21 +210,26 @@ class _Cohort:
 
         Also return the index of each sequence's context, and the length of each context.
         """
-        contexts: list[tuple[int, ...]] = []
+        firsts: list[Start] = []  # the first start of each context
         source: list[int] = []
         for start in starts:
-            if not contexts or start.context is not contexts[-1]:
-                contexts.append(start.context)
-            source.append(len(contexts) - 1)
-        longest, device = max(map(len, contexts)), model.device
-        ids = torch.zeros((len(contexts), longest), dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, context in enumerate(contexts):
-            ids[row, longest - len(context) :] = torch.tensor(context)
-            mask[row, longest - len(context) :] = 1
+            if not firsts or start.context is not firsts[-1].context:
+                firsts.append(start)
+            source.append(len(firsts) - 1)
+        device, cache = model.device, DynamicCache(config=model.config)
+        num_cached = [start.cached.num_tokens if start.cached else 0 for start in firsts]
+        width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
+        new = [start.context[num:] for start, num in zip(firsts, num_cached, strict=True)]
+        ids = torch.zeros((len(new), max(map(len, new))), dtype=torch.int64)
+        mask = torch.zeros((len(new), width + ids.shape[1]), dtype=torch.int64)
+        for row, tokens in enumerate(new):
+            ids[row, ids.shape[1] - len(tokens) :] = torch.tensor(tokens)
+            mask[row, width - num_cached[row] : width] = 1
+            mask[row, mask.shape[1] - len(tokens) :] = 1
         ids, mask = ids.to(device), mask.to(device)
-        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
-        cache = DynamicCache(config=model.config)
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, width:]
+        if width:
+            _fill(cache, [start.cached for start in firsts], width)
         out = model(
             input_ids=ids,
             attention_mask=mask,
@@ -196,6 +238,8 @@ class _Cohort:
             use_cache=True,
             logits_to_keep=1,
         )
+        if width:
+            mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
         cache.batch_select_indices(source_B)
         ends = torch.tensor([start.end for start in starts], device=device)
@@ -209,7 +253,11 @@ class _Cohort:
             tokens=torch.zeros_like(ends),
             is_live=torch.ones_like(ends, dtype=torch.bool),
         )
-        return cls(cache, mask[source_B], out.logits[source_B, -1], rows), source, list(map(len, contexts))
+        return (
+            cls(cache, mask[source_B], out.logits[source_B, -1], rows),
+            source,
+            [len(start.context) for start in firsts],
+        )
 
     def advance(self, model: Any, longest: int) -> None:
         """Feed the sampled tokens. First drop finished sequences from the cache, if there are enough of them."""
@@ -259,6 +307,25 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
 def _fitted(cached: Tensor, width: int) -> Tensor:
     """Return [B, heads, width, head size]: the last tokens of `cached`, padded on the left if there are too few."""
     return F.pad(cached, (0, 0, width - cached.shape[-2], 0))
+
+
+def _fill(cache: DynamicCache, parts: Sequence[Cached | None], width: int) -> None:
+    """Fill an empty cache with these caches, one per row, padded on the left to `width`."""
+    some = next(part for part in parts if part is not None)
+    filled = [part or some.first(0) for part in parts]
+    for number in range(len(some.layers)):
+        pairs = zip(*(part.layers[number] for part in filled), strict=True)
+        cache.update(*(torch.cat([_fitted(one, width) for one in of_rows]) for of_rows in pairs), number)
+
+
+def _moved_left(cache: DynamicCache, mask: Tensor) -> Tensor:
+    """Move all padding of a cache to the left, and drop what no row needs. Return the mask of the moved cache."""
+    kept = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - int(mask.sum(dim=1).max()) :]
+    for layer in cache.layers:
+        index = kept[:, None, :, None].expand(-1, layer.keys.shape[1], -1, -1)
+        layer.keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[-1]))
+        layer.values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[-1]))
+    return mask.gather(1, kept)
 
 
 def _prefills(starts: Mapping[int, Start]) -> Iterator[dict[int, Start]]:

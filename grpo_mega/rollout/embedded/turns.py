@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.embedded.decoder import Decoder, Start
+from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start
 from grpo_mega.rollout.embedded.sampler import uniforms
 from grpo_mega.rollout.engine import RolloutRequest, context_seed
 from grpo_mega.rollout.schedule import Schedule
@@ -55,6 +55,7 @@ class TurnLoop:
         self._asked: list[TurnRequest] = []  # turns that have not joined yet
         self._ended: list[Ended] = []  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
+        self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
         self._longest = decoder.tokens_ST.shape[1]
         self._patience = LATE_S
 
@@ -153,7 +154,8 @@ class TurnLoop:
         self._start_samples()
 
     def _cancel(self, key: Key) -> None:
-        """Forget the turns of a conversation that did not wait for them, because of its deadline."""
+        """Forget the cache of a conversation, and turns that it did not wait for, because of its deadline."""
+        self._caches.pop(key, None)
         self._asked = [request for request in self._asked if request.key != key]
         slots = [slot for slot, request in self._turns.items() if request.key == key]
         self._decoder.cancel(slots)
@@ -181,7 +183,16 @@ class TurnLoop:
         if sampling.temperature > 0:
             seed = sampling.seed, request.step, request.prompt.id, request.key[1]
             stream = uniforms(*seed, end, context_seed(context))
-        return Start(context, stream, first=0, end=end, stop_token_ids=request.stop_token_ids)
+        return Start(context, stream, 0, end, request.stop_token_ids, self._cached(request.key, context))
+
+    def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
+        """Return the cache of the tokens that a context shares with the last turn of its conversation."""
+        tokens, cached = self._caches.pop(key, ((), None))
+        if cached is None:
+            return None
+        differs = (number for number, (old, new) in enumerate(zip(tokens, context, strict=False)) if old != new)
+        num_shared = min(next(differs, cached.num_tokens), cached.num_tokens, len(context) - 1)
+        return cached.first(num_shared) if num_shared else None
 
     def _step(self) -> None:
         """Decode a token of every turn. Answer the turns that ended."""
@@ -189,6 +200,7 @@ class TurnLoop:
         for slot, reason in self._decoder.sample():
             request, (tokens, logprobs) = self._turns.pop(slot), self._decoder.found(slot)
             self._due[request.key] = _next_join(self._clock + LEAST_STEPS)
+            self._caches[request.key] = (*request.context_ids, *tokens), self._decoder.cached(slot)
             self._conversations.answer(request, TurnResult(tokens, logprobs, reason, self._version))
         self._decoder.advance()
 

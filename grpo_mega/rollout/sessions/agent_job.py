@@ -21,7 +21,7 @@ from typing import Any, Literal
 from grpo_mega import user_code
 from grpo_mega.rewards.api import as_score
 from grpo_mega.rewards.forked import ForkedJob, Serve, describe_error
-from grpo_mega.rollout.sessions.chat import Chat, LimitReached, NoAnswer, as_prompt
+from grpo_mega.rollout.sessions.chat import Chat, EndpointFailed, LimitReached, as_prompt
 from grpo_mega.rollout.sessions.tools import Toolbox
 
 Agent = Callable[[Chat, SimpleNamespace], Awaitable[Any]]
@@ -138,7 +138,7 @@ class _Loop:
                 value = checked_value(await self._agent(chat, as_prompt(prompt)))
         except LimitReached:
             pass
-        except NoAnswer as problem:
+        except EndpointFailed as problem:
             kind, error = "died", str(problem)
         except BaseException as problem:  # SystemExit ends the sample, not the worker
             if session_id in self._killed:

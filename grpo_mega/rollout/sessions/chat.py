@@ -10,19 +10,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import aiohttp
 
 from grpo_mega.rewards.api import as_score
 from grpo_mega.types import Prompt
 
 # Codes of the endpoint's errors: the sample has reached a limit, so no further turn can be sampled.
 LIMIT_CODES = frozenset({"max_turns", "max_response_length", "context_length_exceeded"})
-MAX_ANSWER_BYTES = 64 << 20
 
 
 class LimitReached(Exception):
@@ -33,7 +31,7 @@ class RefusedRequest(ValueError):
     """The endpoint refuses a request of the agent function."""
 
 
-class NoAnswer(ConnectionError):
+class EndpointFailed(ConnectionError):
     """The endpoint does not answer. The sample is not to blame, and starts again."""
 
 
@@ -71,37 +69,22 @@ class Chat:
 
 
 async def post(url: str, api_key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Send JSON to the endpoint, and return the JSON answer. Raise LimitReached, RefusedRequest or NoAnswer."""
-    parts, data = urllib.parse.urlsplit(url), json.dumps(body).encode()
-    head = [
-        f"POST {parts.path} HTTP/1.1",
-        f"Host: {parts.netloc}",
-        f"Authorization: Bearer {api_key}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-        "Connection: close",
-    ]
+    """Send JSON to the endpoint, and return the JSON answer. Raise LimitReached, RefusedRequest or EndpointFailed."""
     try:
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=MAX_ANSWER_BYTES)
-        try:
-            writer.write("\r\n".join([*head, "", ""]).encode() + data)
-            await writer.drain()
-            head_of_answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-            status, *fields = head_of_answer.split("\r\n")
-            code = int(status.split()[1])
-            length = next((field.partition(":")[2] for field in fields if field.startswith("content-length:")), None)
-            answer = json.loads(await (reader.read() if length is None else reader.readexactly(int(length))))
-        finally:
-            writer.close()
-    except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
-        raise NoAnswer(f"the sample's endpoint does not answer ({type(error).__name__}: {error})") from None
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client,  # the sample has a deadline
+            client.post(url, json=body, headers={"Authorization": f"Bearer {api_key}"}) as response,
+        ):
+            code, answer = response.status, await response.json(content_type=None)
+    except (OSError, aiohttp.ClientError, ValueError) as error:
+        raise EndpointFailed(f"the sample's endpoint does not answer ({type(error).__name__}: {error})") from None
     if code == 200 and isinstance(answer, dict):
         return answer
     problem = answer.get("error", {}) if isinstance(answer, dict) else {}
     if problem.get("code") in LIMIT_CODES:
         raise LimitReached(problem.get("message"))
     if code >= 500:
-        raise NoAnswer(f"the sample's endpoint failed with status {code}: {problem.get('message')}")
+        raise EndpointFailed(f"the sample's endpoint failed with status {code}: {problem.get('message')}")
     raise RefusedRequest(problem.get("message") or f"status {code}")
 
 

@@ -193,20 +193,13 @@ class Conversations(AbstractContextManager["Conversations"]):
         if running is None:
             return
         try:
-            self._report_end(running, result)
-        except Exception as error:  # without an event the engine would wait for ever
-            self.events.put(Failed(running.prompt_index, f"a conversation could not end: {error!r}"))
-
-    def _report_end(self, running: _Running, result: Any) -> None:
-        if result.kind == "died":
-            if running.is_repeated:
-                self.events.put(Failed(running.prompt_index, result.error or "the agent's worker died"))
-            else:
+            if result.kind == "died" and not running.is_repeated:
                 where = running.prompt_index, running.sample_index, running.prompt, running.step
                 self._start(*where, is_repeated=True)
-            return
-        try:
-            self.events.put(self._ended(running, result))
+            elif result.kind == "died":
+                self.events.put(Failed(running.prompt_index, result.error or "the agent's worker died"))
+            else:
+                self.events.put(self._ended(running, result))
         except Exception as error:  # without an event the engine would wait for ever
             self.events.put(Failed(running.prompt_index, f"prompt {running.prompt.id}: {error!r}"))
 

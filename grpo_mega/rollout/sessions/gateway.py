@@ -25,8 +25,8 @@ from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.messages import RequestError, well_formed_json
 from grpo_mega.rollout.sessions.session import ChatRequest, Session, Turn
 
-MOST_BYTES = 1 << 28  # limit for a request
-MOST_ENDED = 10_000  # ended sessions that are known, for a better error
+MAX_BODY_BYTES = 1 << 28  # limit for a request
+MAX_ENDED = 10_000  # ended sessions that are known, for a better error
 MODEL = "policy"
 _READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
 _IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -69,9 +69,9 @@ class Gateway:
         self.sampling = self._training_sampling = sampling
         self._tokenizer, self._sample = tokenizer, sample
         self._open: dict[str, OpenSession] = {}
-        self._ended: deque[str] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[str] = deque(maxlen=MAX_ENDED)
         self._url = ""
-        app = web.Application(client_max_size=MOST_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{id}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -202,7 +202,7 @@ async def _json(request: web.Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON ({error})") from None
     except web.HTTPRequestEntityTooLarge:
-        raise RequestError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413) from None
+        raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413) from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     return body
@@ -235,16 +235,12 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def _chunks(turn: Turn, *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the answer in chunks: the role, the content, each call, then the reason of the end."""
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"content": turn.answer["content"]}] if turn.answer["content"] else []
-    for number, call in enumerate(turn.answer.get("tool_calls", ())):
-        deltas.append({"tool_calls": [{"index": number, **call}]})
-    if "invalid_tool_calls" in turn.answer:
-        deltas.append({"invalid_tool_calls": turn.answer["invalid_tool_calls"]})
-    for number, delta in enumerate([*deltas, {}]):
-        reason = turn.finish_reason if number == len(deltas) else None
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    """Yield the answer in two chunks: the message, then the reason of the end."""
+    delta = dict(turn.answer)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    for part, reason in ((delta, None), ({}, turn.finish_reason)):
+        choice = {"index": 0, "delta": part, "logprobs": None, "finish_reason": reason}
         yield {"object": "chat.completion.chunk", "choices": [choice]}
     if with_usage:
         yield {"object": "chat.completion.chunk", "choices": [], "usage": _usage(turn)}

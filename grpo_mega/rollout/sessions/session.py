@@ -145,7 +145,7 @@ class Session:
         is_cut = result.finish_reason == "length"
         if is_cut and not turn.is_cut_by_client:
             self.limit = "length"
-        parsed = self._parser.parse(turn.text_ids)
+        parsed = self._parser.parse(turn.text_ids, chat.tools)
         turn.answer = {"role": "assistant", "content": parsed.content}
         if parsed.calls:
             turn.answer |= {"content": parsed.content or None, "tool_calls": parsed.calls}

@@ -20,8 +20,8 @@ from grpo_mega.data.chat import Renderer, find_closing, find_prefill
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sessions.messages import MARK, TAG, Message, RequestError, forms, mark
 
-_MOST_FORMS = 10_000  # forms of conversations whose borders are stored
-_MOST_TOOLS = 100  # lists of tools whose renderers are stored
+_MAX_FORMS = 10_000  # forms of conversations whose borders are stored
+_MAX_TOOL_LISTS = 100  # lists of tools whose renderers are stored
 _QUESTION: Message = {"role": "user", "content": "question"}
 _CALL = {"type": "function", "id": "callqzxv0", "function": {"name": "f", "arguments": {"a": mark("call")}}}
 _TOOL = {
@@ -31,7 +31,7 @@ _TOOL = {
 
 
 @dataclass(frozen=True)
-class _Border:
+class _Boundary:
     """How messages of one form follow a history of one form."""
 
     history: list[Message]  # stands for the history in a rendering
@@ -50,7 +50,7 @@ class Template:
         self.counts: Counter[str] = Counter()  # characters rendered, characters of forms rendered, and tokens encoded
         self._renderers: dict[str, Renderer] = {}  # by tools
         self._stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
-        self._borders: dict[str, _Border | None] = {}
+        self._boundaries: dict[str, _Boundary | None] = {}
         closing, has_stop = find_closing(tokenizer, stop_token_ids)
         if not has_stop:
             raise ConfigError(
@@ -76,7 +76,7 @@ class Template:
         """Return the tokens of a whole conversation, up to where the model starts to write. Raise RequestError."""
         key = json.dumps(tools)
         if key not in self._renderers:
-            if len(self._renderers) >= _MOST_TOOLS:
+            if len(self._renderers) >= _MAX_TOOL_LISTS:
                 self._renderers.clear()
             self._renderers[key] = Renderer(self.tokenizer, tools or ())
         try:
@@ -99,22 +99,22 @@ class Template:
         """
         old, new = forms(history, "h"), forms(suffix, "s")
         key = json.dumps([old, new, bool(tools)], sort_keys=True)
-        if key not in self._borders:
-            if len(self._borders) >= _MOST_FORMS:
-                self._borders.clear()
-            self._borders[key] = self._find_border(old, new, [_TOOL] if tools else None)
-        border = self._borders[key]
-        if border is None or border.stop_id != stop_id:
+        if key not in self._boundaries:
+            if len(self._boundaries) >= _MAX_FORMS:
+                self._boundaries.clear()
+            self._boundaries[key] = self._find_boundary(old, new, [_TOOL] if tools else None)
+        boundary = self._boundaries[key]
+        if boundary is None or boundary.stop_id != stop_id:
             return None
         try:
-            messages = [*border.history, *suffix]
-            text = self._apply(messages, tools if border.needs_tools else None, add_generation_prompt=True)
+            messages = [*boundary.history, *suffix]
+            text = self._apply(messages, tools if boundary.needs_tools else None, add_generation_prompt=True)
         except Exception:  # `render` reports it
             return None
-        if not text.startswith(border.head):
+        if not text.startswith(boundary.head):
             return None
-        stop, tail = self._stops[stop_id], text[len(border.head) :]
-        self.counts["rendered"] += len(border.head)
+        stop, tail = self._stops[stop_id], text[len(boundary.head) :]
+        self.counts["rendered"] += len(boundary.head)
         # The text is encoded behind the stop token, because some tokenizers treat the start of a text differently.
         ids = self._encode(stop + tail)
         return tuple(ids[1:] if ids[0] == stop_id else self._encode(tail))
@@ -133,13 +133,13 @@ class Template:
         self.counts.update(rendered=len(text), encoded=len(ids))
         return ids
 
-    def _find_border(
+    def _find_boundary(
         self, history: list[Message], suffix: list[Message], tools: list[dict[str, Any]] | None
-    ) -> _Border | None:
+    ) -> _Boundary | None:
         """Return how `suffix` follows `history`; None if the template rewrites the history or ends the turn without a
         stop token.
 
-        The border has the shortest history that gives the same text: the system message, a question and the last turn.
+        The boundary has the shortest history with the same text: the system message, a question and the last turn.
         """
         wanted = self._split(history, suffix, tools)
         if wanted is None:
@@ -150,7 +150,7 @@ class Template:
             for given in (None, tools) if tools else (None,):
                 found = self._split(shorter, suffix, given)
                 if found is not None and found[1:] == wanted[1:]:
-                    return _Border(shorter, given is not None, found[0], found[2])
+                    return _Boundary(shorter, given is not None, found[0], found[2])
         return None
 
     def _split(

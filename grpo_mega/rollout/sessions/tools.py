@@ -9,6 +9,7 @@ module.function: then the fork server imports them once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -60,36 +61,33 @@ class Toolbox:
     async def _run(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._names:
             raise ToolProblem(f"there is no tool {name!r}; the tools are {', '.join(self._names) or 'none'}")
-        late = ToolProblem(f"{name} took longer than {self._timeout_s:g} s")
         if (function := self._coroutines.get(name)) is None:
             loop = asyncio.get_running_loop()
-            outcome = await loop.run_in_executor(self._threads, self._run_forked, name, arguments)
-            if outcome is None:
-                raise late
-            result, problem = outcome
-            if problem:
-                raise ToolProblem(problem)
-            return str(result)
+            return await loop.run_in_executor(self._threads, self._run_forked, name, arguments)
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return as_text(await function(**arguments))
-        except TimeoutError as error:
-            raise late if limit.expired() else ToolProblem(describe_error(error)) from None
         except Exception as error:
-            raise ToolProblem(describe_error(error)) from None
+            raise self._late(name) if limit.expired() else ToolProblem(describe_error(error)) from None
 
-    def _run_forked(self, name: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
-        """Run a tool in a new process. Return its result and "", or "" and a problem; None past the deadline."""
+    def _run_forked(self, name: str, arguments: dict[str, Any]) -> str:
+        """Run a tool in a new process. Raise ToolProblem."""
         try:
-            worker = Worker(self._server, ToolJob(self._code_dir, self._names[name]))
+            with contextlib.closing(Worker(self._server, ToolJob(self._code_dir, self._names[name]))) as worker:
+                outcome = worker.run(arguments, self._timeout_s)
         except UserError as error:
-            return "", str(error)
-        try:
-            return worker.run(arguments, self._timeout_s)
+            raise ToolProblem(str(error)) from None
         except WorkerEnded as ended:
-            return "", f"the tool's process ended with {ended}"
-        finally:
-            worker.close()
+            raise ToolProblem(f"the tool's process ended with {ended}") from None
+        if outcome is None:
+            raise self._late(name)
+        result, problem = outcome
+        if problem:
+            raise ToolProblem(problem)
+        return str(result)
+
+    def _late(self, name: str) -> ToolProblem:
+        return ToolProblem(f"{name} took longer than {self._timeout_s:g} s")
 
 
 class ToolProblem(Exception):

@@ -64,6 +64,8 @@ _REASONS = (  # the first pattern with a match counts, and its first matching li
 )
 
 CACHE_MARGIN = 256  # additional tokens of KV cache, for partial pages and the server's warm-up
+# SGLang refuses inputs of the last tokens of its context length. A turn or a resumed sample may have such an input.
+INPUT_MARGIN = 6
 LOADER = "grpo_mega.rollout.sglang.loader.load"
 SEEDED_BY = "enable_deterministic_inference"  # with this server argument SGLang uses a seed per sample
 
@@ -168,7 +170,7 @@ class EngineSettings:
             "ep_size": self.rollout.ep,
             "tp_size": self.rollout.tp,
             "base_gpu_id": self.base_gpu_id if self.device_type == "cuda" else None,
-            "context_length": self.context_length,
+            "context_length": self.context_length + INPUT_MARGIN,
             "max_running_requests": self.rollout.max_concurrent,
             "max_total_tokens": self.cache_tokens,
             "mem_fraction_static": self.rollout.memory_fraction,
@@ -399,6 +401,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
     } | loopback_sockets()
     # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for INPUT_MARGIN; no sequence reaches into it
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp

@@ -57,7 +57,7 @@ def test_a_separator_that_is_dropped_or_counted_twice_fails_the_check(monkeypatc
 
 
 def test_thoughts_that_are_kept_against_the_template_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = Template._find_border
+    find = Template._find_boundary
 
     def careless(self: Template, history: Any, suffix: Any, tools: Any) -> Any:
         plain = [
@@ -65,7 +65,7 @@ def test_thoughts_that_are_kept_against_the_template_fail_the_check(monkeypatch:
         ]
         return find(self, plain, suffix, tools)
 
-    monkeypatch.setattr(Template, "_find_border", careless)
+    monkeypatch.setattr(Template, "_find_boundary", careless)
     with pytest.raises(CheckFailed, match="the context is not the template's"):
         run(["qwen3"], 60, seed=0)
 

@@ -22,7 +22,7 @@ def prompt(text: str, answer: str) -> SimpleNamespace:
     return SimpleNamespace(messages=[{"role": "user", "content": text}], answer=answer)
 
 
-def test_a_game_ends_with_the_number_or_after_eight_turns() -> None:
+def test_a_game_ends_with_the_number_or_after_five_turns() -> None:
     replies = []
 
     async def bisect(messages: list[Any]) -> dict[str, Any]:
@@ -30,9 +30,10 @@ def test_a_game_ends_with_the_number_or_after_eight_turns() -> None:
         return say(["no idea", "50", "25", "I say 37"][min(len(replies), 3)])
 
     run = importlib.import_module("guess_number").run
-    assert asyncio.run(run(bisect, prompt("Guess.", "37"))) == {"found": 1.0, "speed": 5 / 8}
+    assert asyncio.run(run(bisect, prompt("Guess.", "37"))) == 1.0
     assert replies == ["Answer with a number.", "lower", "higher"]
-    assert asyncio.run(run(bisect, prompt("Guess.", "38"))) == {"found": 0.0, "speed": 0.0}
+    assert asyncio.run(run(bisect, prompt("Guess.", "36"))) == 0.0 and replies[3:] == ["lower"]
+    assert asyncio.run(run(bisect, prompt("Guess.", "38"))) == 0.0
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("918", 1.0), ("919", 0.0)])

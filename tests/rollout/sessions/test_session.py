@@ -173,6 +173,19 @@ def test_the_opener_of_the_next_turn_is_counted_once() -> None:
     assert other.turn([user("hello"), first.answer, user("sure?")]).parent is None, "<|observation|> opens no question"
 
 
+def test_the_opener_of_a_tools_result_is_counted_once() -> None:
+    """GLM's calls end with <|observation|>, which opens the results."""
+    talk = Dialogue("glm4.5-no-thinking")
+    call = "\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    first = talk.ask([user("hello")], call, stop=1, tools=TOOLS)
+    second = talk.ask([user("hello"), first.answer, tool("2")], "\n2", stop=0, tools=TOOLS)
+    assert first.finish_reason == "tool_calls" and second.parent is first
+    row = decode("glm4.5-no-thinking", second.all_ids)
+    assert row.count("<|observation|>") == 1 and "</tool_call><|observation|>\n<tool_response>\n2\n</tool_resp" in row
+    sample = talk.session.to_sample("stop")
+    assert sample.sampled[0][1] == len(first.token_ids) and sample.rollout_logprobs[sample.sampled[0][1] - 1] == -0.5
+
+
 def test_another_stop_token_than_the_templates_starts_a_segment() -> None:
     talk = Dialogue("qwen2.5")
     first = talk.ask([user("hello")], "4", stop=1)

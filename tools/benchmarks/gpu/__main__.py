@@ -3,6 +3,7 @@
  mfu       MFU of a training step, in bf16 and FP8, and what recomputation costs (mfu.py)
  logprobs  time and memory of log-probs at 32k tokens x 152k vocabulary         (logprobs.py)
  engine    sleep, wake and sync of an SGLang server with the shape of a 4B model (engine.py)
+ turns     multi-turn rollouts of a server, and single responses beside them    (turns.py)
  memory    copies from host memory, and memory lost to fragmentation            (memory.py)
  step      a whole GRPO step by phase, from a run of the trainer                (step.py)
            also the free memory of the device in each phase, next to the plan's
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.rank import run_sections
 
-SECTIONS = ("mfu", "logprobs", "engine", "memory", "step")
+SECTIONS = ("mfu", "logprobs", "engine", "turns", "memory", "step")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
 TITLES = ("section", "case", "figure", "value", "target", "")
 
