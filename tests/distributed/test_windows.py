@@ -51,8 +51,9 @@ CASES = {
     "tiny": ("tp=2",),
     "experts": ("tp=1", "tp=2,ep=2,sequence_parallel=true"),
 }
-# Norms of queries and keys: transformers' own gradients in fp32 differ by 3.2e-6 from fp64 here.
-LIMITS = {"last layers": 6e-6}
+# Limits of logits and of gradients. With norms of queries and keys, transformers' fp32 gradients differ by 3.2e-6
+# from fp64, and logits by as much as in the tests of all layouts.
+LIMITS = {"last layers": (2e-6, 6e-6)}
 NAMES = [f"{model}:{layout}" for model, layouts in CASES.items() for layout in layouts]
 
 
@@ -88,6 +89,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_with_windows_equal_transformers(found: CaseValues, name: str) -> None:
     gradients = {key: value for key, value in found[name].items() if "chunk" in key}
-    assert found[name]["logits"] < 1e-6 and len(gradients) > 20
+    most, most_of_gradients = LIMITS.get(name.partition(":")[0], (1e-6, 2e-6))
+    assert found[name]["logits"] < most and len(gradients) > 20
     worst = max(gradients.items(), key=lambda item: item[1])
-    assert worst[1] < LIMITS.get(name.partition(":")[0], 2e-6), worst
+    assert worst[1] < most_of_gradients, worst

@@ -91,7 +91,9 @@ def compare(
             curves[name].append(train(out, name, seed, steps if name in ROWS else dr_steps))
     figures = {name: [figures_of(one) for one in found] for name, found in curves.items()}
     draw(curves, picture or out / "methods.png")
-    rows = [("row", "held-out score", "cut", "samples", "entropy", "length of wrong responses, tokens")]
+    rows: list[Sequence[str]] = [
+        ("row", "held-out score", "cut", "samples", "entropy", "length of wrong responses, tokens")
+    ]
     for name, found in figures.items():
         rows.append((name, *(spread([one[key] for one in found], form) for key, form in FORMS.items())))
     result = {"seeds": list(seeds), "steps": steps, "dr_steps": dr_steps, "rows": figures}
