@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Train a small arithmetic model with GRPO on this machine. Needs only Python and pip:
-#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --agent] [--lora] [--short]
+#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --agent | --game] [--lora] [--short]
 # It makes .venv and a small model, trains it by SFT until it answers about half of the prompts correctly, and trains the result with
 # GRPO on two processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
 # curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
-# experts on each process and with routing replay. --agent trains a model that calls a calculator. --lora trains an adapter in GRPO,
-# and not in SFT. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
+# experts on each process and with routing replay. --agent trains a model that calls a calculator, --game a model that guesses a
+# number and is told "higher" or "lower". --lora trains an adapter in GRPO, and not in SFT. --short is a quick check: 4 steps of GRPO
+# and 64 held-out prompts.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-out="$ROOT/runs/quickstart" seed=0 layout="" engine=embedded moe="" agent="" lora="" short=""
+out="$ROOT/runs/quickstart" seed=0 layout="" engine=embedded moe="" agent="" game="" lora="" short=""
 while [[ $# -gt 0 ]]; do
     case "$1" in
         --out | --seed | --layout | --engine)
@@ -20,13 +21,14 @@ while [[ $# -gt 0 ]]; do
             ;;
         --moe) moe=yes && shift ;;
         --agent) agent=yes && shift ;;
+        --game) game=yes && shift ;;
         --lora) lora=yes && shift ;;
         --short) short=yes && shift ;;
         *) _fail "unknown argument '$1'; see the head of examples/quickstart.sh" ;;
     esac
 done
 [[ "$seed" =~ ^[0-9]+$ ]] || _fail "--seed '$seed' is not a whole number"
-[[ -z "$moe" || -z "$agent" ]] || _fail "--moe and --agent exclude one another; leave one out"
+[[ "$moe$agent$game" =~ ^(yes)?$ ]] || _fail "--moe, --agent and --game exclude one another; leave one out"
 layout="${layout:-${moe:+dp=2,ep=2}}" && layout="${layout:-tp=2}"
 [[ "$layout" =~ ^(tp|pp|dp|ep)=[0-9]+(,(tp|pp|dp|ep)=[0-9]+)*$ ]] || _fail "--layout '$layout' is not of the form tp=2 or tp=2,pp=2"
 [[ "$engine" =~ ^(embedded|sglang)$ ]] || _fail "--engine '$engine' is neither embedded nor sglang"
@@ -39,6 +41,7 @@ ensure_env
 started_at=$SECONDS
 task=arithmetic recipe=quickstart
 [[ -z "$agent" ]] || task=calculator recipe=calculator
+[[ -z "$game" ]] || task=guess_number recipe=guess_number
 "$VENV_PYTHON" "$ROOT/examples/$task.py" "$out/task" --seed "$seed" ${moe:+--moe}
 "$VENV_PYTHON" -m grpo_mega.cli sft "$ROOT/examples/${recipe}_sft.yaml" \
     --set "run_dir=$out/task/sft" --set "seed=$seed" --set "model.path=$out/task/model" --set "data.train=$out/task/sft.jsonl"
@@ -48,7 +51,7 @@ task=arithmetic recipe=quickstart
     ${moe:+--set rollout.routing_replay=true} ${lora:+--set model.lora.rank=16 --set optimizer.lr=3e-3} \
     ${short:+--set steps=4 --set eval.num_prompts=64}
 "$VENV_PYTHON" -m grpo_mega.cli report "$out/run"
-[[ -n "$agent" ]] || "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"
+[[ -n "$agent$game" ]] || "$VENV_PYTHON" "$ROOT/examples/answer_again.py" "$out/run"
 "$VENV_PYTHON" - "$out" "$((SECONDS - started_at))" <<'PYTHON'
 import json, sys
 out, seconds = sys.argv[1:]
