@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -195,8 +195,26 @@ def sync_layout(
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
         rendezvous.all_gather("the next sync", None, DEADLINE_S)
     sync_flipped(policy, engines[max(engines)])
-    if case.lora == "adapter" and runtime.rank == 0 and version == len(case.layouts):
-        miss_adapter(engines[max(engines)].engine)
+    if case.lora == "adapter" and version == len(case.layouts):
+        restart(engines[min(engines)], runtime.rank, version)
+        if runtime.rank == 0:
+            miss_adapter(engines[max(engines)].engine)
+
+
+def restart(colocation: Colocation, rank: int, version: int) -> None:
+    """Verify that a restarted server gets base and adapter again."""
+    engine: Any = colocation.engine
+
+    def responses() -> list[Sequence[int]]:
+        greedy = replace(SAMPLING, group_size=1, temperature=0.0)
+        found = engine.generate(RolloutRequest(fresh_groups(), greedy, step=version))
+        return [sample.response_ids for index in sorted(found) for sample in found[index].samples]
+
+    before = responses()
+    if rank == 0:
+        engine._fail("ended by the test")
+    colocation.recover(version)
+    assert engine.version == version and responses() == before and len(before) == (0 if rank else len(PROMPTS))
 
 
 def missing_bytes(policy: Policy, rank: int) -> int:
