@@ -26,10 +26,5 @@ def run(options: Options) -> list[Figure]:
         (folder / "config.yaml").write_text(dump_yaml(settings))
         rows = harness.train(folder / "config.yaml", folder / "run", {})
     found = [replace(one, section="lora") for one in step.figures(rows, settings) if one.name in NAMES]
-    peak, received = (max(row.get(name, 0.0) for row in rows) for name in ("memory/update_gib", "sync/received_mib"))
-    case = found[0].case
-    return [
-        *found,
-        Figure("lora", case, "peak memory of the update", peak or None, "GiB"),
-        Figure("lora", case, "received in a sync", received, "MiB"),
-    ]
+    peak = max(row.get("memory/update_gib", 0.0) for row in rows)
+    return [*found, Figure("lora", found[0].case, "peak memory of the update", peak, "GiB")]
