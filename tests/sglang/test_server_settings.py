@@ -325,6 +325,7 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
     assert "pin_memory=True" in sglang_source("srt/lora/layers.py")
     assert "lora" not in sglang_source("srt/managers/scheduler_components/output_streamer.py").lower()
+    assert '("torch", "load")' not in sglang_source("srt/utils/common.py")
     aborted = sglang_source("srt/managers/tokenizer_manager.py").partition("def _handle_abort_req(")[2]
     assert "lora_registry.release" not in aborted.partition("\n    def ")[0]
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]

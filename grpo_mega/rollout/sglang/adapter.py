@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class AdapterUpdate:
     def __init__(self, lora: ServedLora, dtype: torch.dtype, tp: int, device: torch.device, load: Loads) -> None:
         self._lora, self._dtype, self._tp, self._device, self._load = lora, dtype, tp, device, load
         self._entries: list[Entry] = []
+        # Memory that the server's processes open. A request with the tensors would have them once per process.
+        self._file = os.memfd_create("grpo_mega_adapter")
         # SGLang needs all matrices of a fused layer. A and B of the matrices that do not train stay 0.
         self._tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in lora.tensors.items()}
 
@@ -68,7 +71,11 @@ class AdapterUpdate:
     def _request(self) -> dict[str, Any]:
         """Return the request to load the adapter. Each process of the server compares the checksums."""
         lora = self._lora
-        data = base64.b64encode(pickle.dumps(self._tensors)).decode()
+        with os.fdopen(self._file, "wb", closefd=False) as file:
+            file.seek(0)
+            torch.save(self._tensors, file)
+            file.truncate()
+        data = base64.b64encode(pickle.dumps(f"/proc/{os.getpid()}/fd/{self._file}")).decode()
         return {
             "config_dict": {
                 "peft_type": "LORA",

@@ -65,17 +65,20 @@ def unpin_memory() -> None:
     torch.tensor, torch.zeros = map(without_pinning, (torch.tensor, torch.zeros))
 
 
-def report_adapters() -> None:
-    """Let answers name the adapter that the scheduler computed them with; "none" is the base. Unload without waiting.
+def serve_adapters() -> None:
+    """Change three things of SGLang's LoRA code.
 
-    SGLang's answers do not name it. It computes a request with the base, without an error, if the request names no
-    adapter or its adapter is not in the pool. To unload an adapter it waits until all its requests have ended, but it
-    never counts the end of a request that was aborted in the queue, so it would wait for ever. The trainer unloads only
-    when no request runs.
+    - Answers name the adapter that the scheduler computed them with, "none" for the base. SGLang uses the base, without
+      an error, if a request names no adapter or its adapter is not in the pool, and its answers do not tell.
+    - Adapters come from a file. SGLang's request has the tensors once per process.
+    - Unloading does not wait until all requests of the adapter have ended. SGLang never counts the end of a request
+      that was aborted in the queue, so it would wait for ever. The trainer unloads only when no request runs.
     """
+    import torch
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARegistry
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.tp_worker import BaseTpWorker
 
     managers: list[Any] = []
     prepare = LoRAManager.prepare_lora_batch
@@ -93,6 +96,13 @@ def report_adapters() -> None:
     async def no_wait(registry: Any, adapter: str) -> None:
         pass
 
+    read = BaseTpWorker.deserialize_own_rank
+
+    def opened(worker: Any, payloads: Any) -> Any:
+        data = read(worker, payloads)
+        return torch.load(data) if isinstance(data, str) else data
+
+    BaseTpWorker.deserialize_own_rank = opened
     LoRARegistry.wait_for_unload = no_wait
     LoRAManager.prepare_lora_batch = noted
     SchedulerOutputStreamer.has_additional_customized_info = True

@@ -113,7 +113,7 @@ def patch_sglang(arguments: Sequence[str]) -> None:
     if "--enable-return-routed-experts" in arguments and _is_on_cpu():
         compat.allow_routes_on_cpu()
     if "--enable-lora" in arguments:
-        compat.report_adapters()
+        compat.serve_adapters()
         if _is_on_cpu():
             compat.unpin_memory()
 
