@@ -81,7 +81,7 @@ class EvalRequest:
             self.step, folder = manifest.step, self.checkpoint / STATE
         policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
         try:
-            load_saved(policy, model, folder)
+            load_saved(config, policy, model, folder)
         except FileNotFoundError as error:
             raise ResumeError(
                 f"{error.filename} was removed while it was read; the run keeps its checkpoint.keep newest checkpoints"
@@ -169,7 +169,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
 def hold_weights(raw: dict[str, Any]) -> None:
     """Change a config so that the trainer's side only holds weights: it neither computes nor steps."""
     raw["layout"] |= {"overlap_grad_reduce": False, "overlap_param_gather": False, "engine_ranks": 0}
-    raw["precision"] = {}
+    raw["precision"], raw["sync"]["lora"] = {}, None
     raw["optimizer"] |= {"moments_dtype": "float32", "cpu_offload": False}
     raw["algorithm"] |= {"recipe": "grpo"} if raw["algorithm"]["recipe"] == "sft" else {}  # its data has answers
     raw["batch"] |= {"prompts_per_step": 1, "mini_batches": 1}

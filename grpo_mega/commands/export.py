@@ -50,6 +50,10 @@ def run(options: ExportOptions) -> int:
             from grpo_mega.formats import adapter
             from grpo_mega.run.model_files import check_base
 
+            if options.is_merged and config.model.init == "random":
+                raise ConfigError(
+                    "--merged: must not be with model.init=random; finish the run, which writes the model"
+                )
             check_base(config, manifest, rank=0, world_size=1)
             adapter.export(checkpoint / STATE, out, config.model, is_merged=options.is_merged)
             print(f"policy after step {manifest.step} written to {out}")

@@ -276,6 +276,13 @@ class SyncConfig(Section):
     verify: bool = Field(
         default=True, description="Compare checksums of the engine's and the trainer's weights after every sync."
     )
+    lora: Literal["merged", "adapter"] | None = Field(
+        default=None,
+        description=(
+            "What a sync sends with model.lora: all weights with the adapter merged, or only the adapter, for SGLang. "
+            "None sends the adapter if engine and model support it."
+        ),
+    )
 
 
 # Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep
@@ -307,7 +314,7 @@ REASONS = {
         ),
         "adds weights that the trainer does not have; merge them into model.path": (
             """
-            enable_lora lora_paths enable_lora_overlap_loading
+            lora_paths enable_lora_overlap_loading
         """
         ),
         "keeps caches beyond a weight sync, so that tokens would come from an older policy's": (
@@ -337,7 +344,8 @@ REASONS = {
             host port api_key nccl_port served_model_name model_path load_format custom_weight_loader
             skip_tokenizer_init device dtype tp_size ep_size disable_shared_experts_fusion base_gpu_id context_length
             max_running_requests max_total_tokens mem_fraction_static enable_memory_saver random_seed
-            enable_return_routed_experts admin_api_key incremental_streaming_output
+            enable_return_routed_experts admin_api_key incremental_streaming_output enable_lora max_lora_rank
+            lora_target_modules max_loras_per_batch lora_strict_loading no_lora_strict_loading enable_weights_cpu_backup
         """
         ),
     }.items()

@@ -98,13 +98,14 @@ class Lora:
         """Freeze the base and attach the adapter to the chunks, before they are wrapped."""
         self.parameters: dict[str, Any] = {}
         self.frozen: list[Any] = []  # the base's parameters
+        self._is_on = True
         if config.model.lora is None:
             return
         lora = config.model.lora
         self.scale = lora.alpha / lora.rank
         self.family = adapter_family(family, shape, lora.rank, lora.targets)
         self.shards = shards_of(self.family, shape, config, runtime)
-        self._shape, self._runtime, self._is_on, self._seed = shape, runtime, True, config.seed
+        self._shape, self._runtime, self._seed = shape, runtime, config.seed
         self._mine, self._cut = self.shards.rank_shards(runtime.rank), self._find_cut()
         self._adapters: dict[str, Adapter] = {}  # by the local name of the layer
         for index, model in enumerate(models):
@@ -154,10 +155,10 @@ class Lora:
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return W + alpha / rank B A of a local name in fp32; the weight itself if it has no adapter."""
+        """Return W + alpha / rank B A of a local name in fp32; the weight itself if it has no adapter, or it is off."""
         layer, _, parameter = name.rpartition(".")
         suffix = parameter.removeprefix("weight")
-        if not parameter.startswith("weight") or f"{layer}.lora.A{suffix}" not in self.parameters:
+        if not self._is_on or not parameter.startswith("weight") or f"{layer}.lora.A{suffix}" not in self.parameters:
             return weight
         a, b = self.parameters[f"{layer}.lora.A{suffix}"], self._adapters[layer].wide(suffix)
         return weight.float() + self.scale * (b.float() @ a.float())

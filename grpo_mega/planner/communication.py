@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_mega.planner.figures import TracedNumber, figure
+from grpo_mega.planner.figures import TracedNumber, figure, product
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import received_weights
+from grpo_mega.planner.memory import elements_of, received_weights
 from grpo_mega.planner.state import State
 from grpo_mega.weights.layout import MegatronLayout
 
@@ -94,12 +94,21 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
     if setup.world_size > 1:
         # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them
         # exactly.
-        received = received_weights(setup, "sync to the engines")
+        received = _received_in_sync(setup)
         engines, trainers = setup.num_engine_ranks, layout.world_size
         sent = replace(received, trust="estimate")
         if setup.is_separate and engines > trainers:  # fewer ranks send than receive
             sent = figure(received.label, lambda: received * engines / trainers)
         yield _link(setup, sent, [range(setup.world_size)])
+
+
+def _received_in_sync(setup: PlannedJob) -> TracedNumber:
+    """Return all bytes that a rank of the engine receives in a sync: the weights, or an adapter."""
+    label = "sync to the engines"
+    if not setup.sends_adapter:
+        return received_weights(setup, label)
+    elements = elements_of(setup.trained_family, setup.shape, None).total
+    return product(label, trust="exact", elements=elements, b=setup.engine_itemsize)
 
 
 def mlp_repeated(setup: PlannedJob, part: str) -> float:

@@ -17,7 +17,7 @@ from grpo_mega.planner.generation import Lengths, assumed_lengths
 from grpo_mega.preflight.cards import ASSUMED, Assumptions, Card
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import megatron_layout
-from grpo_mega.preflight.model import Model
+from grpo_mega.preflight.model import Model, sends_adapter
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import EngineLayout, MegatronLayout
@@ -69,6 +69,11 @@ class PlannedJob:
         """Return the table of what trains: the model, or with model.lora its adapter."""
         lora = self.config.model.lora
         return self.family if lora is None else adapter_family(self.family, self.shape, lora.rank, lora.targets)
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Return True if syncs send only the adapter of model.lora."""
+        return sends_adapter(self.config, self.shape)
 
     @property
     def is_separate(self) -> bool:

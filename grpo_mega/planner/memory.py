@@ -288,7 +288,7 @@ def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) 
 
 
 def received_weights(setup: PlannedJob, label: str) -> TracedNumber:
-    """Return all bytes that a rank of the engine receives in a sync."""
+    """Return all bytes of the weights of an engine's rank."""
     layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
     held, b = elements_of(setup.family, setup.shape, layout), setup.engine_itemsize
     if setup.config.rollout.quantization is None:
@@ -407,9 +407,11 @@ def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMe
     ]
     workers, leaders = config.rewards.num_workers, engine_ranks // config.rollout.tp
     processes = ranks + engine_ranks if setup.is_separate else ranks
+    base = float(received_weights(setup, "")) if setup.sends_adapter and setup.takes_turns else 0
     other = [
         product("ranks", ranks=processes, each=assumed.rank_host_gib * GIB),
         product("engines", ranks=engine_ranks if setup.is_served else 0, each=assumed.engine_host_gib * GIB),
+        *([product("base in sleeping engines", ranks=engine_ranks, weights=base)] if base else []),
         product("reward workers", leaders=leaders, workers=workers, each=assumed.worker_host_gib * GIB),
     ]
     samples = config.batch.prompts_per_step * algorithm.group_size

@@ -65,9 +65,10 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
     flops = model_flops.of_totals(
         setup.shape, tokens, pairs, outputs, experts_per_token=setup.experts_per_token
     ).forward
+    passes = _passes_of_update(setup)
     speed = figure("tokens per second per GPU", lambda: tokens / (step * gpus), "")
     flops_share = figure(
-        "model FLOPs of the update, of the bf16 peak", lambda: 3 * flops * updates / (update * trainers * peak), ""
+        "model FLOPs of the update, of the bf16 peak", lambda: passes * flops * updates / (update * trainers * peak), ""
     )
     return Timing(phases, step, decoding, speed, flops_share)
 
@@ -85,7 +86,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     for one in setup.of_teachers():
         largest = _layers_seconds(one, 0)
         taught += max(largest, one.num_layers(layout.pp - 1) / one.largest_stage * largest + _output_seconds(one))
-    again = _repeated(setup)
+    passes, outputs = _passes_of_update(setup) + _repeated(setup), 4 if config.model.lora is None else 3
     # Interleaved stages overlap their sends with computation; other stages wait for them.
     pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
     bubble, last = setup.batch.bubble, setup.num_layers(layout.pp - 1) / setup.largest_stage
@@ -99,7 +100,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
         stepped = state.largest_share * 2 * state.storage.host_bytes / setup.assumed.cpu_adam_bytes
         adam += config.batch.optimizer_steps * (moved + stepped)
     overhead = config.batch.mini_batches * setup.batch.micro_batches * setup.largest_stage * setup.assumed.pass_layer_s
-    in_updates = (3 + again) * updates / ((3 + again) * updates + forwards)  # share of all passes that updates run
+    in_updates = passes * updates / (passes * updates + forwards)  # share of all passes that updates run
     share = 1 - in_updates
     logprobs = figure(
         "log-probs",
@@ -119,7 +120,7 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
         "update",
         lambda: (
             updates
-            * (max((3 + again) * layers, (3 + again) * last * layers + 4 * output) + (3 + again) * overhead)
+            * (max(passes * layers, passes * last * layers + outputs * output) + passes * overhead)
             / (1 - bubble)
             + (within + pipeline) * in_updates
             + reduce
@@ -130,13 +131,27 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
     return logprobs, update
 
 
+def _passes_of_update(setup: PlannedJob) -> float:
+    """Return the time of an update's passes relative to a forward pass. A frozen base has no weight gradients."""
+    products, attention = _layer_parts(setup)
+    return 3 if setup.config.model.lora is None else 3 - products / (products + attention)
+
+
+def _layer_parts(setup: PlannedJob) -> tuple[float, float]:
+    """Return the times of a layer's products with weights and of attention; the unit is a bf16 FLOP at full rate."""
+    weights, shape, assumed = (
+        model_flops.layer_weights(setup.shape, setup.experts_per_token),
+        setup.shape,
+        setup.assumed,
+    )
+    return 2 * weights / assumed.matmul_share, (shape.q + shape.v) * 2 * setup.mean_seen / assumed.attention_share
+
+
 def _repeated(setup: PlannedJob) -> float:
     """Return the share of a forward pass through the layers that the backward pass computes again."""
-    weights, shape = model_flops.layer_weights(setup.shape, setup.experts_per_token), setup.shape
+    shape, (products, attention) = setup.shape, _layer_parts(setup)
     ffn = shape.moe_ffn * setup.experts_per_token + shape.shared_ffn if shape.num_experts else shape.ffn
-    # Same formulas as in _layers_seconds. The unit is a bf16 product at full rate.
-    products, mlp = 2 * weights / setup.assumed.matmul_share, 6 * shape.hidden * ffn / setup.assumed.matmul_share
-    attention = (shape.q + shape.v) * 2 * setup.mean_seen / setup.assumed.attention_share
+    mlp = 6 * shape.hidden * ffn / setup.assumed.matmul_share
     part = "moe" if shape.num_experts else "mlp"
     selected = mlp * (part in setup.recomputed) + attention * ("core_attn" in setup.recomputed)
     return setup.share_recomputed + selected / (products + attention)

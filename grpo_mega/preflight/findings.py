@@ -48,6 +48,7 @@ from grpo_mega.preflight.model import (
     lora_problems,
     position_problems,
     read_model,
+    sync_problems,
 )
 from grpo_mega.preflight.precision import (
     bf16_layer_problems,
@@ -195,6 +196,7 @@ def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: 
     """Check weights and tokenizer in model.path, and the teachers. The folder has at least a config.json."""
     folder = config.model.path
     findings.take(lora_problems(config.model, shape))
+    findings.take(sync_problems(config, shape))
     if config.model.init == "checkpoint":
         if machine.is_here or _has_weights(folder):
             findings.run(lambda: check_weights(folder, shape))

@@ -220,6 +220,30 @@ def lora_problems(model: ModelConfig, shape: ModelShape) -> Iterator[str]:
         yield from error.lines
 
 
+def sends_adapter(config: Config, shape: ModelShape) -> bool:
+    """Return True if syncs send only the adapter of model.lora, False if they send the merged weights."""
+    return (
+        config.model.lora is not None and (config.sync.lora or "adapter") == "adapter" and not _merging(config, shape)
+    )
+
+
+def sync_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield why sync.lora does not fit the engine or the model."""
+    if config.sync.lora == "adapter" and (reason := _merging(config, shape)):
+        yield f"sync.lora='adapter': must be merged {reason}; leave it out"
+
+
+def _merging(config: Config, shape: ModelShape) -> str:
+    """Return why an engine gets merged weights; empty if it can apply an adapter itself."""
+    if not config.rollout.is_served:
+        return "with rollout.engine='embedded'"
+    if config.rollout.quantization is not None:
+        return f"with rollout.quantization={config.rollout.quantization!r}"
+    if shape.num_experts or shape.kv_lora:
+        return f"for {shape.model_type}, whose experts or latents SGLang adapts with kernels that need a GPU"
+    return ""
+
+
 def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield settings of experts and routers that do not fit the model, and settings that models with experts do not
     support.

@@ -13,7 +13,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -174,6 +174,15 @@ class RolloutRequest:
     conversations: Conversations | None = None
 
 
+class Receiver(Protocol):
+    """The receiver of a sync's buckets. Engine describes the methods."""
+
+    def start_update(self) -> list[str]: ...
+    def allocate(self, index: int, num_bytes: int) -> Tensor: ...
+    def load(self, bucket: Bucket) -> None: ...
+    def end_update(self, version: int) -> list[str]: ...
+
+
 class Engine(ABC):
     """One engine. Methods that are not abstract do nothing if the engine shares the trainer's process and device
     memory.
@@ -190,6 +199,11 @@ class Engine(ABC):
     def shard_layout(self) -> ShardLayout:
         """Return the tensors of each engine rank, for the plan of a sync."""
         return self._side
+
+    @property
+    def adapter(self) -> Receiver:
+        """Return the receiver of an adapter that is sent alone."""
+        return self
 
     def wait_until_ready(self) -> None:
         """Wait until the engine has started. The constructor launched it. Raise EngineError if the start fails."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from grpo_mega.weights.plan import TransferPlan
 if TYPE_CHECKING:
     from grpo_mega.megatron.offload import PolicyMemory
     from grpo_mega.megatron.policy import Policy
-    from grpo_mega.rollout.engine import Engine
+    from grpo_mega.rollout.engine import Engine, Receiver
 
 MARGIN = 0.08  # share of the device's memory to leave free for fragmentation, NCCL's buffers and longer batches
 MAX_NAMED = 8  # maximum number of tensors in an error
@@ -56,11 +56,13 @@ class Colocation:
     log: Callable[[str], None]
     first_engine_rank: int = 0
     free: FreeMemory | None = None  # None: not measured, without a GPU and on a rank without a policy
+    adapter_sync: WeightSync | None = None  # sends only the adapter; None: syncs send merged weights
 
     def __post_init__(self) -> None:
         wants_turns = self.config.sleep == "always" or (self.config.sleep == "auto" and self.memory is not None)
         self._takes_turns = wants_turns and not self.config.is_separate
         self._num_restarts: Counter[int] = Counter()  # number of restarts by rank of the leader
+        self._has_base = False  # all engines have the base of the adapter
         if self.policy is not None:
             self.policy.make_room = self._make_room
         if self.engine.is_server and self.memory is None:
@@ -76,7 +78,7 @@ class Colocation:
                     self.engine.wake_weights()
             with self.timers("sync"):
                 tensors = {} if self.policy is None else self.policy.tensors()
-                num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
+                num_bytes = self._send(tensors, version)
             self._note("sync")
             if self._takes_turns:
                 with self.timers("offload"):
@@ -87,6 +89,18 @@ class Colocation:
             if not failures:
                 return {"sync/received_mib": num_bytes / 2**20} | (self.free.take() if self.free else {})
             self._restart(failures)
+
+    def _send(self, tensors: Mapping[str, Tensor], version: int) -> int:
+        """Send the weights, or the adapter and, to engines without it, its base. Return the received bytes."""
+        if self.adapter_sync is None:
+            return self.sync.sync_weights(tensors, self.engine, version=version)
+        num_bytes, lora = 0, None if self.policy is None else self.policy.lora
+        if not self._has_base:
+            with nullcontext() if lora is None else lora.off():
+                num_bytes = self.sync.sync_weights(tensors, self.engine, version=version)
+            self._has_base = True
+        adapter = {} if lora is None else lora.parameters
+        return num_bytes + self.adapter_sync.sync_weights(adapter, self.engine.adapter, version=version)
 
     @property
     def _policy_memory(self) -> PolicyMemory:
@@ -169,6 +183,7 @@ class Colocation:
 
     def _restart(self, failures: Mapping[int, str]) -> None:
         """Restart failed engines until all engines can be used. Restarted engines have no weights."""
+        self._has_base = False
         if self._takes_turns:  # a server allocates its memory at the start
             self._policy_memory.offload_optimizer()
             self._policy_memory.offload_weights()
@@ -246,7 +261,7 @@ class WeightSync:
         self._plan, self._dtype, self._bucket_bytes, self._verify = plan, dtype, bucket_bytes, verify
         self._all_gather, self._ranks, self._shows_progress = all_gather, ranks, shows_progress
 
-    def sync_weights(self, tensors: Mapping[str, Tensor], engine: Engine, *, version: int) -> int:
+    def sync_weights(self, tensors: Mapping[str, Tensor], engine: Receiver, *, version: int) -> int:
         """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other
         ranks.
 

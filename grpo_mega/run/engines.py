@@ -18,7 +18,7 @@ from grpo_mega.distributed.environment import ALLOCATOR, cuda_compiler
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import raise_all
-from grpo_mega.megatron.model import uses_transformer_engine
+from grpo_mega.megatron.model import shards_of, uses_transformer_engine
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.timers import GIB, FreeMemory
@@ -27,18 +27,20 @@ from grpo_mega.planner.this_machine import free_on_gpu
 from grpo_mega.preflight.agents import tool_schemas
 from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
-from grpo_mega.preflight.model import Model, experts_per_token
+from grpo_mega.preflight.model import Model, experts_per_token, sends_adapter
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
+from grpo_mega.rollout.sglang.adapter import ServedLora
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
-from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
+from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards, leader_shards
+from grpo_mega.weights.lora import adapter_family, module_names, whole_layers
 from grpo_mega.weights.plan import plan_transfers
 
 
@@ -63,12 +65,16 @@ def build_engine(config: Config, model: ModelFiles, runtime: Runtime, rendezvous
 
 
 def build_sync(
-    config: Config, dtype: torch.dtype, trainer: ShardLayout, engine: Engine, runtime: Runtime, rendezvous: Rendezvous
+    config: Config,
+    dtype: torch.dtype,
+    trainer: ShardLayout,
+    engine: ShardLayout,
+    runtime: Runtime,
+    rendezvous: Rendezvous,
 ) -> WeightSync:
     """Plan the transfer from the trainer's layout to the engine's layout. Return the sync that executes it."""
-    served = engine.shard_layout().after(runtime.first_engine_rank)
     return WeightSync(
-        plan_transfers(trainer, served, ranks_per_node=ranks_per_node()),
+        plan_transfers(trainer, engine.after(runtime.first_engine_rank), ranks_per_node=ranks_per_node()),
         dtype,
         int(config.sync.bucket_mib * 2**20),
         partial(rendezvous.all_gather, deadline_s=config.rollout.start_deadline_s),
@@ -76,6 +82,18 @@ def build_sync(
         ranks=runtime.everyone,
         shows_progress=runtime.rank == 0 and config.log.progress,
     )
+
+
+def build_adapter_sync(
+    config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Rendezvous
+) -> WeightSync | None:
+    """Return the sync that sends only the adapter; None if syncs send merged weights."""
+    lora, shape, size = config.model.lora, model.shape, runtime.num_ranks - runtime.first_engine_rank
+    if lora is None or not sends_adapter(config, shape):
+        return None
+    family = adapter_family(model.family, shape, lora.rank, lora.targets)
+    trainer, leaders = shards_of(family, shape, config, runtime), leader_shards(family, shape, config.rollout.tp, size)
+    return build_sync(config, DTYPES[config.engine_dtype], trainer, leaders, runtime, rendezvous)
 
 
 def open_agents(config: Config) -> AgentWorkers | AbstractContextManager[None]:
@@ -185,6 +203,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         seed=config.seed + engine,
         routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
         plain_modules=tuple(model.family.plain_modules(model.shape)),
+        lora=served_lora(config, model),
         verify=config.sync.verify,
         shows_progress=rank == 0 and config.log.progress,
     )
@@ -197,6 +216,15 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
             has_expandable_segments="expandable_segments:True" in allocator,
         )
     return SGLangEngine(settings, _engine_side(config, model, runtime), rendezvous, buckets)
+
+
+def served_lora(config: Config, model: ModelFiles) -> ServedLora | None:
+    """Return the adapter that a server gets beside its base; None if syncs send merged weights."""
+    lora, family, shape = config.model.lora, model.family, model.shape
+    if lora is None or not sends_adapter(config, shape):
+        return None
+    served = adapter_family(family, shape, lora.rank, whole_layers(family, shape, lora.targets))
+    return ServedLora(lora.rank, lora.alpha, tuple(module_names(served)), served.hf_tensors(shape))
 
 
 def _engine_side(config: Config, model: ModelFiles, runtime: Runtime) -> ShardLayout:

@@ -45,6 +45,7 @@ from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.checkpoints import check_adapter, check_model, latest, next_export_record, tell_latest
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.run.engines import (
+    build_adapter_sync,
     build_engine,
     build_sync,
     drives_engine,
@@ -346,11 +347,12 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         timers = Timers(take_peak=peak.take)
         base = open_training(stack, config, runtime, model, data, sampler, policy, timers)
         log = base.log
-        trainer = shards_of(model.family, model.shape, config, runtime)
-        sync = build_sync(config, DTYPES[config.engine_dtype], trainer, engine, runtime, rendezvous)
+        trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout()
+        sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank
         )
+        colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
         colocation.free = measure_free_memory(config, model, runtime)
         sampling, decode = training_sampling(config, model, tokenizer), decoder(tokenizer, model)
         everyone, scorer = runtime.everyone, Scorer(pool, decode)

@@ -182,11 +182,7 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     """Build the policy and its teachers. The policy gets the checkpoint's weights, or random weights from the seed."""
     policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
     load = partial(policy.load, read_adapter=adapter.read(config.model.adapter) if config.model.adapter else None)
-    if config.model.init == "random":
-        tensors = model.family.hf_tensors(model.shape)
-        load(random_reader(tensors, config.seed, model.hf_config.initializer_range))
-    else:
-        model.read_weights(load)
+    _read_start(config, model, load)
     for name, settings in config.teachers.items():
         if settings.url is None:
             theirs = read_model_files(config, settings.path)
@@ -200,13 +196,21 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
     return policy
 
 
-def load_saved(policy: Policy, model: ModelFiles, folder: Path) -> None:
+def _read_start(config: Config, model: ModelFiles, load: Callable[[Callable[[Box], torch.Tensor]], None]) -> None:
+    """Load the weights that a run starts from: the model's, or random ones from the seed."""
+    if config.model.init == "random":
+        load(random_reader(model.family.hf_tensors(model.shape), config.seed, model.hf_config.initializer_range))
+    else:
+        model.read_weights(load)
+
+
+def load_saved(config: Config, policy: Policy, model: ModelFiles, folder: Path) -> None:
     """Fill the weights from `folder`, a model or a checkpoint's state. With model.lora such a state is an adapter."""
     if not policy.lora.parameters or not is_distributed_checkpoint(folder) or folder == model.folder:
         model.read_weights(policy.load_weights, folder)
         return
     with CheckpointReader(MegatronWeights(folder, policy.lora.family, model.shape)) as saved:
-        model.read_weights(partial(policy.load_weights, read_adapter=saved.read))
+        _read_start(config, model, partial(policy.load_weights, read_adapter=saved.read))
 
 
 def check_base(config: Config, manifest: Manifest, rank: int, world_size: int) -> None:

@@ -289,6 +289,12 @@ def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: b
     return ShardLayout((blocks,) * world_size, family.linear_tensors(shape) if quantise else frozenset())
 
 
+def leader_shards(family: Family, shape: ModelShape, tp: int, world_size: int) -> ShardLayout:
+    """Return the layout of an adapter on engines of `tp` ranks: all whole tensors on the first rank of each."""
+    blocks = tuple(hf_blocks(family, shape))
+    return ShardLayout(tuple(() if rank % tp else blocks for rank in range(world_size)))
+
+
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:
     """Return whole Hugging Face tensors under their own names, all or the given ones, to write a checkpoint."""
     tensors = family.hf_tensors(shape)

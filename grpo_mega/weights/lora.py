@@ -87,6 +87,12 @@ def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequen
     return replace(family, rows=tuple(rows), has_heads=False)
 
 
+def whole_layers(family: Family, shape: ModelShape, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the targets with all matrices of each layer that has one, as an engine with fused layers needs them."""
+    rows = [[_short(name) for name in row.hf] for row in _linear_rows(family, shape)]
+    return tuple({name for row in rows if ALL_LINEAR in targets or {*row} & {*targets} for name in row})
+
+
 def target_names(family: Family, shape: ModelShape) -> list[str]:
     """Return the names that model.lora.targets may have: of q_proj, for example, q."""
     return sorted({_short(name) for row in _linear_rows(family, shape) for name in row.hf})

@@ -106,17 +106,38 @@ def test_sft_trains_an_adapter(inputs: Path) -> None:
     assert (run_dir / "adapter" / "adapter_config.json").exists()
 
 
-def test_the_evaluation_of_a_checkpoint_adds_its_adapter(finished: Path) -> None:
-    out = finished.parent / "eval.json"
-    command = [sys.executable, "-m", "grpo_mega.cli", "eval", str(finished), "--out", str(out)]
+def evaluated(run_dir: Path, *arguments: str) -> list[list[int]]:
+    """Return the greedy responses of an evaluation."""
+    out = run_dir / "eval.json"
+    command = [sys.executable, "-m", "grpo_mega.cli", "eval", str(run_dir), "--out", str(out), *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    found, start, end = (
-        [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
-        for path in (out, finished / "heldout-000000.jsonl", finished / f"heldout-{STEPS:06d}.jsonl")
-    )
-    assert found == end != start
+    return responses(out)
+
+
+def responses(path: Path) -> list[list[int]]:
+    return [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
+
+
+def test_the_evaluation_of_a_checkpoint_adds_its_adapter(finished: Path) -> None:
+    start, end = (responses(finished / f"heldout-{step:06d}.jsonl") for step in (0, STEPS))
+    assert evaluated(finished) == end != start
+
+
+def test_a_random_base_with_separate_engines_is_trained_and_evaluated(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = inputs.parent / "separate"
+    settings = ["model.init=random", "checkpoint.interval=1", "eval.interval=1", "steps=2"]
+    settings += ["rollout.placement=separate", "layout.engine_ranks=1", "rollout.max_staleness=0"]
+    code, output = run(inputs, run_dir, *(word for one in settings for word in ("--set", one)))
+    assert code == 0, output
+    steps = [row for row in metrics(run_dir) if "loss/total" in row]
+    assert len(steps) == 2 and all(row["mismatch/abs_mean"] < 1e-5 for row in steps)
+    assert evaluated(run_dir, "--step", "1") == responses(run_dir / "heldout-000001.jsonl")
+    assert cli.main(["export", str(run_dir), str(inputs.parent / "none"), "--merged", "--step", "1"]) == 2
+    assert "--merged: must not be with model.init=random" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ class Case:
     engine_tps: tuple[int, ...] = (1, 2)
     engine_ep: int = 1
     quantise: bool = False  # send linear layers as FP8 blocks
+    lora: Literal["", "merged", "adapter"] = ""  # what is sent of a policy with an adapter
+    steps: int = 1  # optimizer steps before each sync
     level: Literal["", "full", "sweep"] = ""  # pytest mark of the test
 
 
@@ -34,6 +36,8 @@ SPREAD = ("{tp: 2, ep: 2, sequence_parallel: true}", "{pp: 2, ep: 2}")
 EXPERTS = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "num_local_experts": 12}
 LATENT = EXPERTS | {"moe_intermediate_size": 128, "q_lora_rank": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LORA_LAYOUTS = ("{tp: 2, pp: 2, sequence_parallel: true}", "{dp: 4}", "{tp: 4}")
+ADAPTED = {"num_hidden_layers": 3, "tied": True}
 CASES = {
     "deepseek_v2": Case("deepseek_v2", LATENT | {"q_lora_rank": None}, SPREAD, (2,), level="sweep"),
     "deepseek_v3 over four": Case(
@@ -51,6 +55,8 @@ CASES = {
         "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
     ),
     "glm4_moe_lite": Case("glm4_moe_lite", LATENT, SPREAD, (2,), level="full"),
+    "qwen2 with an adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS, lora="adapter", steps=20),
+    "qwen2 with a merged adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS[:1], lora="merged", steps=20),
     # Families differ only in their tensors, and the cases above move all of these.
     "llama everywhere": Case("llama", level="full"),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),

@@ -8,10 +8,12 @@ process, because Megatron-core patches torch in this one.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,19 +30,20 @@ from grpo_mega.errors import SyncError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.rollout.engine import NoEngine, RolloutRequest, StopCondition
+from grpo_mega.observe.timers import Timers
+from grpo_mega.rollout.engine import NoEngine, Receiver, RolloutRequest, StopCondition
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run import model_files
 from grpo_mega.run.batches import pack
-from grpo_mega.run.colocation import WeightSync
+from grpo_mega.run.colocation import Colocation
+from grpo_mega.run.engines import build_adapter_sync, build_sync, served_lora
 from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards
-from grpo_mega.weights.plan import plan_transfers
 from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.helpers.ranks import run_each
 from tests.sglang.sync_cases import CASES, LONG, SAMPLING, Case
@@ -48,6 +51,7 @@ from tests.sglang.sync_cases import CASES, LONG, SAMPLING, Case
 WORLD_SIZE = 4
 SIZES = {"num_hidden_layers": 8, "num_key_value_heads": 4, "intermediate_size": 128}
 BUCKET_BYTES = 1 << 16  # small, to fill several buckets
+LORA = {"rank": 5, "alpha": 40.0, "targets": ["q", "o", "up", "down"]}
 DEADLINE_S = 300.0
 PROMPTS = [Prompt(i, "", tuple(range(3 + i, 12 + 3 * i)), "") for i in range(6)]
 
@@ -55,12 +59,12 @@ PROMPTS = [Prompt(i, "", tuple(range(3 + i, 12 + 3 * i)), "") for i in range(6)]
 class Flipping:
     """Wrap an engine and change one byte of one bucket in transit."""
 
-    def __init__(self, engine: SGLangEngine, bucket: int) -> None:
+    def __init__(self, engine: Receiver, bucket: int) -> None:
         self._engine, self._bucket = engine, bucket
         self.start_update, self.allocate, self.end_update = engine.start_update, engine.allocate, engine.end_update
 
     def load(self, bucket: Bucket) -> None:
-        if bucket.index == self._bucket:
+        if bucket.index == self._bucket and bucket.entries:
             middle = bucket.entries[len(bucket.entries) // 2]
             self.flipped = middle.target
             bucket.values[middle.start] ^= 1
@@ -98,6 +102,7 @@ def engine_of(
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
         routers=RouterSizes.of(model.shape, model.hf_config) if model.shape.num_experts else None,
     )
+    settings = replace(settings, lora=served_lora(config_of(case, model.folder.parent, 1), model))
     folder.mkdir(parents=True, exist_ok=True)
     rendezvous = Rendezvous(PrefixStore(f"engine{tp}", runtime.store), rank, WORLD_SIZE)
     engine = SGLangEngine(settings, side, rendezvous, HostBuckets())
@@ -111,11 +116,14 @@ def config_of(case: Case, folder: Path, version: int) -> Config:
     raw: dict[str, Any] = {
         "run_dir": str(folder / "run"),
         "steps": 9,
-        "model": {"path": str(folder / "hf0"), "dtype": "float32"},
+        "model": {"path": str(folder / "hf0"), "dtype": "float32", "lora": LORA if case.lora else None},
         "data": {"train": "none.jsonl", "max_prompt_length": 32},
-        "rollout": {"max_response_length": 12, "temperature": 0.8},
+        # Only rank 0 leads an engine.
+        "rollout": {"engine": "sglang", "tp": WORLD_SIZE, "max_response_length": 12, "temperature": 0.8},
+        "sync": {"lora": case.lora or None, "bucket_mib": BUCKET_BYTES / 2**20},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 96},
-        "optimizer": {"lr": 1e-2 * version},  # so every version differs
+        # so every version differs
+        "optimizer": {"lr": 1e-2 * version / case.steps},
         "log": {"progress": False},
     }
     configs.apply_override(raw, f"layout={case.layouts[version - 1]}")
@@ -143,24 +151,29 @@ def take_step(policy: Policy, config: Config) -> None:
 
 
 def sync_layout(
+    case: Case,
     config: Config,
     runtime: Runtime,
     rendezvous: Rendezvous,
-    engines: dict[int, tuple[ShardLayout, SGLangEngine | NoEngine]],
+    engines: dict[int, Colocation],
     version: int,
     carried: dict[int, dict[int, Group]],
 ) -> None:
     model = model_files.read_model_files(config)
     policy = model_files.build_policy(config, model, runtime)
-    take_step(policy, config)
+    for _ in range(case.steps):
+        take_step(policy, config)
     folder = model.folder.parent
     model_files.export_policy(policy, model, folder / f"hf{version}")
-    for tp, (side, engine) in engines.items():
-        plan = plan_transfers(policy.shards, side, ranks_per_node=WORLD_SIZE)
-        all_gather = partial(rendezvous.all_gather, deadline_s=DEADLINE_S)
-        WeightSync(plan, torch.float32, BUCKET_BYTES, all_gather).sync_weights(
-            policy.tensors(), engine, version=version
-        )
+    for tp, colocation in engines.items():
+        engine = colocation.engine
+        colocation.policy = policy
+        colocation.sync = build_sync(config, torch.float32, policy.shards, engine.shard_layout(), runtime, rendezvous)
+        colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
+        assert (colocation.adapter_sync is not None) == (case.lora == "adapter")
+        received = colocation.sync_weights(version)["sync/received_mib"]
+        if case.lora == "adapter" and version > 1:
+            assert received * 2**20 == missing_bytes(policy, runtime.rank), received
         if runtime.rank == 0:
             assert isinstance(engine, SGLangEngine)
             found = engine.generate(RolloutRequest(fresh_groups(), SAMPLING, step=version))
@@ -181,8 +194,49 @@ def sync_layout(
             ]
             (folder / f"samples{version}_tp{tp}.json").write_text(json.dumps(said))
         rendezvous.all_gather("the next sync", None, DEADLINE_S)
-    side, engine = engines[max(engines)]
-    sync_flipped(policy, engine, side, rendezvous)
+    sync_flipped(policy, engines[max(engines)])
+    if case.lora == "adapter" and version == len(case.layouts):
+        restart(engines[min(engines)], runtime.rank, version)
+        if runtime.rank == 0:
+            miss_adapter(engines[max(engines)].engine)
+
+
+def restart(colocation: Colocation, rank: int, version: int) -> None:
+    """Verify that a restarted server gets base and adapter again."""
+    engine: Any = colocation.engine
+
+    def responses() -> list[Sequence[int]]:
+        greedy = replace(SAMPLING, group_size=1, temperature=0.0)
+        found = engine.generate(RolloutRequest(fresh_groups(), greedy, step=version))
+        return [sample.response_ids for index in sorted(found) for sample in found[index].samples]
+
+    before = responses()
+    if rank == 0:
+        engine._fail("ended by the test")
+    colocation.recover(version)
+    assert engine.version == version and responses() == before and len(before) == (0 if rank else len(PROMPTS))
+
+
+def missing_bytes(policy: Policy, rank: int) -> int:
+    """Return the bytes of the adapter in float32 that the leader does not have."""
+    if rank:
+        return 0
+    own = {piece.box for tensor in policy.lora.shards.rank_shards(0).values() for piece in tensor.pieces}
+    total = sum(math.prod(shape) for shape in policy.lora.family.hf_tensors(policy._shape).values())
+    return 4 * (total - sum(box.size for box in own))
+
+
+def miss_adapter(engine: Any) -> None:
+    """Verify that samples of the base are an error, and that an unknown adapter is."""
+    session = engine._session
+    stream, adapter = session._stream, session.adapter
+    for name, words in ((None, "the server used none"), ("unknown", "has never been loaded: unknown")):
+        named = {} if name is None else {"lora_path": name}
+        session._stream = lambda body, named=named: stream({k: v for k, v in body.items() if k != "lora_path"} | named)
+        found = engine.generate(RolloutRequest(fresh_groups(), SAMPLING, step=100))
+        assert not found and words in engine.failure, (found, engine.failure)
+        assert name or f"must use the adapter {adapter}" in engine.failure
+        engine.failure = None
 
 
 def continued(engine: SGLangEngine, carried: dict[int, Group], version: int) -> list[Sample]:
@@ -205,20 +259,23 @@ def fresh_groups() -> dict[int, Group]:
     return {index: Group(prompt, []) for index, prompt in enumerate(PROMPTS)}
 
 
-def sync_flipped(policy: Policy, engine: SGLangEngine | NoEngine, side: ShardLayout, rendezvous: Rendezvous) -> None:
+def sync_flipped(policy: Policy, colocation: Colocation) -> None:
     """Verify that every rank reports a flipped byte with the name of its tensor."""
-    spoiled = Flipping(engine, bucket=1) if isinstance(engine, SGLangEngine) else engine
-    plan = plan_transfers(policy.shards, side, ranks_per_node=WORLD_SIZE)
-    sync = WeightSync(plan, torch.float32, BUCKET_BYTES, partial(rendezvous.all_gather, deadline_s=DEADLINE_S))
+    engine, sync, tensors = colocation.engine, colocation.sync, policy.tensors()
+    receiver: Receiver = engine
+    bucket = 1
+    if colocation.adapter_sync is not None:
+        receiver, sync, tensors, bucket = engine.adapter, colocation.adapter_sync, policy.lora.parameters, 0
+    spoiled = Flipping(receiver, bucket) if isinstance(engine, SGLangEngine) else receiver
     try:
-        sync.sync_weights(policy.tensors(), spoiled, version=99)
+        sync.sync_weights(tensors, spoiled, version=99)
     except SyncError as error:
         said = str(error)
     else:
         raise AssertionError("a flipped byte went unnoticed")
-    assert not isinstance(spoiled, Flipping) or spoiled.flipped in said, said
+    assert not hasattr(spoiled, "flipped") or spoiled.flipped in said, said
     assert engine.version != 99 or isinstance(engine, NoEngine)
-    sync.sync_weights(policy.tensors(), engine, version=100)  # the failed sync has no lasting effect
+    sync.sync_weights(tensors, receiver, version=100)  # the failed sync has no lasting effect
 
 
 def sync_case(case: Case, device: Device, folder: Path) -> None:
@@ -237,16 +294,19 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     }
     with ExitStack() as stack:
         engines = {
-            tp: (side, stack.enter_context(engine_of(case, model, side, tp, runtime, folder / f"engine{tp}")))
+            tp: stack.enter_context(engine_of(case, model, side, tp, runtime, folder / f"engine{tp}"))
             for tp, side in sides.items()
         }
-        for _, engine in engines.values():
-            if isinstance(engine, SGLangEngine):
-                engine.wait_until_ready()
+        for engine in engines.values():
+            engine.wait_until_ready()
+        colocations: dict[int, Any] = {
+            tp: Colocation(None, engine, None, rendezvous, Timers(), config.rollout, None, print)  # type: ignore[arg-type]
+            for tp, engine in engines.items()
+        }
         carried: dict[int, dict[int, Group]] = {}  # unfinished groups of the previous version, keyed by the engine's tp
         for version in range(1, len(case.layouts) + 1):
             config = config_of(case, folder, version)
-            sync_layout(config, runtimes.arrange(config, device), rendezvous, engines, version, carried)
+            sync_layout(case, config, runtimes.arrange(config, device), rendezvous, colocations, version, carried)
 
 
 def main(rank: int, folder: Path) -> None:

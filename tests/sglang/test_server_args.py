@@ -39,10 +39,10 @@ HARMLESS = """
     decoupled_spec_connect_endpoints decoupled_spec_rank disable_aiter_allreduce_fusion_in_decode
     disaggregation_decode_enable_radix_cache dsa_paged_mqa_logits_backend dsa_topk_backend enable_custom_logit_processor
     enable_draft_weights_cpu_backup enable_fp32_lm_head enable_linear_replayssm_spec enable_return_indexer_topk
-    enable_unified_memory enable_weights_cpu_backup experts_shared_outer_loras hicache_size hisparse_config
+    enable_unified_memory experts_shared_outer_loras hicache_size hisparse_config
     linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend log_requests_level lora_backend
-    lora_drain_wait_threshold lora_eviction_policy lora_strict_loading lora_target_modules lora_use_virtual_experts
-    max_loaded_loras max_lora_chunk_size max_lora_rank max_loras_per_batch min_free_slots_delay mm_io_worker_num
+    lora_drain_wait_threshold lora_eviction_policy lora_use_virtual_experts
+    max_loaded_loras max_lora_chunk_size min_free_slots_delay mm_io_worker_num
     model_loader_extra_config modelexpress_config return_output_ids sampling_backend spec_trace_dir
     trust_request_chat_template default_chat_template_kwargs linear_attn_backend
     """.split()  # noqa: SIM905  # a list of texts is three times as long

@@ -23,6 +23,7 @@ from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.sglang import compat, served_models
+from grpo_mega.rollout.sglang.adapter import ServedLora
 from grpo_mega.rollout.sglang.engine import GRAPHS
 from grpo_mega.rollout.sglang.server import EngineSettings, Server, server_arguments, server_environment, warm_up
 from grpo_mega.rollout.sglang.session import Event
@@ -250,6 +251,16 @@ def test_arguments_come_from_the_settings_after_the_users_arguments() -> None:
     assert "--enable-memory-saver" not in server_arguments(changed(SETTINGS, {"sleep": "always"}), "name", 1)
 
 
+def test_a_server_gets_the_numbers_of_its_adapter_and_keeps_the_base() -> None:
+    lora = ServedLora(4, 8.0, ("o_proj", "q_proj"), {})
+    text = " ".join(server_arguments(replace(SETTINGS, lora=lora), "name", 1))
+    assert "--enable-lora --max-lora-rank 4 --lora-target-modules o_proj q_proj --max-loras-per-batch 2" in text
+    assert "--lora-strict-loading --lora-backend torch_native" in text and "cpu-backup" not in text
+    text = " ".join(server_arguments(replace(CUDA, lora=lora), "name", 1))
+    assert "--enable-weights-cpu-backup" in text and "--lora-backend" not in text
+    assert "lora" not in " ".join(server_arguments(CUDA, "name", 1))
+
+
 @pytest.mark.parametrize(
     ("settings", "dtype", "extra", "expected"),
     [
@@ -312,6 +323,11 @@ def test_every_change_of_sglang_is_still_needed() -> None:
         .partition("\ndef ")[0]
     )
     assert "cudart = torch.cuda.cudart()" in register and "is_available" not in register
+    assert "pin_memory=True" in sglang_source("srt/lora/layers.py")
+    assert "lora" not in sglang_source("srt/managers/scheduler_components/output_streamer.py").lower()
+    assert '("torch", "load")' not in sglang_source("srt/utils/common.py")
+    aborted = sglang_source("srt/managers/tokenizer_manager.py").partition("def _handle_abort_req(")[2]
+    assert "lora_registry.release" not in aborted.partition("\n    def ")[0]
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]
     assert "top_k=top_k" in router and "layer_id" not in router
     # Patches of served_models/families.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in

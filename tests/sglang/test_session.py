@@ -25,7 +25,7 @@ from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.buckets import HostBuckets, payload
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
-from grpo_mega.rollout.sglang.session import Session
+from grpo_mega.rollout.sglang.session import Session, is_by_adapter
 from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights.layout import ShardLayout
 from tests.helpers.servers import LOADER, Tree, changed, check_gone, generate, is_true_within, make_settings
@@ -316,3 +316,27 @@ def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary:
     os.kill(scheduler, signal.SIGKILL)
     assert is_true_within(20, lambda: not server.is_alive())
     check_gone(tree, temporary)
+
+
+@pytest.mark.parametrize(
+    ("used", "reason", "ids", "is_accepted"),
+    [
+        (["version-2.1", "version-2.1"], "stop", [5], True),
+        ([], "abort", [5], False),  # aborted in the queue: the server does not tell, so its tokens are not used
+        ([], "abort", [], True),
+        (["none"], "stop", [5], None),
+        (["version-2.1", "none"], "length", [5], None),
+        (["version-1.1"], "stop", [5], None),
+        ([], "stop", [5], None),
+    ],
+)
+def test_a_sample_of_another_adapter_is_an_error(
+    used: list[str], reason: str, ids: list[int], is_accepted: bool | None
+) -> None:
+    answer = {"output_ids": ids, "meta_info": {"adapter": used, "finish_reason": {"type": reason}}}
+    assert is_by_adapter(None, answer)
+    if is_accepted is not None:
+        assert is_by_adapter("version-2.1", answer) == is_accepted
+        return
+    with pytest.raises(EngineError, match=r"must use the adapter version-2\.1, but the server used"):
+        is_by_adapter("version-2.1", answer)

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+ADAPTER_KEY = "adapter"  # in the meta_info of an answer: names of the adapters that computed its tokens
 STUBBED = ("torchvision", "sgl_kernel")  # SGLang imports these; a CPU-only torch has no builds of them
 
 
@@ -51,6 +52,61 @@ def allow_routes_on_cpu() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_: None
+
+
+def unpin_memory() -> None:
+    """Let a server on a CPU apply adapters. SGLang's LoRA code pins memory, and torch refuses that without CUDA."""
+    import torch
+
+    def without_pinning(make: Any) -> Any:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    torch.tensor, torch.zeros = map(without_pinning, (torch.tensor, torch.zeros))
+
+
+def serve_adapters() -> None:
+    """Change three things of SGLang's LoRA code.
+
+    - Answers name the adapter that the scheduler computed them with, "none" for the base. SGLang uses the base, without
+      an error, if a request names no adapter or its adapter is not in the pool, and its answers do not tell.
+    - Adapters come from a file. SGLang's request has the tensors once per process.
+    - Unloading does not wait until all requests of the adapter have ended. SGLang never counts the end of a request
+      that was aborted in the queue, so it would wait for ever. The trainer unloads only when no request runs.
+    """
+    import torch
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.lora.lora_registry import LoRARegistry
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+
+    managers: list[Any] = []
+    prepare = LoRAManager.prepare_lora_batch
+
+    def noted(manager: Any, *args: Any) -> None:
+        managers[:] = [manager]
+        prepare(manager, *args)
+
+    def names(streamer: Any, requests: Sequence[Any]) -> dict[str, list[list[str]]]:
+        refs = {
+            i: ref.lora_name for m in managers for i, ref in m.lora_refs.items() if i in m.memory_pool.uid_to_buffer_id
+        }
+        return {ADAPTER_KEY: [[refs.get(request.lora_id, "none")] for request in requests]}
+
+    async def no_wait(registry: Any, adapter: str) -> None:
+        pass
+
+    read = BaseTpWorker.deserialize_own_rank
+
+    def opened(worker: Any, payloads: Any) -> Any:
+        data = read(worker, payloads)
+        return torch.load(data) if isinstance(data, str) else data
+
+    BaseTpWorker.deserialize_own_rank = opened
+    LoRARegistry.wait_for_unload = no_wait
+    LoRAManager.prepare_lora_batch = noted
+    SchedulerOutputStreamer.has_additional_customized_info = True
+    SchedulerOutputStreamer.build_additional_customized_info = names
 
 
 def install_stubs() -> None:

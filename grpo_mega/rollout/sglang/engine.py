@@ -28,8 +28,9 @@ from torch import Tensor
 
 from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import Engine, RolloutRequest
+from grpo_mega.rollout.engine import Engine, Receiver, RolloutRequest
 from grpo_mega.rollout.schedule import Schedule, schedule_of
+from grpo_mega.rollout.sglang.adapter import AdapterUpdate
 from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, padded, parameters, payload
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.rollout.sglang.server import EngineSettings, Server
@@ -70,6 +71,10 @@ class SGLangEngine(Engine):
         self._differing: list[str] = []  # differences in FP8 blocks that the server has reported, only on the leader
         self._session: Session | None = None  # only on the leader, once the server is ready
         self._is_cold = True  # the server has not finished a phase since its start
+        self._adapter: AdapterUpdate | None = None
+        if settings.lora is not None:
+            dtype, device = getattr(torch, settings.dtype), torch.device(settings.device_type)
+            self._adapter = AdapterUpdate(settings.lora, dtype, settings.rollout.tp, device, self._load_adapter)
         self._server = server
         if settings.is_leader and server is None:
             self._server = Server(settings)
@@ -100,6 +105,11 @@ class SGLangEngine(Engine):
                 self.wait_until_ready()
             except EngineError as error:
                 self._fail(str(error))
+
+    @property
+    def adapter(self) -> Receiver:
+        assert self._adapter is not None, "the server does not serve an adapter"
+        return self._adapter
 
     @property
     def _stall_deadline_s(self) -> float:
@@ -297,6 +307,22 @@ class SGLangEngine(Engine):
     def end_update(self, version: int) -> list[str]:
         """Wait for all buckets and verify them. Return the tensors that differ, with their tensor-parallel rank."""
         self._wait_until_loaded(len(self._posted) - 1)
+        return self._verify(version)
+
+    def _load_adapter(self, request: Callable[[], dict[str, Any]], problems: list[str], version: int) -> list[str]:
+        """Load an adapter that arrived with these problems, unload the previous one, and verify the base again."""
+        if self._session is not None and not problems:
+            name, last = f"version-{version}.{self._num_requests}", self._session.adapter
+            self._post("loading an adapter", "/load_lora_adapter_from_tensors", {"lora_name": name} | request())
+            if last is not None:
+                self._post("unloading an adapter", "/unload_lora_adapter", {"lora_name": last})
+            self._session.adapter = name
+        self._differing = problems
+        self._post("starting an update", "/begin_weight_update")
+        return self._verify(version)
+
+    def _verify(self, version: int) -> list[str]:
+        """Compare the checksums of the weights, and set the version if they are equal."""
         problems = self._request({"action": "verify", "entries": self._checksums}, version=str(version))
         self._post("ending an update", "/end_weight_update")
         if not problems and self.failure is None:

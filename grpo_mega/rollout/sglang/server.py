@@ -31,6 +31,7 @@ from grpo_mega.observe.progress import Bar, phase
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang import server_main
+from grpo_mega.rollout.sglang.adapter import ServedLora
 from grpo_mega.weights.spec import BLOCK
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -91,6 +92,7 @@ class EngineSettings:
     seed: int = 0
     routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
     plain_modules: tuple[str, ...] = ()  # linear layers that are not quantised (Family.plain_modules)
+    lora: ServedLora | None = None  # the adapter of a sync that sends only that
     verify: bool = True  # compare checksums after each sync
     weight_loader: str = LOADER  # dotted path of a function in the server's processes
     shows_progress: bool = False  # print a line from time to time while the server starts
@@ -179,6 +181,9 @@ class EngineSettings:
             "enable_return_routed_experts": self.routers is not None,
             "quantization": self.rollout.quantization if self.holds_blocks else None,
             **blocks,
+            **({} if self.lora is None else self.lora.server_arguments(self.device_type)),
+            # Keeps the base of an adapter in host memory while the server sleeps.
+            "enable_weights_cpu_backup": self.lora is not None and self.has_memory_saver,
         }
 
 
@@ -378,7 +383,9 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
             continue
         words.append(f"--{name.replace('_', '-')}")
         if value is not True:
-            words.append(json.dumps(value) if isinstance(value, Mapping) else str(value))
+            words += (
+                value if isinstance(value, list) else [json.dumps(value) if isinstance(value, Mapping) else str(value)]
+            )
     return words
 
 

@@ -90,8 +90,7 @@ def serve(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    if "--enable-return-routed-experts" in arguments and _is_on_cpu():
-        compat.allow_routes_on_cpu()
+    patch_sglang(arguments)
     gc.enable()
     gc.freeze()
     try:
@@ -107,6 +106,16 @@ def prepare_server() -> None:
     if _is_on_cpu():
         compat.install_stubs()
         compat.fork_children()
+
+
+def patch_sglang(arguments: Sequence[str]) -> None:
+    """Patch what these arguments of the server need, after the first import of SGLang."""
+    if "--enable-return-routed-experts" in arguments and _is_on_cpu():
+        compat.allow_routes_on_cpu()
+    if "--enable-lora" in arguments:
+        compat.serve_adapters()
+        if _is_on_cpu():
+            compat.unpin_memory()
 
 
 def _is_on_cpu() -> bool:
@@ -149,3 +158,4 @@ if __name__ == "__main__":
 if __name__ == "__mp_main__":  # a process that SGLang spawned; SGLang itself calls prctl only seconds later
     die_with_parent(os.getppid())
     prepare_server()
+    patch_sglang(sys.argv)

@@ -27,6 +27,7 @@ from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import with_routes_of as extended_routes
+from grpo_mega.rollout.sglang.compat import ADAPTER_KEY
 from grpo_mega.types import Sample, Span
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Session:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.is_aborting = False  # the owner sets this while it aborts running samples
         self.on_tokens: Callable[[Sequence[int]], None] | None = None  # gets unfinished samples (RolloutRequest)
+        self.adapter: str | None = None  # name of the adapter that all samples must use
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
         self._loop = asyncio.new_event_loop()
@@ -233,7 +235,10 @@ class Session:
                 try:
                     requested = tuple(missing.values())
                     body = request_body(requested, sampling, step, is_seeded=self._is_seeded)
+                    body |= {} if self.adapter is None else {"lora_path": self.adapter}
                     async for answer in self._stream(body):
+                        if not is_by_adapter(self.adapter, answer):
+                            continue
                         sample = extended(requested[answer["index"]], answer, sampling, self._routers)
                         if not sample.is_finished:
                             missing[sample.index] = sample
@@ -336,6 +341,23 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
         each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
     return body | {"input_ids": contexts, "sampling_params": each}
+
+
+def is_by_adapter(expected: str | None, answer: dict[str, Any]) -> bool:
+    """Return True if the server computed all tokens of an answer with the adapter of this name. None: with the base.
+
+    Return False if it does not tell, because the request was aborted in its queue. Raise EngineError otherwise.
+    """
+    meta = answer["meta_info"]
+    used = set(meta.get(ADAPTER_KEY, ()))
+    if expected is None or not answer["output_ids"] or used == {expected}:
+        return True
+    if not used and meta["finish_reason"]["type"] == "abort":
+        return False
+    raise EngineError(
+        f"a sample must use the adapter {expected}, but the server used {', '.join(sorted(used)) or 'none'}; set"
+        " sync.lora=merged if that repeats"
+    )
 
 
 def sample_seed(*numbers: int) -> int:

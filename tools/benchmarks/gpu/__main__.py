@@ -7,6 +7,7 @@
  memory    copies from host memory, and memory lost to fragmentation            (memory.py)
  step      a whole GRPO step by phase, from a run of the trainer                (step.py)
            also the free memory of the device in each phase, next to the plan's
+ lora      the same step with an adapter                                        (lora.py)
 
 Each section runs in a separate process. It prints a line for each case that it skips because a package or memory is
 missing. --only selects sections. --quick uses smaller batches and one model, and takes some minutes. --tiny uses tiny
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.rank import run_sections
 
-SECTIONS = ("mfu", "logprobs", "engine", "turns", "memory", "step")
+SECTIONS = ("mfu", "logprobs", "engine", "turns", "memory", "step", "lora")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
 TITLES = ("section", "case", "figure", "value", "target", "")
 

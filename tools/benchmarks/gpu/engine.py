@@ -97,7 +97,11 @@ def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, An
     try:
         engine.wait_until_ready()
         trainer: Any = Trainer(shape, torch.bfloat16, device.torch_device)
-        yield trainer, engine, build_sync(config, torch.bfloat16, trainer.shards, engine, runtime, rendezvous)
+        yield (
+            trainer,
+            engine,
+            build_sync(config, torch.bfloat16, trainer.shards, engine.shard_layout(), runtime, rendezvous),
+        )
     finally:
         engine.close()
 
