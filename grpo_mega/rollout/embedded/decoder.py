@@ -122,9 +122,10 @@ class Decoder:
             self.tokens_ST[rows.slots, rows.counts] = rows.tokens
             is_stopped = self._is_stop_NV[rows.stop_sets, rows.tokens]
             is_ended = (is_stopped | (rows.places + 1 == rows.ends)) & rows.is_live
-            for slot, stopped in zip(rows.slots[is_ended].tolist(), is_stopped[is_ended].tolist(), strict=True):
-                ended.append((slot, "stop" if stopped else "length"))
-            self._ended |= {int(rows.slots[row]): (cohort, row) for row in is_ended.nonzero()[:, 0].tolist()}
+            for row in is_ended.nonzero()[:, 0].tolist():
+                slot = int(rows.slots[row])
+                ended.append((slot, "stop" if is_stopped[row] else "length"))
+                self._ended[slot] = cohort, row
             rows.is_live = rows.is_live & ~is_ended
         self.num_steps += 1
         self._drop_finished_cohorts()

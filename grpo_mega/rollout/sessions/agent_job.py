@@ -19,11 +19,13 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from grpo_mega import user_code
+from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.rewards.api import as_score
 from grpo_mega.rewards.forked import ForkedJob, Serve, describe_error
 from grpo_mega.rollout.sessions.chat import Chat, EndpointFailed, LimitReached, as_prompt
 from grpo_mega.rollout.sessions.tools import Toolbox
 
+Kind = Literal["returned", "raised", "deadline", "died", "killed"]
 Agent = Callable[[Chat, SimpleNamespace], Awaitable[Any]]
 BLOCKED_STATUS = 72  # exit status of a worker whose loop was blocked
 _TICK_S = 0.2
@@ -41,26 +43,23 @@ class AgentResult:
     session_id: str
     value: float | dict[str, float] | None
     error: str | None
-    kind: Literal["returned", "raised", "deadline", "died", "killed"]
+    kind: Kind
     turn_rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AgentJob(ForkedJob):
-    """The task of an agent worker; see config/rollout.py. `schemas` describe the tools to the model."""
+    """The task of an agent worker. `schemas` describe the tools to the model."""
 
-    agent: str | None
-    tools: tuple[str, ...]
+    rollout: RolloutConfig
     schemas: tuple[dict[str, Any], ...]
-    max_turns: int
-    tool_timeout_s: float
-    timeout_s: float
 
     def prepare(self) -> tuple[bool, Serve]:
-        if self.agent is None:
-            agent = tool_agent(Toolbox(self.tools, self.code_dir, self.tool_timeout_s), self)
+        rollout = self.rollout
+        if rollout.agent is None:
+            agent = tool_agent(Toolbox(rollout.tools, self.code_dir, rollout.tool_timeout_s), self)
         else:
-            agent = user_code.load_function(self.agent, self.code_dir)
+            agent = user_code.load_function(rollout.agent, self.code_dir)
         return True, lambda owner: asyncio.run(_Loop(self, agent, owner).run())
 
 
@@ -69,10 +68,10 @@ def tool_agent(toolbox: Toolbox, job: AgentJob) -> Agent:
 
     async def run(chat: Chat, prompt: SimpleNamespace) -> None:
         messages = list(prompt.messages)
-        for turn in range(job.max_turns):
+        for turn in range(job.rollout.max_turns):
             message = await chat(messages, tools=job.schemas)
             calls, invalid = message.get("tool_calls") or [], message.pop("invalid_tool_calls", None) or []
-            if not (calls or invalid) or chat.finish_reason == "length" or turn + 1 == job.max_turns:
+            if not (calls or invalid) or chat.finish_reason == "length" or turn + 1 == job.rollout.max_turns:
                 return
             messages.append(message)
             messages += await asyncio.gather(*map(toolbox.answer, calls))
@@ -87,7 +86,7 @@ class _Loop:
     """The event loop of a worker."""
 
     def __init__(self, job: AgentJob, agent: Agent, owner: connection.Connection[Any, Any]) -> None:
-        self._job, self._agent, self._owner = job, agent, owner
+        self._rollout, self._agent, self._owner = job.rollout, agent, owner
         self._sessions: dict[str, asyncio.Task[None]] = {}
         self._tasks: dict[str, set[asyncio.Task[Any]]] = {}  # what an agent function started, by session
         self._killed: set[str] = set()
@@ -131,8 +130,8 @@ class _Loop:
         return task
 
     async def _converse(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
-        chat, value, error, limit = Chat(base_url, api_key), None, None, asyncio.timeout(self._job.timeout_s)
-        kind: Literal["returned", "raised", "deadline", "died", "killed"] = "returned"
+        chat, value, error, limit = Chat(base_url, api_key), None, None, asyncio.timeout(self._rollout.agent_timeout_s)
+        kind: Kind = "returned"
         try:
             async with limit:
                 value = checked_value(await self._agent(chat, as_prompt(prompt)))
@@ -144,7 +143,7 @@ class _Loop:
             if session_id in self._killed:
                 kind = "killed"
             elif limit.expired():
-                kind, error = "deadline", f"no end within rollout.agent_timeout_s={self._job.timeout_s:g}"
+                kind, error = "deadline", f"no end within rollout.agent_timeout_s={self._rollout.agent_timeout_s:g}"
             else:
                 kind, error = "raised", describe_error(problem)
         del self._sessions[session_id]
@@ -160,11 +159,11 @@ class _Loop:
         """End the worker if one step of the loop takes longer than a tool may."""
         while not self._ended.is_set():
             time.sleep(_TICK_S)
-            if time.monotonic() - self._ticked_at < self._job.tool_timeout_s + 1.0:
+            if time.monotonic() - self._ticked_at < self._rollout.tool_timeout_s + 1.0:
                 continue
             task, known = asyncio.current_task(loop), list(self._tasks.items())
             if session_id := next((one for one, tasks in known if task in tasks), None):
-                error = f"the agent function blocked its event loop for {self._job.tool_timeout_s:g} s; use await"
+                error = f"the agent function blocked its event loop for {self._rollout.tool_timeout_s:g} s; use await"
                 self._send(AgentResult(session_id, None, error, "deadline"))
             os._exit(BLOCKED_STATUS)
 

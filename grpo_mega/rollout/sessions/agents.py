@@ -56,15 +56,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         self.results: queue.SimpleQueue[AgentResult] = queue.SimpleQueue()
         self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
         self._timeout_s = rollout.agent_timeout_s
-        self._job = AgentJob(
-            code_dir,
-            rollout.agent,
-            rollout.tools,
-            tuple(schemas),
-            rollout.max_turns,
-            rollout.tool_timeout_s,
-            rollout.agent_timeout_s,
-        )
+        self._job = AgentJob(code_dir, rollout, tuple(schemas))
         self._server = ForkServer()
         self._changed = threading.Condition()  # guards slots and failure
         self._slots = [_Slot() for _ in range(num_workers or rollout.agent_workers)]

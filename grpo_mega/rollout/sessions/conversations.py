@@ -13,7 +13,6 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from grpo_mega.rollout.engine import Sampling
@@ -39,18 +38,6 @@ class Workers(Protocol):
     def kill(self, session_ids: Collection[str]) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A conversation that runs in a worker."""
-
-    opened: OpenSession
-    prompt_index: int
-    sample_index: int
-    prompt: Prompt
-    step: int
-    is_repeated: bool
 
 
 class Conversations(AbstractContextManager["Conversations"]):
@@ -79,7 +66,6 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._parser = CallParser(self._template, decode, tool_format)
         self._workers, self._warn = workers, warn
         self._max_turns, self._max_context, self._max_tokens = max_turns, max_context, max_tokens
-        self._running: dict[str, _Running] = {}  # by session id
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
         self._has_warned = False
@@ -106,7 +92,7 @@ class Conversations(AbstractContextManager["Conversations"]):
 
     def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
         """Start the agent function of a sample in a worker."""
-        self._start(prompt_index, sample_index, prompt, step, is_repeated=False)
+        self._start((prompt_index, sample_index), prompt, step, is_repeated=False)
 
     def answer(self, request: TurnRequest, result: TurnResult) -> None:
         """Answer a turn. The answer is ignored if its conversation has ended."""
@@ -116,11 +102,11 @@ class Conversations(AbstractContextManager["Conversations"]):
         """End all running conversations, and discard their events. Return when none runs."""
 
         async def end_all() -> list[str]:
-            names = list(self._running)
-            for name in names:
-                self._end(name)
+            ids = list(self._gateway.sessions)
+            for session_id in ids:
+                self._end(session_id)
             self._waiting.clear()
-            return names
+            return ids
 
         self._workers.kill(self._run(end_all()))
         while True:
@@ -145,13 +131,12 @@ class Conversations(AbstractContextManager["Conversations"]):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
+    def _start(self, key: tuple[int, int], prompt: Prompt, step: int, *, is_repeated: bool) -> None:
         sampling = self.sampling
         longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
         limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
-        session = Session(self._template, self._parser, (prompt_index, sample_index), prompt, step, limits)
-        opened = self._gateway.open(session)
-        self._running[opened.id] = _Running(opened, prompt_index, sample_index, prompt, step, is_repeated)
+        session = Session(self._template, self._parser, key, prompt, step, limits)
+        opened = self._gateway.open(OpenSession(session, is_repeated))
         self._workers.start(opened.id, self._gateway.url(opened), opened.key, prompt_values(prompt))
 
     def _forward_results(self) -> None:
@@ -162,7 +147,7 @@ class Conversations(AbstractContextManager["Conversations"]):
 
     async def _sample(self, opened: OpenSession, turn: Turn, chat: ChatRequest) -> None:
         """Ask the engine for a turn, and wait for its result."""
-        if opened.id not in self._running:
+        if opened.id not in self._gateway.sessions:
             raise ended_error()
         name = _name(turn.request)
         future: asyncio.Future[TurnResult] = self._loop.create_future()
@@ -176,38 +161,36 @@ class Conversations(AbstractContextManager["Conversations"]):
             if not future.done():
                 future.set_result(result)
 
-    def _end(self, session_id: str) -> _Running | None:
+    def _end(self, session_id: str) -> OpenSession | None:
         """Refuse further requests of a session, also requests that wait for a turn. Return None if it ended before."""
-        running = self._running.pop(session_id, None)
-        if running is not None:
-            self._gateway.end(running.opened)
-            for name, futures in self._waiting.items():
-                if name[0] == running.opened.session.key:
-                    for future in futures:
-                        if not future.done():
-                            future.set_exception(ended_error())
-        return running
+        ended = self._gateway.end(session_id)
+        for name, futures in self._waiting.items():
+            if ended is not None and name[0] == ended.session.key:
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(ended_error())
+        return ended
 
     def _agent_ended(self, result: Any) -> None:
-        running = self._end(result.session_id)
-        if running is None:
+        ended = self._end(result.session_id)
+        if ended is None:
             return
+        session = ended.session
         try:
-            if result.kind == "died" and not running.is_repeated:
-                where = running.prompt_index, running.sample_index, running.prompt, running.step
-                self._start(*where, is_repeated=True)
+            if result.kind == "died" and not ended.is_repeated:
+                self._start(session.key, session.prompt, session.step, is_repeated=True)
             elif result.kind == "died":
-                self.events.put(Failed(running.prompt_index, result.error or "the agent's worker died"))
+                self.events.put(Failed(session.key[0], result.error or "the agent's worker died"))
             else:
-                self.events.put(self._ended(running, result))
+                self.events.put(self._event_of(ended, result))
         except Exception as error:  # without an event the engine would wait for ever
-            self.events.put(Failed(running.prompt_index, f"prompt {running.prompt.id}: {error!r}"))
+            self.events.put(Failed(session.key[0], f"prompt {session.prompt.id}: {error!r}"))
 
-    def _ended(self, running: _Running, result: Any) -> Ended:
+    def _event_of(self, ended: OpenSession, result: Any) -> Ended:
         """Return the event of a conversation that ended. A limit leaves scoring to others, and an error scores 0."""
-        session = running.opened.session
+        session = ended.session
         for turn in session.turns:
-            turn.reward = result.turn_rewards.get(running.opened.answer_id(turn))
+            turn.reward = result.turn_rewards.get(ended.answer_id(turn))
         self._waiting = {name: futures for name, futures in self._waiting.items() if name[0] != session.key}
         limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.reached_limit
         sample = session.to_sample(limit or "stop")
@@ -220,7 +203,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         if result.kind == "raised" and not limit and not self._has_warned:
             self._has_warned = True
             self._warn(f"rollout.agent raised an error, so its sample scores 0: {result.error}")
-        return Ended(running.prompt_index, sample)
+        return Ended(session.key[0], sample)
 
 
 def _name(request: TurnRequest) -> tuple[Any, ...]:

@@ -51,6 +51,7 @@ class OpenSession:
     """A session that clients can reach."""
 
     session: Session
+    is_repeated: bool = False  # its agent function starts for the second time
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
@@ -68,7 +69,7 @@ class Gateway:
         """`sample` waits until a turn has its result. It raises RequestError if the session ends before."""
         self.sampling = self._training_sampling = sampling
         self._tokenizer, self._sample = tokenizer, sample
-        self._open: dict[str, OpenSession] = {}
+        self.sessions: dict[str, OpenSession] = {}  # open sessions by id
         self._ended: deque[str] = deque(maxlen=MAX_ENDED)
         self._url = ""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -87,15 +88,15 @@ class Gateway:
     async def close(self) -> None:
         await self._runner.cleanup()
 
-    def open(self, session: Session) -> OpenSession:
-        opened = OpenSession(session)
-        self._open[opened.id] = opened
+    def open(self, opened: OpenSession) -> OpenSession:
+        self.sessions[opened.id] = opened
         return opened
 
-    def end(self, opened: OpenSession) -> None:
-        """Refuse further requests of the session."""
-        if self._open.pop(opened.id, None):
-            self._ended.append(opened.id)
+    def end(self, session_id: str) -> OpenSession | None:
+        """Refuse further requests of the session. Return None if it ended before."""
+        if (opened := self.sessions.pop(session_id, None)) is not None:
+            self._ended.append(session_id)
+        return opened
 
     def url(self, opened: OpenSession) -> str:
         """Return the base url for a client, such as OpenAI(base_url=...)."""
@@ -137,7 +138,7 @@ class Gateway:
 
     def _find(self, request: web.Request) -> OpenSession:
         name = request.match_info["id"]
-        opened = self._open.get(name)
+        opened = self.sessions.get(name)
         if opened is None:
             if name in self._ended:
                 raise ended_error()

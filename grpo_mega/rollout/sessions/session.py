@@ -99,7 +99,7 @@ class Session:
         self.limit: FinishReason | None = None  # the limit that was reached
         self.lock = asyncio.Lock()  # held while a turn is sampled, so that limits do not depend on time
         self._template, self._parser, self._limits = template, parser, limits
-        self.key, self._prompt, self._step = key, prompt, step
+        self.key, self.prompt, self.step = key, prompt, step
         self._answered: dict[Any, Turn] = {}  # by request
         self._by_path: dict[bytes, Turn] = {}  # by digest of the messages up to and with the answer
         self._num_tokens = 0
@@ -129,7 +129,7 @@ class Session:
             raise _limit_error(self.limit)
         most = min(room, chat.max_tokens or room)
         stops = self._limits.stop_token_ids | chat.stop_ids
-        request = TurnRequest(self.key, self._prompt, len(self.turns), context, most, stops, self._step)
+        request = TurnRequest(self.key, self.prompt, len(self.turns), context, most, stops, self.step)
         turn = Turn(request, chat.messages, parent, len(tail), most < room)
         self.turns.append(turn)
         self._answered[asked] = turn
@@ -201,7 +201,7 @@ class Session:
         rewards: list[float | None] = []
         for segment in self._segments():
             first = segment[0].request.context_ids
-            if ids or first != tuple(self._prompt.token_ids):
+            if ids or first != tuple(self.prompt.token_ids):
                 contexts.append(Context(len(ids), first))
             for place, turn in enumerate(segment):
                 assert turn.result is not None
@@ -218,12 +218,12 @@ class Session:
                 spans.append(Span(turn.result.version, start, len(ids)))
         has_rewards = any(reward is not None for reward in rewards)
         return Sample(
-            self._prompt,
+            self.prompt,
             self.key[1],
             ids,
             logprobs,
             finish_reason,
-            spans or [Span(self._step, 0, 0)],
+            spans or [Span(self.step, 0, 0)],
             sampled=sampled,
             contexts=contexts,
             messages=self._last_messages(),
