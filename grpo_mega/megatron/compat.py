@@ -241,6 +241,22 @@ def patch_latent_attention() -> None:
     YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
 
 
+@functools.cache
+def patch_gated_delta_net() -> None:
+    """Let the gated delta net run without flash-linear-attention.
+
+    Megatron's module refuses to be built without it, although its path in plain torch needs only `l2norm`.
+    """
+    from megatron.core.ssm import gated_delta_net
+
+    def l2norm(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    patched: Any = gated_delta_net
+    if not patched.HAVE_FLA:
+        patched.HAVE_FLA, patched.l2norm = True, l2norm
+
+
 def offload_from_any_device() -> None:
     """Let Megatron's hybrid optimizer work without a GPU. Nothing changes with a GPU.
 

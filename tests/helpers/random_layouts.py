@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
@@ -107,7 +107,18 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     num_layers = draw(st.integers(most_chunks, most_chunks + 3))
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
-    latent = {}
+    latent: dict[str, Any] = {}
+    if model_type == "qwen3_5_text":
+        kv_heads, head_dim = tp * draw(st.integers(1, 2)), draw(st.integers(1, 3))
+        num_heads, k_heads = kv_heads * draw(st.integers(1, 3)), tp * draw(st.integers(1, 2))
+        latent = {
+            "linear_layers": tuple(sorted(draw(st.sets(st.integers(0, num_layers - 1), min_size=1)))),
+            "linear_k_heads": k_heads,
+            "linear_v_heads": k_heads * draw(st.integers(1, 2)),
+            "linear_k_dim": draw(st.integers(1, 3)),
+            "linear_v_dim": draw(st.integers(1, 3)),
+            "linear_conv": draw(st.integers(2, 4)),
+        }
     if model_type.startswith("deepseek") or model_type == "glm4_moe_lite":
         kv_heads = num_heads
         latent = {

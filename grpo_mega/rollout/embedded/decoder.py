@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from grpo_mega.rollout.embedded.compat import LinearState, new_cache
 from grpo_mega.rollout.embedded.model import RouteRecorder
 from grpo_mega.rollout.embedded.sampler import draw
 from grpo_mega.rollout.engine import Sampling
@@ -187,7 +188,7 @@ class _Cohort:
             mask[row, longest - len(context) :] = 1
         ids, mask = ids.to(device), mask.to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model.config)
         out = model(
             input_ids=ids,
             attention_mask=mask,
@@ -197,7 +198,7 @@ class _Cohort:
             logits_to_keep=1,
         )
         source_B = torch.tensor(source, device=device)
-        cache.batch_select_indices(source_B)
+        cache.reorder_cache(source_B)
         ends = torch.tensor([start.end for start in starts], device=device)
         rows = _Rows(
             slots=torch.tensor(slots, device=device),
@@ -231,7 +232,7 @@ class _Cohort:
 
     def drop_finished(self) -> None:
         keep = self.rows.is_live.nonzero().squeeze(1)
-        self.cache.batch_select_indices(keep)
+        self.cache.reorder_cache(keep)
         self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
 
 
@@ -243,6 +244,9 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
     width = max(lengths)
     cache = cohorts[0].cache
     for layer, *others in zip(*(cohort.cache.layers for cohort in cohorts), strict=True):
+        if isinstance(layer, LinearState):
+            layer.append(others)
+            continue
         layer_width = width
         if layer.is_sliding:  # it has the last tokens only, but counts all of them
             layer_width, layer.cumulative_length = min(width, layer.sliding_window - 1), width
