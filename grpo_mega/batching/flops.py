@@ -78,7 +78,7 @@ def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:
 
 def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
     """Return the mean number of weights per layer that multiply a token. Raise ConfigError like `count`."""
-    attention = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
+    attention: float = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
     if shape.kv_lora:
         queries = shape.q_lora * (shape.hidden + shape.q) if shape.q_lora else shape.hidden * shape.q
         attention = queries + shape.hidden * shape.kv_down + shape.kv_lora * shape.kv_up + shape.v * shape.hidden

@@ -164,6 +164,17 @@ def save_optimizer_state_in_place() -> None:
     DistributedOptimizer.sharded_param_state_fully_reshardable = state
 
 
+def index_weights_as_stored(optimizer: Any) -> None:
+    """Correct the index of each weight in its parameter group.
+
+    In a bf16 model with some fp32 weights Megatron's groups hold the fp32 weights first, but its index follows the
+    buffers. A checkpoint would then exchange the states of weights of equal size, and fail for others.
+    """
+    for group, (fp32, bf16) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)):
+        for order, weight in enumerate((*fp32, *bf16)):
+            optimizer.model_param_group_index_map[weight] = group, order
+
+
 def transfer_class() -> Any:
     """Return the class of all transfers between pipeline stages. A benchmark times its `_communicate`: Megatron has no
     hook.

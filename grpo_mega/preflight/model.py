@@ -261,6 +261,12 @@ def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         return
     if config.rollout.is_served:
         yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type}; change it"
+    if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
+        yield (
+            f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="
+            f"{str(config.optimizer.cpu_offload).lower()}: must be float32 and false for {shape.model_type}, some of"
+            " whose weights are float32; change them"
+        )
     for key, value in (("precision.fp8", config.precision.fp8), ("rollout.quantization", config.rollout.quantization)):
         if value is not None:
             yield (

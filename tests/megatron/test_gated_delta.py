@@ -67,6 +67,13 @@ def test_decay_parameters_are_float32_in_model_optimizer_and_checkpoint(policy: 
     assert others == {policy.models[0].config.params_dtype}
 
 
+def test_megatron_still_stores_fp32_weights_before_others_in_a_group() -> None:
+    """The reason for compat.index_weights_as_stored: the index counts the weights of both dtypes together."""
+    source = megatron_source("optimizer/distrib_optimizer.py")
+    assert "*shard_fp32_params_this_group,\n                    *shard_fp32_from_float16_params_this_group," in source
+    assert 'local_param_group_map[param] = (group_index, len(group_range["params"]) - 1)' in source
+
+
 def test_megatrons_layer_still_needs_fla_and_supports_no_packing() -> None:
     """The reasons for compat.patch_gated_delta_net and for GatedDelta.forward."""
     source = megatron_source("ssm/gated_delta_net.py")
