@@ -1,9 +1,9 @@
-"""Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe]`.
+"""Make the quickstart's start model and data: `python examples/arithmetic.py OUT --seed N [--moe | --hybrid]`.
 
-Output: OUT/model (a Hugging Face Qwen2 or, with --moe, Qwen3-MoE checkpoint in fp32 with its tokenizer and random
-weights), OUT/train.jsonl and OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}, and OUT/sft.jsonl with a
-demonstration of each training prompt, {"prompt": ..., "completion": ...}. No held-out prompt is used in training. A
-response adds one term per line inside <think> and ends with <answer>.
+Output: OUT/model (a Hugging Face Qwen2, with --moe Qwen3-MoE, or with --hybrid Qwen3.5 checkpoint in fp32 with its
+tokenizer and random weights), OUT/train.jsonl and OUT/heldout.jsonl with {"prompt": "34+7+9+8=?", "answer": "58"}, and
+OUT/sft.jsonl with a demonstration of each training prompt, {"prompt": ..., "completion": ...}. No held-out prompt is
+used in training. A response adds one term per line inside <think> and ends with <answer>.
 
 The demonstrations are noisy on purpose: they often drop the carry of a large digit (CARRY_DROPPED) and sometimes leave
 out the tags of the answer (TAGS_MISSING). So after `grpo-mega sft` (quickstart_sft.yaml) the model samples both right
@@ -17,6 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import (
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2Tokenizer,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -80,7 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small arithmetic model and its data.")
     parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--moe", action="store_true", help="make an MoE model with 8 experts per layer and 2 per token")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--moe", action="store_true", help="make an MoE model with 8 experts per layer and 2 per token")
+    kind.add_argument("--hybrid", action="store_true", help="make a Qwen3.5 with linear attention in 3 of 4 layers")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     disable_progress_bar()  # Hugging Face draws a bar for each file it writes
@@ -88,7 +92,7 @@ def main() -> None:
 
     train, heldout = make_problems(rng)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, has_experts=options.moe)
+    model = make_model(tokenizer, "moe" if options.moe else "hybrid" if options.hybrid else "dense")
     save(options.out, model, tokenizer, train, heldout)
     save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
     print(f"a model with random weights, {NUM_TRAIN} demonstrations, and held-out sums are in {options.out}")
@@ -136,20 +140,31 @@ def make_tokenizer(
     return tokenizer
 
 
-def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTrainedModel:
+def make_model(tokenizer: Qwen2Tokenizer, kind: Literal["dense", "moe", "hybrid"] = "dense") -> PreTrainedModel:
     """Make a model that two ranks can share: heads, layers, FFN, experts and vocabulary are even numbers."""
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
-        "head_dim": 16,
-        "norm_topk_prob": True,
+    classes = {"dense": Qwen2Config, "moe": Qwen3MoeConfig, "hybrid": Qwen3_5TextConfig}
+    fields: dict[str, dict[str, object]] = {
+        "dense": {},
+        "moe": {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
+        "hybrid": {
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
     }
-    config = (Qwen3MoeConfig if has_experts else Qwen2Config)(
+    config = classes[kind](
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=2,
+        num_hidden_layers=4 if kind == "hybrid" else 2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -159,7 +174,7 @@ def make_model(tokenizer: Qwen2Tokenizer, *, has_experts: bool = False) -> PreTr
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **(experts if has_experts else {}),
+        **fields[kind],
     )
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Train a small arithmetic model with GRPO on this machine. Needs only Python and pip:
-#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --agent | --game] [--lora] [--short]
+#   examples/quickstart.sh [--out DIR] [--seed N] [--layout tp=2] [--engine embedded|sglang] [--moe | --hybrid | --agent | --game] [--lora] [--short]
 # It makes .venv and a small model, trains it by SFT until it answers about half of the prompts correctly, and trains the result with
 # GRPO on two processes with real Megatron-core. It evaluates held-out prompts before and after, and writes a Hugging Face checkpoint and
 # curves.png to DIR. --layout takes tp, pp, dp and ep, for example pp=2 or tp=2,dp=2. --moe trains an MoE model with half of the
-# experts on each process and with routing replay. --agent trains a model that calls a calculator, --game a model that guesses a
-# number and is told "higher" or "lower". --lora trains an adapter in GRPO, and not in SFT. --short is a quick check: 4 steps of GRPO
-# and 64 held-out prompts.
+# experts on each process and with routing replay, --hybrid a model with linear attention (gated delta net). --agent trains a model
+# that calls a calculator, --game a model that guesses a number and is told "higher" or "lower". --lora trains an adapter in GRPO, and
+# not in SFT. --short is a quick check: 4 steps of GRPO and 64 held-out prompts.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-out="$ROOT/runs/quickstart" seed=0 layout="" engine=embedded moe="" agent="" game="" lora="" short=""
+out="$ROOT/runs/quickstart" seed=0 layout="" engine=embedded moe="" hybrid="" agent="" game="" lora="" short=""
 while [[ $# -gt 0 ]]; do
     case "$1" in
         --out | --seed | --layout | --engine)
@@ -20,6 +20,7 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --moe) moe=yes && shift ;;
+        --hybrid) hybrid=yes && shift ;;
         --agent) agent=yes && shift ;;
         --game) game=yes && shift ;;
         --lora) lora=yes && shift ;;
@@ -28,7 +29,7 @@ while [[ $# -gt 0 ]]; do
     esac
 done
 [[ "$seed" =~ ^[0-9]+$ ]] || _fail "--seed '$seed' is not a whole number"
-[[ "$moe$agent$game" =~ ^(yes)?$ ]] || _fail "--moe, --agent and --game exclude one another; leave one out"
+[[ "$moe$hybrid$agent$game" =~ ^(yes)?$ ]] || _fail "--moe, --hybrid, --agent and --game exclude one another; use one"
 layout="${layout:-${moe:+dp=2,ep=2}}" && layout="${layout:-tp=2}"
 [[ "$layout" =~ ^(tp|pp|dp|ep)=[0-9]+(,(tp|pp|dp|ep)=[0-9]+)*$ ]] || _fail "--layout '$layout' is not of the form tp=2 or tp=2,pp=2"
 [[ "$engine" =~ ^(embedded|sglang)$ ]] || _fail "--engine '$engine' is neither embedded nor sglang"
@@ -42,7 +43,7 @@ started_at=$SECONDS
 task=arithmetic recipe=quickstart
 [[ -z "$agent" ]] || task=calculator recipe=calculator
 [[ -z "$game" ]] || task=guess_number recipe=guess_number
-"$VENV_PYTHON" "$ROOT/examples/$task.py" "$out/task" --seed "$seed" ${moe:+--moe}
+"$VENV_PYTHON" "$ROOT/examples/$task.py" "$out/task" --seed "$seed" ${moe:+--moe} ${hybrid:+--hybrid}
 "$VENV_PYTHON" -m grpo_mega.cli sft "$ROOT/examples/${recipe}_sft.yaml" \
     --set "run_dir=$out/task/sft" --set "seed=$seed" --set "model.path=$out/task/model" --set "data.train=$out/task/sft.jsonl"
 "$VENV_PYTHON" -m grpo_mega.cli train "$ROOT/examples/$recipe.yaml" \

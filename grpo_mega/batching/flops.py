@@ -6,7 +6,8 @@ A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a 
              (or the matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for
              the router and 3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
   attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each
-             layer; in a layer with a sliding window of w < n tokens, w (w + 1) / 2 + (n - w) w
+             layer with full attention; in a layer with a sliding window of w < n tokens, w (w + 1) / 2 + (n - w) w;
+             linear attention counts as linear, with 4 products of a head's state per token
   output     2 x hidden x vocab for each token that needs a log-prob
 
 A backward pass counts twice the forward. Recomputation (activations, logits) and lookups do not count.
@@ -65,7 +66,7 @@ def of_totals(
     """
     return Flops(
         linear=2 * num_tokens * shape.num_layers * layer_weights(shape, experts_per_token),
-        attention=2 * (shape.q + shape.v) * num_pairs * shape.num_layers,
+        attention=2 * (shape.q + shape.v) * num_pairs * shape.num_full_layers,
         output=2 * shape.hidden * shape.vocab * num_outputs,
     )
 
@@ -79,15 +80,19 @@ def unseen_pairs(shape: ModelShape, length: float) -> float:
 def tokens_per_pair(shape: ModelShape, experts_per_token: int = 0) -> float:
     """Return the work of attention for a query and a key that it sees, relative to all other work for a token."""
     weights = shape.num_layers * layer_weights(shape, experts_per_token) + shape.hidden * shape.vocab
-    return shape.num_layers * (shape.q + shape.v) / weights
+    return shape.num_full_layers * (shape.q + shape.v) / weights
 
 
 def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
     """Return the mean number of weights per layer that multiply a token. Raise ConfigError like `count`."""
-    attention = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
+    attention: float = shape.hidden * (shape.q + 2 * shape.kv) + shape.q * shape.hidden
     if shape.kv_lora:
         queries = shape.q_lora * (shape.hidden + shape.q) if shape.q_lora else shape.hidden * shape.q
         attention = queries + shape.hidden * shape.kv_down + shape.kv_lora * shape.kv_up + shape.v * shape.hidden
+    if shape.linear_layers:
+        attention += shape.hidden * shape.q  # the output gate
+        share = len(shape.linear_layers) / shape.num_layers
+        attention = share * _linear_attention(shape) + (1 - share) * attention
     if not shape.num_experts:
         return attention + 3 * shape.hidden * shape.ffn
     if not 1 <= experts_per_token <= shape.num_experts:
@@ -99,3 +104,10 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
         experts_per_token * shape.moe_ffn + shape.shared_ffn
     )
     return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers
+
+
+def _linear_attention(shape: ModelShape) -> float:
+    """Return the same for linear attention: projections, convolution, and the state's decay, reading and update."""
+    projections = shape.hidden * (2 * shape.linear_k + 3 * shape.linear_v + 2 * shape.linear_v_heads)
+    convolution = (2 * shape.linear_k + shape.linear_v) * shape.linear_conv
+    return projections + convolution + 4 * shape.linear_v * shape.linear_k_dim

@@ -10,7 +10,14 @@ from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
 from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, common_bytes, frame_of, metadata_bytes, state_bytes
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
-from grpo_mega.formats.hf_files import extra_names, header_of, index_of, side_contents, split_into_shards
+from grpo_mega.formats.hf_files import (
+    extra_names,
+    header_of,
+    index_of,
+    may_have_extra,
+    side_contents,
+    split_into_shards,
+)
 from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
@@ -121,8 +128,8 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
     shapes = dict(weights.shapes)
     targets = {name: target_of(alone(whole(name, shape)), weights, dtype) for name, shape in shapes.items()}
     source = None
-    if checkpoint.config().get("num_nextn_predict_layers") and not extra_names(weights.shapes):
-        # A run does not store layers for multi-token prediction. Its source model may have them, or only a config.
+    if may_have_extra(checkpoint.config()) and not extra_names(weights.shapes):
+        # A run does not store the parts that it does not train. Its source model may have them, or only a config.
         with suppress(WeightMappingError):
             source = find_checkpoint(checkpoint.side).open()
     if source is not None:

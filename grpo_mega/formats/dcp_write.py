@@ -44,6 +44,7 @@ _LAYER_STATES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
     *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    *(f"self_attention.{name}" for name in ("in_proj", "out_norm", "out_proj")),
     *("self_attention.kv_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
 _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
@@ -85,8 +86,8 @@ def metadata_bytes(pieces: Iterable[SavedPiece], shape: ModelShape) -> bytes:
     layers, experts = shape.num_layers, shape.num_experts
     for i in range(layers):
         # If layers differ, each layer has separate keys.
-        prefix, at, of = (f"{i}.", "", "") if shape.num_dense else ("", f"{i}.", f"{layers}.")
-        place = "0_1" if shape.num_dense else f"{i}_{layers}"
+        prefix, at, of = (f"{i}.", "", "") if shape.has_unequal_layers else ("", f"{i}.", f"{layers}.")
+        place = "0_1" if shape.has_unequal_layers else f"{i}_{layers}"
         names += [f"decoder.layers.{prefix}{name}._extra_state/shard_{place}" for name in _LAYER_STATES]
         for e in range(experts if i >= shape.num_dense else 0):
             names += [

@@ -30,6 +30,7 @@ TEMPLATES = "additional_chat_templates"  # folder of named chat templates
 SCALE_SUFFIX = "_scale_inv"  # suffix of a weight's name that names the scales of its FP8 blocks
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _LAYER = re.compile(r"model\.layers\.\d+\.")
+_EXTRA_PARTS = ("mtp.", "model.visual.")
 _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next token's embedding
 
 
@@ -125,15 +126,21 @@ def adapter_problem(folder: Path) -> str | None:
 
 
 def extra_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of layers for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) among
-    `names`.
+    """Return the sorted names of the parts that are neither trained nor served among `names`.
 
-    These layers follow the other layers and are neither trained nor served. Conversions keep them. An exported policy
-    gets them from its source model.
+    They are layers for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2), which follow the other
+    layers, and the vision tower of a multimodal model. Conversions keep them. An exported policy gets them from its
+    source model.
     """
     known = set(names)
     layers = {name: match[0] for name in known if (match := _LAYER.match(name))}
-    return sorted(name for name, layer in layers.items() if layer + _EXTRA_MARK in known)
+    extra = {name for name, layer in layers.items() if layer + _EXTRA_MARK in known}
+    return sorted(extra | {name for name in known if name.startswith(_EXTRA_PARTS)})
+
+
+def may_have_extra(config: Mapping[str, Any]) -> bool:
+    """Return True if a model with this config.json may have such parts."""
+    return any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "text_config"))
 
 
 @dataclass(frozen=True)

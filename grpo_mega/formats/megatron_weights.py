@@ -60,9 +60,16 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
             renamed = own
             for name, saved in _RENAMED.items():
                 renamed = renamed.replace(name, saved)
+            if row.span == "linear":
+                renamed = fused  # these layers save under the names of Transformer Engine's layers
             # The local layers of multi-latent attention rename nothing.
             keys = tuple(dict.fromkeys((fused, renamed, own) if shape.kv_lora else (fused, renamed)))
-            found.append((keys, row.op.megatron(Shard(row.hf, "", shape))))
+            tensor = row.op.megatron(Shard(row.hf, "", shape))
+            if row.saved_as:
+                parts = zip(row.saved_as, tensor.pieces, strict=True)
+                found += [(tuple(f"{key}.{part}" for key in keys), alone(piece.box)) for part, piece in parts]
+            else:
+                found.append((keys, tensor))
         return found
 
     for keys, tensor in tensors([*family.heads(shape), *family.rows_of("model", shape)]):
@@ -87,11 +94,11 @@ def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
 
 def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
     """Return the leading dims of a layer's keys, and the layer's place in them; empty if layers differ."""
-    return ((), ()) if shape.num_dense else ((shape.num_layers,), (layer,))
+    return ((), ()) if shape.has_unequal_layers else ((shape.num_layers,), (layer,))
 
 
 def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str, ...]:
-    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.num_dense else keys
+    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.has_unequal_layers else keys
 
 
 class MegatronWeights:

@@ -174,13 +174,16 @@ def open_hf_reader(folder: Path) -> CheckpointReader:
 def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callable[[Box], Tensor]:
     """Return a function that reads boxes of random tensors, identical in every parallel layout.
 
-    Norms are 1, biases 0. Everything else is normal with standard deviation `std`, and each tensor has a separate
-    random stream. For small models only, because every read draws the whole tensor.
+    Norms multiply by 1, biases are 0. Everything else is normal with standard deviation `std`, and each tensor has a
+    separate random stream. For small models only, because every read draws the whole tensor.
     """
+    has_linear_attention = any(".linear_attn." in name for name in tensors)
 
     def read(box: Box) -> Tensor:
         if box.tensor.endswith("norm.weight"):
-            return torch.ones(box.shape)
+            # In models with linear attention all other norms have zero-centred weights.
+            is_zero_centred = has_linear_attention and ".linear_attn." not in box.tensor
+            return torch.zeros(box.shape) if is_zero_centred else torch.ones(box.shape)
         if box.tensor.endswith("bias"):
             return torch.zeros(box.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{box.tensor}".encode()))

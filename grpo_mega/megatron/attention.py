@@ -69,6 +69,14 @@ class LatentPackedSeqParams(PackedSeqParams):
     segments: PackedSeqParams = field(default_factory=PackedSeqParams)
 
 
+@dataclass
+class HybridPackedSeqParams(PackedSeqParams):
+    """Segments for Transformer Engine's attention, and the stacks for linear attention without FLA."""
+
+    stacks: tuple[Stack, ...] = ()
+    restore: Tensor = field(default_factory=Tensor)
+
+
 def attend_latent(
     attend: Callable[..., Tensor], *args: Any, packed_seq_params: LatentPackedSeqParams, **kwargs: Any
 ) -> Tensor:  # [T, 1, heads / tp * width of a value]
@@ -98,7 +106,7 @@ def pack_params(
     spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], dtype, cp_size, cp_rank)
     found += _branches(cuts, shared_prompt_segments, dtype)
-    params = _params_of(found, position_ids)
+    params = replace(_params_of(found, position_ids), cu_seqlens_q=cu_seqlens)
     if not window:
         return params
     assert cp_size == 1 and not branches, "windows support neither context parallelism nor shared prompts"
@@ -296,12 +304,21 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._is_zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, is_zero_centred=self._is_zero_centred)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool) -> Tensor:
+    """Return the RMS norm of the last dim. A zero-centred weight is stored less 1, and has too few digits in bfloat16
+    once 1 is added.
+    """
+    if is_zero_centred:
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class PackedRotary(RotaryEmbedding):

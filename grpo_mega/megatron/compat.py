@@ -164,6 +164,17 @@ def save_optimizer_state_in_place() -> None:
     DistributedOptimizer.sharded_param_state_fully_reshardable = state
 
 
+def index_weights_as_stored(optimizer: Any) -> None:
+    """Correct the index of each weight in its parameter group.
+
+    In a bf16 model with some fp32 weights Megatron's groups hold the fp32 weights first, but its index follows the
+    buffers. A checkpoint would then exchange the states of weights of equal size, and fail for others.
+    """
+    for group, (fp32, bf16) in enumerate(zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)):
+        for order, weight in enumerate((*fp32, *bf16)):
+            optimizer.model_param_group_index_map[weight] = group, order
+
+
 def transfer_class() -> Any:
     """Return the class of all transfers between pipeline stages. A benchmark times its `_communicate`: Megatron has no
     hook.
@@ -239,6 +250,22 @@ def patch_latent_attention() -> None:
     if not isinstance(patched.TELinear, type):
         patched.HAVE_TE = False
     YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
+
+
+@functools.cache
+def patch_gated_delta_net() -> None:
+    """Let the gated delta net run without flash-linear-attention.
+
+    Megatron's module refuses to be built without it, although its path in plain torch needs only `l2norm`.
+    """
+    from megatron.core.ssm import gated_delta_net
+
+    def l2norm(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    patched: Any = gated_delta_net
+    if not patched.HAVE_FLA:
+        patched.HAVE_FLA, patched.l2norm = True, l2norm
 
 
 def offload_from_any_device() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 
 from grpo_mega.config import Config
 from grpo_mega.formats.megatron_weights import stored_tensors
+from grpo_mega.megatron.attention import rms_norm
 from grpo_mega.megatron.model import shards_of
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.apply import load_shards
-from grpo_mega.weights.boxes import Box, Index, RankShards, region
+from grpo_mega.weights.boxes import Box, Index, LocalTensor, RankShards, region
 from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import Family, ModelShape
 
@@ -50,7 +52,7 @@ class Adapter(nn.Module):
         """`tensors`: A and B by the name of their parameter, such as A, or A0 of the first expert."""
         super().__init__()
         self._scale, self._cut, self._is_split = scale, cut, config.sequence_parallel
-        self._eps = config.layernorm_epsilon
+        self._eps, self._is_zero_centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         self._norms = [layer] if getattr(layer, "layer_norm_weight", None) is not None else []
         self._suffixes = [name.removeprefix("A") for name in tensors if name.startswith("A")]
         like = next(layer.parameters())
@@ -67,7 +69,7 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Return what the adapter adds to the layer's output. `splits`: number of rows of `x` of each expert."""
         for layer in self._norms:  # Transformer Engine's layer normalizes its input itself
-            x = F.rms_norm(x, x.shape[-1:], layer.layer_norm_weight, self._eps)
+            x = rms_norm(x, layer.layer_norm_weight, self._eps, is_zero_centred=self._is_zero_centred)
         parts = (x,) if splits is None else x.split(list(splits))
         added = [self._added(part, suffix) for part, suffix in zip(parts, self._suffixes, strict=True)]
         return added[0] if splits is None else torch.cat(added)
@@ -197,6 +199,7 @@ class Lora:
         stored = {
             piece.box.tensor: one for one in stored_tensors(self.family, self._shape) for piece in one.tensor.pieces
         }
+        separate = {row.megatron.rpartition("}")[2]: row.saved_as for row in self.family.rows if row.saved_as}
         states: dict[str, Any] = {}
         for name, local in self._mine.items():
             if not name.startswith(chunk):
@@ -221,7 +224,22 @@ class Lora:
             # The rows of the gate are above the rows of the up projection, also if ranks share them.
             is_gated = is_cut and ".linear_fc1.lora.B" in name
             states[name.removeprefix(chunk)] = apply_swiglu_sharded_factory(tensor, stack) if is_gated else tensor
+            if saved_as := next((parts for end, parts in separate.items() if name.endswith(end)), ()):
+                tensor.key = tensor.key.rpartition(".")[0]
+                states[name.removeprefix(chunk)] = _split_tensor_factory(tensor, *_sections(local, saved_as), depth)
         return states
+
+
+def _sections(local: LocalTensor, saved_as: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Return sizes and names of the parts of a local tensor along its rows, padding between its pieces included."""
+    sections: list[tuple[int, str]] = []
+    row = 0
+    for piece, name in [*zip(local.pieces, saved_as, strict=True), (None, "")]:
+        start = piece.offset[0] if piece else local.shape[0]
+        sections += [(start - row, f"padding{len(sections)}")] if start > row else []
+        sections += [(piece.box.shape[0], name)] if piece else []
+        row = start + (piece.box.shape[0] if piece else 0)
+    return [size for size, _ in sections], [name for _, name in sections]
 
 
 def fresh(tensors: Mapping[str, Index], seed: int) -> Callable[[Box], Tensor]:

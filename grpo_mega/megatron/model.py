@@ -15,7 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.extensions.transformer_engine import (
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -35,6 +39,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.errors import raise_all
@@ -46,14 +51,17 @@ from grpo_mega.megatron.attention import (
     RMSNorm,
     attend_latent,
 )
+from grpo_mega.megatron.gated_delta import gated_delta_spec
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.precision import latent_problems
 from grpo_mega.weights.boxes import RankShards
+from grpo_mega.weights.hf_config import HYBRID
 from grpo_mega.weights.layout import ShardLayout, megatron_shards
 from grpo_mega.weights.spec import Family, ModelShape, Span, padded_vocab
 
+_ROTARY = {"glm4_moe": Glm4MoeRotaryEmbedding, **dict.fromkeys(HYBRID, Qwen3_5TextRotaryEmbedding)}
 _BIAS = ".router.expert_bias"  # it is a buffer, so no optimizer changes it
 
 
@@ -72,6 +80,8 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
         compat.patch_moe()
     if shape.kv_lora:
         compat.patch_latent_attention()
+    if shape.linear_layers:
+        compat.patch_gated_delta_net()
     if uses_transformer_engine(runtime):
         raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
         compat.allow_fused_weight_gradients()
@@ -122,6 +132,7 @@ def transformer_config(
         # Megatron counts the tokens before a token; the list says which layers have the window.
         window_size=(max(shape.windows) - 1, 0) if shape.windows else None,
         window_attn_skip_freq=[int(window > 0) for window in shape.windows] or None,
+        **_hybrid_config(shape),
         use_cpu_initialization=not is_cuda,
         perform_initialization=False,
         # Apex's kernel is for Megatron's linear layers only.
@@ -213,6 +224,24 @@ def _latent_config(shape: ModelShape, hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _hybrid_config(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields of a model with layers of linear attention (gated delta net)."""
+    if not shape.linear_layers:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        # Layers differ, so checkpoints must store them separately. A list makes Megatron do so.
+        "linear_attention_freq": [int(i in shape.linear_layers) for i in range(shape.num_layers)],
+        "linear_conv_kernel_dim": shape.linear_conv,
+        "linear_key_head_dim": shape.linear_k_dim,
+        "linear_value_head_dim": shape.linear_v_dim,
+        "linear_num_key_heads": shape.linear_k_heads,
+        "linear_num_value_heads": shape.linear_v_heads,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+    }
+
+
 def _uneven_stages(shape: ModelShape, runtime: Runtime) -> list[list[str]] | None:
     """Return Megatron's list of the parts of each chunk; None if Megatron's even division is right."""
     sizes = runtime.layout.chunk_sizes(shape.num_layers)
@@ -256,7 +285,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
     if model.post_process:
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
-    theirs = (Glm4MoeRotaryEmbedding if shape.model_type == "glm4_moe" else LlamaRotaryEmbedding)(hf_config)
+    theirs: Any = _ROTARY.get(shape.model_type, LlamaRotaryEmbedding)(hf_config)
     inv_freq = theirs.inv_freq.float()
     if shape.kv_lora:
         rotary = LatentRotary(inv_freq, theirs.attention_scaling)
@@ -353,6 +382,8 @@ def _te_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> Tra
                 for latent in ("q", "kv")
             }
             keys |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."} if span == "dense" else {}
+        elif span == "linear":
+            spec.submodules.self_attention = gated_delta_spec(TELayerNormColumnParallelLinear, TERowParallelLinear)
         elif span == "moe":
             keys |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
         return spec
@@ -378,6 +409,9 @@ def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> 
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if span == "linear":
+            parts.self_attention = gated_delta_spec(ColumnParallelLinear, RowParallelLinear)
+            spec.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
         return spec
 
     return TransformerBlockSubmodules([layer(span) for span, run in shape.spans(layers) for _ in run], RMSNorm)

@@ -92,6 +92,9 @@ def build(
         settings.pin_cpu_grads = settings.pin_cpu_params = torch.cuda.is_available()
         settings.use_precision_aware_optimizer = settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     made = get_megatron_optimizer(settings, chunks)
+    for part in parts(made):
+        if not part.is_stub_optimizer:
+            compat.index_weights_as_stored(part)
     for group in made.param_groups if optimizer.cpu_offload else ():
         for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):  # checkpoints hold no classes
             group.pop(name, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.recorder import recorder
-from grpo_mega.megatron.attention import LatentPackedSeqParams, pack_params, window_of
+from grpo_mega.megatron.attention import HybridPackedSeqParams, LatentPackedSeqParams, pack_params, window_of
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.types import PackedBatch
 
@@ -109,6 +109,9 @@ class Pipeline:
             cuts, positions, cp = batch.cu_seqlens, batch.position_ids, (batch.cp_size, batch.cp_rank)
             return pack_params(cuts, positions, dtype, *cp, branches, window)
         segments = te_params(batch.cu_seqlens, batch.cp_size)
+        if self._chunks[0].config.experimental_attention_variant:
+            linear = pack_params(batch.cu_seqlens, batch.position_ids, None)
+            return HybridPackedSeqParams(**vars(segments), stacks=linear.stacks, restore=linear.restore)
         if self._chunks[0].config.multi_latent_attention:
             return LatentPackedSeqParams("packed", position_ids=batch.position_ids, segments=segments)
         return segments

@@ -219,6 +219,7 @@ def run_rank(request: dict[str, Any], counted: Counted) -> dict[str, Any]:
     config = configs.validate(request["config"])
     hf_config = AutoConfig.for_model(**request["model"])
     shape = ModelShape.from_hf_config(hf_config.to_dict())
+    hf_config = hf_config.get_text_config()
     runtime = runtimes.arrange(config, Device("cpu", torch.device("cpu")))
     length = request["num_tokens"]
     cuts = torch.tensor([*range(0, length, request["segment"]), length], dtype=torch.int32)

@@ -74,6 +74,8 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
         parts, whole, selective = _latent_layer(setup, pp_rank, padding)
     else:
         parts, whole, selective = _local_layer(setup, padding)
+    if setup.shape.linear_layers:
+        parts, whole, selective = _hybrid_layer(setup, pp_rank, padding, (parts, whole, selective))
     full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
     layer = selective if recompute == "selective" else whole
     shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]
@@ -270,6 +272,34 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
     mlp = moe * (routed + 5 * fs) * ("moe" not in chosen) + (1 - moe) * 5 * f * ("mlp" not in chosen)
     saved = 2 * h / s * (8 / b) if "layernorm" in chosen else 0.0  # fp32 copies in the layer's two norms
     return [attention], whole, figure(SELECTIVE, lambda: attention - saved + angles + core + mlp, "")
+
+
+def _hybrid_layer(setup: PlannedJob, pp_rank: int, padding: float, full: Layer) -> Layer:
+    """Return the mean of a stage's layers, if some have linear attention in plain torch: an upper bound with FLA.
+
+    `full` is a layer with full attention. With recompute only the recomputed layer counts, and one with linear
+    attention is larger. The numbers of the recurrence are measured: products of each chunk of 64 tokens, in fp32.
+    """
+    shape, tp, b = setup.shape, setup.layout.tp, setup.itemsize
+    parts, whole, selective = full
+    heads, k, v = shape.linear_v_heads // tp, shape.linear_k_dim, shape.linear_v_dim
+    layers = [layer for chunk in setup.chunks(pp_rank) for layer in chunk]
+    share = len({*layers} & {*shape.linear_layers}) / len(layers)
+    if setup.config.model.recompute != "none" and share:
+        share = 1.0
+    rows = (2 * shape.linear_k + shape.linear_v) // tp
+    recurrence = figure(
+        "linear attention keeps, per token",
+        lambda: padding * (heads * (1754 + 6.875 * k + 3 * v + k * v / 64) * 4 / b + 3 * rows) + 6 * heads * v,
+        "",
+    )
+    q = shape.q // tp
+    gate = figure("output gates keep, per token", lambda: 3 * q, "")
+    return (
+        [*parts, recurrence, gate],
+        figure(WHOLE, lambda: whole + share * recurrence + (1 - share) * gate, ""),
+        figure(SELECTIVE, lambda: selective + share * recurrence + (1 - share) * gate, ""),
+    )
 
 
 def _lengthened(setup: PlannedJob, padding: float) -> tuple[float, float]:

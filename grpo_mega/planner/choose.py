@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.memory import elements_of
 from grpo_mega.planner.plan import MARGIN, Option, Plan, suggest
+from grpo_mega.planner.state import elements_of
 from grpo_mega.planner.this_machine import Rates, cpu_assumptions
 from grpo_mega.preflight.cards import ASSUMED, Card
 from grpo_mega.preflight.model import Model, num_positions

@@ -111,7 +111,7 @@ class PlannedJob:
 
     def num_moe_layers(self, pp_rank: int) -> int:
         """Return the number of a stage's layers with experts."""
-        return sum(len(dict(self.shape.spans(chunk)).get("moe", ())) for chunk in self.chunks(pp_rank))
+        return sum(len(run) for c in self.chunks(pp_rank) for span, run in self.shape.spans(c) if span == "moe")
 
     @property
     def engine_layout(self) -> EngineLayout:

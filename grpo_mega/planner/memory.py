@@ -7,19 +7,16 @@ checkpoint phase.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import floor, prod
+from math import floor
 
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.figures import GIB, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.planner.state import FP32, State, Storage, stage_state
+from grpo_mega.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
-from grpo_mega.weights.layout import EngineLayout, engine_blocks, hf_blocks
-from grpo_mega.weights.spec import Family, ModelShape, num_blocks
 
 PHASES = ("sampling", "asleep", "log-probs", "update", "checkpoint", "sync")
 
@@ -99,7 +96,7 @@ def state_of(setup: PlannedJob, pp_rank: int) -> State:
     if setup.config.model.lora is None:
         return state
     base = stage_state(setup.family, setup.shape, setup.layout, pp_rank, storage, **names)
-    return replace(state, frozen=base.num_parameters)
+    return replace(state, frozen=base.num_parameters, fp32_elements=base.num_fp32)
 
 
 def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
@@ -116,11 +113,14 @@ def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     held = elements + state.frozen
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
-    return [
-        figure("weights", lambda: b * held + fp8_elements, trust=trust),
-        product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
-        figure("optimizer state", lambda: (master + moments) * share, trust=trust),
-    ]
+    weights = figure("weights", lambda: b * held + fp8_elements, trust=trust)
+    optimizer = figure("optimizer state", lambda: (master + moments) * share, trust=trust)
+    if fp32 := state.fp32_elements:  # weights that stay fp32, and are their own masters
+        weights = figure("weights", lambda: b * held + (FP32 - b) * fp32, trust=trust)
+        own_masters = max(state.fp32_optimizer_elements, default=0)
+        optimizer = figure("optimizer state", lambda: (master + moments) * share - master * own_masters, trust=trust)
+    gradients = product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements)
+    return [weights, gradients, optimizer]
 
 
 def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
@@ -258,35 +258,6 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
     return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens), shortfall)
 
 
-@dataclass(frozen=True)
-class Elements:
-    """Numbers of elements that a rank of an engine holds."""
-
-    plain: int
-    linear: int  # elements of linear layers; rollout.quantization applies to them
-    blocks: int  # number of FP8 blocks in the linear layers
-
-    @property
-    def total(self) -> int:
-        return self.plain + self.linear
-
-
-@functools.cache
-def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
-    """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
-    linear_names = family.linear_tensors(shape)
-    plain = linear = num_scales = 0
-    for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
-        places = len(block.layers) * len(block.experts)
-        for tensor in block.tensors.values():
-            if any(piece.box.tensor in linear_names for piece in tensor.pieces):
-                linear += places * prod(tensor.shape)
-                num_scales += places * sum(prod(num_blocks(piece.box.shape)) for piece in tensor.pieces)
-            else:
-                plain += places * prod(tensor.shape)
-    return Elements(plain, linear, num_scales)
-
-
 def received_weights(setup: PlannedJob, label: str) -> TracedNumber:
     """Return all bytes of the weights of an engine's rank."""
     layout = replace(setup.engine_layout, num_engines=1) if setup.is_served else None
@@ -307,12 +278,16 @@ def cache_bytes_per_token(setup: PlannedJob) -> int:
     if shape.kv_lora and setup.is_served:
         return shape.num_layers * shape.kv_down * setup.engine_itemsize
     heads = max(1, shape.num_kv_heads // setup.config.rollout.tp)
-    return shape.num_layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
+    layers = shape.num_full_layers
+    return layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
 
 
 def _embedded(setup: PlannedJob) -> EngineMemory:
     """Return the memory of transformers' model in the trainer's process. Its cache exists only while it generates."""
-    layers, vocab, concurrent = setup.shape.num_layers, setup.shape.vocab, setup.config.rollout.max_concurrent
+    shape, concurrent = setup.shape, setup.config.rollout.max_concurrent
+    layers, vocab = shape.num_full_layers, shape.vocab
+    # States of linear attention of a sequence, and a copy of one of them.
+    state = FP32 * (len(shape.linear_layers) + 1) * shape.linear_v * shape.linear_k_dim
     elements = elements_of(setup.family, setup.shape, None).total  # the embedded engine is never quantised
     weights = product("engine weights", trust="exact", elements=elements, b=setup.engine_itemsize)
     longest, per_token = setup.longest_sample, cache_bytes_per_token(setup)
@@ -320,6 +295,8 @@ def _embedded(setup: PlannedJob) -> EngineMemory:
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
     # The cache of a layer grows by copying, so a second copy exists for a moment.
     extra = figure("engine's working memory", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
+    if state:
+        extra = figure("engine's working memory", lambda: 2 * cache / layers + concurrent * (2 * vocab * 4 + state))
     graphs, asleep = product("engine's graphs"), product("engine's workspaces")
     return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens))
 

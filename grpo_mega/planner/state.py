@@ -1,10 +1,11 @@
-"""Parameters, gradients and optimizer state of a rank, exact to the byte, from the shape tables.
+"""Parameters, gradients and optimizer state of a rank, exact to the byte, and elements of an engine, from the shape
+tables.
 
 Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements,
 and each bucket ends at a multiple of lcm(128, replicas); replicas are the data- and context-parallel ranks. Weights and
 fp32 gradients are whole buffers with padding. The optimizer holds this rank's share of each bucket without padding.
 Experts have separate buffers unless their replicas are the replicas of other weights (etp=tp, ep=1), and so
-have weights in FP8.
+have weights in FP8, and weights that stay fp32 in a bf16 model. The latter are their own masters.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass, replace
 from grpo_mega.config import Config
 from grpo_mega.formats.slices import item_bytes
 from grpo_mega.weights.boxes import Block
-from grpo_mega.weights.layout import MegatronLayout, megatron_blocks
-from grpo_mega.weights.spec import Family, ModelShape, round_up
+from grpo_mega.weights.layout import EngineLayout, MegatronLayout, engine_blocks, hf_blocks, megatron_blocks
+from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, num_blocks, round_up
 
 START_MULTIPLE, END_MULTIPLE = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, if gradients are reduced while others are computed
@@ -29,6 +30,8 @@ FP32 = 4
 _ORDER = (
     "embedding.",
     "input_layernorm",
+    *("dt_bias", "A_log", "in_proj.layer_norm_weight", "in_proj.weight", "in_proj.lora"),
+    *("conv1d", "out_norm", "out_proj"),
     "linear_proj",
     "linear_qkv.layer_norm_weight",
     "linear_qkv.weight",
@@ -93,6 +96,11 @@ class Parameter:
     is_spread: bool  # weight of an expert whose replicas are other ranks than the replicas of other weights
     layer: int | None  # layer index in the model
 
+    @property
+    def is_fp32(self) -> bool:
+        """Return True if the weight is fp32 for any dtype of the model."""
+        return self.name.endswith(FLOAT32)
+
 
 @dataclass(frozen=True)
 class Buffer:
@@ -103,6 +111,7 @@ class Buffer:
     largest_bucket: int  # elements, padding included
     is_fp8: bool = False
     is_spread: bool = False
+    is_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,12 +125,16 @@ class State:
     optimizer_elements: tuple[int, ...]  # per rank of the stage (MegatronLayout.rank_in_stage)
     gathered: float  # elements on the device while a save gathers a bucket: the whole bucket and this rank's share
     storage: Storage
-    frozen: int = 0  # elements of the base, with model.lora; all other numbers are then the adapter's
+    frozen: int = 0  # elements of the base, with model.lora; most other numbers are then the adapter's
+    fp32_elements: int = 0  # elements of `elements` or `frozen` in fp32, in a bf16 model
+    fp32_optimizer_elements: tuple[int, ...] = ()  # elements of `optimizer_elements` in fp32; empty if there are none
+    num_fp32: int = 0  # fp32 parameters without padding, in a bf16 model
 
     @property
     def weights(self) -> int:
         """Return the bytes of the weights."""
-        return (self.elements + self.frozen) * self.storage.itemsize + self.fp8_elements
+        fp32 = self.fp32_elements * (FP32 - self.storage.itemsize)
+        return (self.elements + self.frozen) * self.storage.itemsize + self.fp8_elements + fp32
 
     @property
     def gradients(self) -> int:
@@ -130,7 +143,9 @@ class State:
 
     def optimizer(self, rank_in_stage: int) -> int:
         """Return the bytes of masters and moments after Adam has created them."""
-        return self.optimizer_elements[rank_in_stage] * self.storage.optimizer_bytes
+        own_masters = self.fp32_optimizer_elements[rank_in_stage] if self.fp32_optimizer_elements else 0
+        everything = self.optimizer_elements[rank_in_stage] * self.storage.optimizer_bytes
+        return everything - own_masters * self.storage.master_bytes
 
     @property
     def largest_share(self) -> int:
@@ -139,7 +154,7 @@ class State:
     @property
     def largest_optimizer(self) -> int:
         """Return the bytes of masters and moments on the rank with the largest share."""
-        return self.largest_share * self.storage.optimizer_bytes
+        return max(map(self.optimizer, range(len(self.optimizer_elements))))
 
 
 @functools.cache
@@ -161,17 +176,22 @@ def stage_state(
         # Only the first chunk of the first stage has several buckets.
         has_buckets = storage.is_overlapped and i + pp_rank == 0
         bucket_size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.num_replicas) if has_buckets else None
-        kinds: dict[tuple[bool, bool], list[Parameter]] = {}
+        kinds: dict[tuple[bool, bool, bool], list[Parameter]] = {}
         for parameter in chunk:
             is_fp8 = parameter.layer in (storage.fp8_layers or ()) and bool(_LINEAR.search(parameter.name))
-            kinds.setdefault((parameter.is_spread, is_fp8), []).append(parameter)
-        for (is_spread, is_fp8), chosen in sorted(kinds.items()):
+            kinds.setdefault((parameter.is_spread, is_fp8, parameter.is_fp32 and storage.itemsize < FP32), []).append(
+                parameter
+            )
+        for (is_spread, is_fp8, is_fp32), chosen in sorted(kinds.items()):
             dp_size = layout.num_expert_replicas if is_spread else layout.num_replicas
-            buffers.append(replace(buffer_of(chosen, dp_size, bucket_size), is_fp8=is_fp8, is_spread=is_spread))
-    shares = [0] * (layout.tp * layout.num_replicas)
+            one = buffer_of(chosen, dp_size, bucket_size)
+            buffers.append(replace(one, is_fp8=is_fp8, is_spread=is_spread, is_fp32=is_fp32))
+    shares, fp32_shares = ([0] * (layout.tp * layout.num_replicas) for _ in range(2))
     for buffer in buffers:
         for rank_in_stage in range(len(shares)):  # ranks with the same index among their replicas are neighbours
-            shares[rank_in_stage] += buffer.shares[rank_in_stage * len(buffer.shares) // len(shares)]
+            share = buffer.shares[rank_in_stage * len(buffer.shares) // len(shares)]
+            shares[rank_in_stage] += share
+            fp32_shares[rank_in_stage] += share * buffer.is_fp32
     return State(
         num_parameters=sum(p.size for chunk in chunks for p in chunk),
         elements=sum(b.size for b in buffers if not b.is_fp8),
@@ -180,6 +200,9 @@ def stage_state(
         optimizer_elements=tuple(shares),
         gathered=max((1 + 1 / len(b.shares)) * b.largest_bucket for b in buffers),
         storage=storage,
+        fp32_elements=sum(b.size for b in buffers if b.is_fp32),
+        fp32_optimizer_elements=tuple(fp32_shares) if any(fp32_shares) else (),
+        num_fp32=sum(p.size for chunk in chunks for p in chunk if p.is_fp32) * (storage.itemsize < FP32),
     )
 
 
@@ -258,3 +281,32 @@ def _repeated(
             if "shared_experts" in name:
                 place = (1, i, experts + 1, order)
             yield place, Parameter(name.format(i=i, e=e), size, is_alone, is_spread, layer)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Numbers of elements that a rank of an engine holds."""
+
+    plain: int
+    linear: int  # elements of linear layers; rollout.quantization applies to them
+    blocks: int  # number of FP8 blocks in the linear layers
+
+    @property
+    def total(self) -> int:
+        return self.plain + self.linear
+
+
+@functools.cache
+def elements_of(family: Family, shape: ModelShape, layout: EngineLayout | None) -> Elements:
+    """Return the exact number of elements on an engine's rank; without a layout, of all Hugging Face tensors."""
+    linear_names = family.linear_tensors(shape)
+    plain = linear = num_scales = 0
+    for block in engine_blocks(family, shape, layout, 0) if layout else hf_blocks(family, shape):
+        places = len(block.layers) * len(block.experts)
+        for tensor in block.tensors.values():
+            if any(piece.box.tensor in linear_names for piece in tensor.pieces):
+                linear += places * math.prod(tensor.shape)
+                num_scales += places * sum(math.prod(num_blocks(piece.box.shape)) for piece in tensor.pieces)
+            else:
+                plain += places * math.prod(tensor.shape)
+    return Elements(plain, linear, num_scales)

@@ -45,6 +45,8 @@ from grpo_mega.preflight.model import (
     check_model_files,
     check_weights,
     expert_problems,
+    hybrid_problems,
+    linear_attention_problems,
     lora_problems,
     position_problems,
     read_model,
@@ -169,6 +171,7 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """
     yield from layout_problems(config.layout, shape)
     yield from expert_problems(config, shape)
+    yield from hybrid_problems(config, shape)
     yield from recompute_problems(config, shape)
     yield from window_problems(config, shape)
     yield from engine_problems(config.rollout, config.layout, shape)
@@ -257,6 +260,7 @@ def teacher_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             changes: dict[str, object] = {"layers_per_chunk": None, "dp": config.layout.dp or config.layout.least_dp}
             layout = config.layout.model_copy(update=changes | ({} if theirs.num_experts else {"ep": 1, "etp": 1}))
             problems += [*layout_problems(layout, theirs), *window_problems(config, theirs)]
+            problems += linear_attention_problems(config, theirs)
         yield from (f"{key}={settings.path}: {problem}" for problem in problems)
 
 

@@ -18,7 +18,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, hub_hint
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import FIELDS, resolve_config
+from grpo_mega.weights.hf_config import FIELDS, HYBRID, resolve_config
 from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -39,6 +39,7 @@ _LATENT_REQUIRED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LIKE_DEEPSEEK_V3,
 }
 _REQUIRED_OF = _LATENT_REQUIRED | {
+    **{model_type: {"partial_rotary_factor": 0.25, "attn_output_gate": True} for model_type in HYBRID},
     "glm4_moe": {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
@@ -266,6 +267,38 @@ def expert_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         elif name == "bias_update_rate" and shape.model_type not in _WITH_BIAS:
             yield (
                 f"model.router.{name}={value:g}: {shape.model_type} has no bias per expert; use balancing=seq_aux_loss"
+            )
+
+
+def linear_attention_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings that training and teachers do not support if some layers have linear attention."""
+    layout, batch = config.layout, config.batch
+    settings = {f"layout.cp={layout.cp}": layout.cp > 1, "batch.share_prompts=true": batch.share_prompts}
+    for setting in (name for name, is_set in settings.items() if is_set and shape.linear_layers):
+        yield (
+            f"{setting}: must be left out for {shape.model_type}, whose linear attention reads each sample from its"
+            " start to its end on one rank; remove it"
+        )
+
+
+def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield settings of a policy with layers of linear attention that are not supported."""
+    yield from linear_attention_problems(config, shape)
+    if not shape.linear_layers:
+        return
+    if config.rollout.is_served:
+        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type}; change it"
+    if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
+        yield (
+            f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="
+            f"{str(config.optimizer.cpu_offload).lower()}: must be float32 and false for {shape.model_type}, some of"
+            " whose weights are float32; change them"
+        )
+    for key, value in (("precision.fp8", config.precision.fp8), ("rollout.quantization", config.rollout.quantization)):
+        if value is not None:
+            yield (
+                f"{key}={value}: must be left out for {shape.model_type}, because its linear attention computes decays"
+                " from small matrices; remove it"
             )
 
 

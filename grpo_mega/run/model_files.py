@@ -34,7 +34,14 @@ from grpo_mega.formats import adapter
 from grpo_mega.formats.adapter import MAX_SHARD_BYTES
 from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoint
 from grpo_mega.formats.detect import Manifest
-from grpo_mega.formats.hf_files import extra_names, index_of, side_contents, split_into_shards, weight_files
+from grpo_mega.formats.hf_files import (
+    extra_names,
+    index_of,
+    may_have_extra,
+    side_contents,
+    split_into_shards,
+    weight_files,
+)
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import publish_folder
 from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
@@ -100,6 +107,7 @@ def read_model_files(config: Config, teacher: Path | None = None) -> ModelFiles:
             f"transformers refuses {folder / 'config.json'} ({' '.join(str(error).split())}); correct the file"
         ) from None
     fields = resolve_config(hf_config.to_dict())
+    hf_config = hf_config.get_text_config()  # only the language model of a multimodal model trains
     if problem := difference(hf_config.model_type, resolve_config(read_config(folder)), fields):
         raise ConfigError(
             f"{folder / 'config.json'}: {problem}, as this version reads it; write the field into the file"
@@ -266,9 +274,9 @@ def export_policy(
     is_writer, partial = dist.get_rank() == 0, folder.with_name(folder.name + ".partial")
     family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
     sources = ShardLayout.of_ranks([policy.shards.rank_shards(rank) for rank in range(world_size)])
-    reader: CheckpointReader | None = None  # for layers that the policy leaves out
+    reader: CheckpointReader | None = None  # for parts that the policy leaves out
     with suppress(WeightMappingError):  # the start model has no weights
-        if read_config(model.folder).get("num_nextn_predict_layers"):
+        if may_have_extra(read_config(model.folder)):
             reader = open_reader(model.folder, family, shape)
     extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
     dtypes = {n: torch.float32 if n.endswith(FLOAT32) else model.dtype for n in family.hf_tensors(shape)}

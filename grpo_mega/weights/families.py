@@ -10,6 +10,9 @@ layout of SGLang's Triton kernels. The part of a rank's e-th expert is "paramete
 DeepSeek's models and glm4_moe_lite have multi-latent attention: queries, keys and values are computed from latents.
 Latents are whole on every tensor-parallel rank; the matrices after them are split by heads. deepseek_v3 and GLM's
 models add a bias per expert to the router's scores when they choose experts. No optimizer changes it.
+
+Qwen3.5's hybrid models have layers of linear attention (gated delta net, arXiv 2412.06464), and after every few of them
+a layer of full attention. A multimodal model's table has the tensors of its language model only.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from dataclasses import dataclass, replace
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.text import nearest
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
+from grpo_mega.weights.hf_config import MULTIMODAL
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard, Span, padded_vocab, round_up
 
 _ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this many rows
 _HF = "model.layers.{i}."
 _MCORE = "decoder.layers.{i}."
+_TEXT, _NESTED_TEXT = "model.", "model.language_model."  # prefixes of a language model, alone and in a multimodal one
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,67 @@ class QKV:
             pieces.append((Box(name, (rows * part, *zeros), (rows * (part + 1), *rest)), (row, *zeros)))
             row += rows
         return shard.tensor((row, *rest), pieces)
+
+
+@dataclass(frozen=True)
+class GatedQKV(QKV):
+    """The same with an output gate. q_proj has for each head its query, then its gate; Megatron has for each key-value
+    head its queries, then their gates, then key and value. Ranks must not outnumber key-value heads.
+    """
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        q, *others = super().hf_shapes(shape)
+        return (2 * q[0], *q[1:]), *others
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        shape, width, rest = shard.shape, shard.shape.head_dim, shard.shape.dims(self.trailing)
+        heads, kv_heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads // shard.tp_size
+        query, key, value = shard.names
+        order: list[tuple[str, int]] = []  # name and index of each run of `width` rows
+        for group in range(kv_heads * shard.tp_rank, kv_heads * (shard.tp_rank + 1)):
+            own = range(heads * group, heads * (group + 1))
+            order += [(query, 2 * head) for head in own] + [(query, 2 * head + 1) for head in own]
+            order += [(key, group), (value, group)]
+        zeros = (0,) * len(rest)
+        return shard.tensor(
+            (width * len(order), *rest),
+            [
+                (Box(name, (width * i, *zeros), (width * (i + 1), *rest)), (width * n, *zeros))
+                for n, (name, i) in enumerate(order)
+            ],
+        )
+
+    engine = megatron
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Parts of Hugging Face tensors, one below the other. A rank holds its rows of each part.
+
+    `parts`: the index of the part's tensor in the row, and the dim with its number of rows.
+    """
+
+    parts: tuple[tuple[int, str], ...]
+    trailing: tuple[str, ...]
+
+    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
+        rows = [0] * len({tensor for tensor, _ in self.parts})
+        for tensor, dim in self.parts:
+            rows[tensor] += getattr(shape, dim)
+        return tuple((n, *shape.dims(self.trailing)) for n in rows)
+
+    def megatron(self, shard: Shard) -> LocalTensor:
+        rest, pieces, row = shard.shape.dims(self.trailing), [], 0
+        zeros, firsts = (0,) * len(rest), [0] * len(shard.names)
+        for tensor, dim in self.parts:
+            rows = getattr(shard.shape, dim)
+            width = rows // shard.tp_size
+            start = firsts[tensor] + width * shard.tp_rank
+            pieces.append((Box(shard.names[tensor], (start, *zeros), (start + width, *rest)), (row, *zeros)))
+            firsts[tensor], row = firsts[tensor] + rows, row + width
+        return shard.tensor((row, *rest), pieces)
+
+    engine = megatron
 
 
 @dataclass(frozen=True)
@@ -248,6 +314,36 @@ _ROUTER_BIAS = Row(
     (_HF + "mlp.gate.e_score_correction_bias",), _MCORE + "mlp.router.expert_bias", Copy(("num_experts",)), span="moe"
 )
 
+_QKV_PARTS = (0, "linear_k"), (0, "linear_k"), (0, "linear_v")
+_QKV_KEYS = "query", "key", "value"
+
+
+def _linear_attention() -> tuple[Row, ...]:
+    def row(hf: str, megatron: str, op: Op, saved_as: tuple[str, ...] = ()) -> Row:
+        hf_names = tuple(f"{_HF}linear_attn.{name}" for name in hf.split())
+        name, is_linear = f"{_MCORE}self_attention.{megatron}", "_proj" in megatron
+        return Row(hf_names, name, op, is_linear=is_linear, span="linear", saved_as=saved_as)
+
+    heads = Copy(("linear_v_heads",), 0)
+    z_b_a = (1, "linear_v"), (2, "linear_v_heads"), (3, "linear_v_heads")
+    in_proj = Stacked((*_QKV_PARTS, *z_b_a), ("hidden",))
+    in_names = " ".join(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+    return (
+        replace(_INPUT_NORM, megatron_te=_MCORE + "self_attention.in_proj.layer_norm_weight", span="linear"),
+        row("dt_bias", "dt_bias", heads),
+        row("A_log", "A_log", heads),
+        row(in_names, "in_proj.weight", in_proj, (*_QKV_KEYS, "z", "beta", "alpha")),
+        row("conv1d.weight", "conv1d.weight", Stacked(_QKV_PARTS, ("one", "linear_conv")), _QKV_KEYS),
+        row("norm.weight", "out_norm.weight", Copy(("linear_v_dim",))),
+        row("out_proj.weight", "out_proj.weight", Copy(("hidden", "linear_v"), 1)),
+    )
+
+
+_FULL_ATTENTION = tuple(
+    replace(row, span="full", op=GatedQKV(("hidden",)) if "linear_qkv" in row.megatron else row.op)
+    for row in (*ATTENTION, *_qk_norms("head_dim"))
+)
+
 _LLAMA = Family(_DENSE, EMBEDDING, OUTPUT)
 _DEEPSEEK_V3 = Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT)
 FAMILIES: dict[str, Family] = {
@@ -274,6 +370,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family((*_DENSE, _QKV_BIAS), EMBEDDING, OUTPUT, qkv_bias=True),
     "qwen3": Family((*_DENSE, *_qk_norms("head_dim")), EMBEDDING, OUTPUT, qk_norm=True),
+    "qwen3_5_text": Family((*_linear_attention(), *_FULL_ATTENTION, *MLP, FINAL_NORM), EMBEDDING, OUTPUT, qk_norm=True),
     "qwen3_moe": Family(
         (*ATTENTION, _MLP_NORM, _router(), *_experts(), FINAL_NORM, *_qk_norms("head_dim")),
         EMBEDDING,
@@ -286,9 +383,21 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(model_type: str) -> Family:
     """Return the family of a model type. Raise WeightMappingError if the model type has no table."""
+    if model_type in MULTIMODAL:
+        return _renamed(FAMILIES[MULTIMODAL[model_type]])
     if model_type not in FAMILIES:
         hint = nearest(str(model_type), FAMILIES)
         raise WeightMappingError(
-            f"model_type {model_type!r} is not known; {hint}known are {', '.join(sorted(FAMILIES))}"
+            f"model_type {model_type!r} is not known; {hint}known are {', '.join(sorted([*FAMILIES, *MULTIMODAL]))}"
         )
     return FAMILIES[model_type]
+
+
+def _renamed(family: Family) -> Family:
+    """Return the table of a multimodal model with this language model."""
+
+    def renamed(row: Row) -> Row:
+        return replace(row, hf=tuple(name.replace(_TEXT, _NESTED_TEXT, 1) for name in row.hf))
+
+    output = family.output  # lm_head has no prefix
+    return replace(family, rows=tuple(map(renamed, family.rows)), embedding=renamed(family.embedding), output=output)

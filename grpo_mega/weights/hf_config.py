@@ -92,6 +92,13 @@ _OF = {
         max_window_layers:int=28 layer_types:texts?=null attention_dropout:number=0.0 bos_token_id:int?=null
         eos_token_id:ids?=null
     """,
+    "qwen3_5_text": """
+        vocab_size:int=248320 hidden_size:int=4096 intermediate_size:int=12288 num_hidden_layers:int=32
+        num_attention_heads:int=16 num_key_value_heads:int=4 max_position_embeddings:int=32768 rms_norm_eps:float=1e-06
+        attention_bias:bool=false attention_dropout:number=0.0 head_dim:int=256 linear_conv_kernel_dim:int=4
+        linear_key_head_dim:int=128 linear_value_head_dim:int=128 linear_num_key_heads:int=16
+        linear_num_value_heads:int=32 layer_types:texts?=null bos_token_id:int?=null eos_token_id:ids?=null
+    """,
     "qwen3_moe": """
         vocab_size:int=151936 hidden_size:int=2048 intermediate_size:int=6144 num_hidden_layers:int=24
         num_attention_heads:int=32 num_key_value_heads:int=4 max_position_embeddings:int=32768 rms_norm_eps:float=1e-06
@@ -101,6 +108,9 @@ _OF = {
         mlp_only_layers:ints?=null bos_token_id:int?=null eos_token_id:ids?=null
     """,
 }
+# Multimodal model types -> the type of their language model, which is all that trains. Its fields are in text_config.
+MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
+HYBRID = ("qwen3_5", "qwen3_5_text")  # model types with layers of linear attention (gated delta net)
 # Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
@@ -156,7 +166,7 @@ def _parse(text: str) -> dict[str, Field]:
 
 
 FIELDS: Mapping[str, Mapping[str, Field]] = {
-    model_type: _parse(_ALL) | _parse(text) for model_type, text in _OF.items()
+    model_type: _parse(_ALL) | _parse(_OF[MULTIMODAL.get(model_type, model_type)]) for model_type in (*_OF, *MULTIMODAL)
 }
 # Fields of every model type.
 SHARED_FIELDS: Mapping[str, Field] = _parse(
@@ -179,10 +189,12 @@ _NEEDED_OF = {
 _COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
     *("n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "max_position_embeddings"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
 )
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
@@ -204,6 +216,7 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FIELDS:
         return dict(raw)
+    raw = _language_model(raw)
     fields, aliases = dict(raw), ALIASES.get(model_type, {})
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
     for name in (*_NEEDED, *_NEEDED_OF.get(model_type, ())):
@@ -239,9 +252,41 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields.setdefault("partial_rotary_factor", 0.5)
     if model_type == "glm4_moe_lite":
         _resolve_layer_types(fields)
+    if model_type in HYBRID:
+        _resolve_attention_types(fields)
     _check_windows(fields)
     fields["rope_parameters"] = _rope(fields, ROPE_THETA.get(model_type, 1e4))
     return {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
+
+
+def _language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a multimodal model's language model under the type of the whole model; otherwise `raw`."""
+    if raw["model_type"] not in MULTIMODAL or "text_config" not in raw:
+        return raw
+    text = raw["text_config"]
+    if not isinstance(text, dict):
+        raise _wrong("text_config", text, "an object")
+    of_all, of_text = (one.get("tie_word_embeddings", False) for one in (raw, text))
+    if of_all != of_text:
+        raise WeightMappingError(
+            f"config.json has tie_word_embeddings={_shown(of_all)}, and {_shown(of_text)} in text_config; libraries"
+            " read either, so make them equal"
+        )
+    return text | {"model_type": raw["model_type"]}
+
+
+def _resolve_attention_types(fields: Fields) -> None:
+    """Set which layers of a hybrid model have linear attention, and the rotated share of a head."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    fields.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25))
+    if fields["layer_types"] is None:
+        interval = fields.get("full_attention_interval", 4)
+        if not _is_int(interval) or interval < 1:
+            raise _wrong("full_attention_interval", interval, "a positive whole number")
+        fields["layer_types"] = [
+            "full_attention" if i % interval == 0 else "linear_attention"
+            for i in range(1, fields["num_hidden_layers"] + 1)
+        ]
 
 
 def _resolve_layer_types(fields: Fields) -> None:
@@ -280,6 +325,7 @@ def _check_windows(fields: Fields) -> None:
     if types is not None and (not isinstance(types, list) or len(types) != num_layers):
         raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
     known = (_FULL,) if window is None else (_FULL, _SLIDING) if "layer_types" in names else (_SLIDING,)
+    known += ("linear_attention",) * (fields["model_type"] in HYBRID)
     other = next((one for one in types or () if one not in known), None)
     if other is not None:
         raise WeightMappingError(

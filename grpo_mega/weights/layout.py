@@ -184,6 +184,8 @@ def _training_obstacle(shape: ModelShape, tp: int) -> str | None:
     """
     rows = shape.q + 2 * shape.kv if not shape.kv_lora else shape.q
     fused = f"does not divide the {rows} fused rows of queries, keys and values" if rows % tp else None
+    if shape.linear_layers and shape.num_kv_heads % tp:  # Megatron would not split the gates
+        return f"does not divide the model's {shape.num_kv_heads} key-value heads"
     return _obstacle_of_others(shape, tp) or fused
 
 
@@ -204,6 +206,7 @@ def _obstacle_of_others(shape: ModelShape, tp: int) -> str | None:
     rows = [(shape.shared_ffn, "rows of the shared experts")] if shape.num_experts else []
     if shape.num_dense or not shape.num_experts:
         rows.append((shape.ffn, "rows of the MLP"))
+    rows += [(shape.linear_k_heads, "key heads of linear attention")]
     for size, what in ((shape.num_heads, "attention heads"), *rows):
         if size % tp:
             return f"does not divide the model's {size} {what}"

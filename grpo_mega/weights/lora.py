@@ -83,7 +83,9 @@ def adapter_family(family: Family, shape: ModelShape, rank: int, targets: Sequen
         for letter, kind in (("A", LoraA), ("B", LoraB)) if chosen else ():
             hf = tuple(adapter_name(row.hf[i], letter) for i in chosen)
             megatron = f"{row.megatron.removesuffix('weight')}lora.{letter}"
-            rows.append(Row(hf, megatron, kind(row.op, chosen, rank), row.where, span=row.span))
+            op = kind(row.op, chosen, rank)
+            saved_as = _parts_with(chosen, row, shape) if letter == "B" else ()
+            rows.append(Row(hf, megatron, op, row.where, span=row.span, saved_as=saved_as))
     return replace(family, rows=tuple(rows), has_heads=False)
 
 
@@ -91,6 +93,13 @@ def whole_layers(family: Family, shape: ModelShape, targets: Sequence[str]) -> t
     """Return the targets with all matrices of each layer that has one, as an engine with fused layers needs them."""
     rows = [[_short(name) for name in row.hf] for row in _linear_rows(family, shape)]
     return tuple({name for row in rows if ALL_LINEAR in targets or {*row} & {*targets} for name in row})
+
+
+def _parts_with(chosen: Sequence[int], row: Row, shape: ModelShape) -> tuple[str, ...]:
+    """Return the suffixes of the keys of the chosen matrices' rows."""
+    pieces = row.op.megatron(Shard(tuple(str(i) for i in range(len(row.hf))), "", shape)).pieces
+    parts = zip(row.saved_as, pieces, strict=True) if row.saved_as else ()
+    return tuple(part for part, piece in parts if int(piece.box.tensor) in chosen)
 
 
 def target_names(family: Family, shape: ModelShape) -> list[str]:

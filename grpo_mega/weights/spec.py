@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import attention_windows, resolve_config
+from grpo_mega.weights.hf_config import HYBRID, attention_windows, resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
-Span = Literal["dense", "moe"]  # layers with an MLP, or with experts
-FLOAT32 = "e_score_correction_bias"  # tensors whose names end like this are float32 for any dtype of the model
+# Layers with an MLP, or with experts; in a hybrid model layers with linear attention, or with full attention.
+Span = Literal["dense", "moe", "linear", "full"]
+# Tensors whose names end like this are float32 for any dtype of the model.
+FLOAT32 = ("e_score_correction_bias", ".A_log", ".dt_bias")
 BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
 MOST_ENGINE_RANKS = 8  # an engine does not span nodes
 
@@ -35,6 +38,13 @@ _MOE_FIELDS = {
 }
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
+_LINEAR_FIELDS = {
+    "linear_k_heads": "linear_num_key_heads",
+    "linear_v_heads": "linear_num_value_heads",
+    "linear_k_dim": "linear_key_head_dim",
+    "linear_v_dim": "linear_value_head_dim",
+    "linear_conv": "linear_conv_kernel_dim",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,12 @@ class ModelShape:
     v_dim: int = 0  # width of a head's value
     qk_norm: int = 0  # width of the norms of queries and keys, for families whose models differ in it
     windows: tuple[int, ...] = ()  # tokens that a token sees in each layer, itself included; 0: all; (): all everywhere
+    linear_layers: tuple[int, ...] = ()  # layers of a hybrid model with linear attention (gated delta net)
+    linear_k_heads: int = 0
+    linear_v_heads: int = 0
+    linear_k_dim: int = 0  # width of a linear-attention head's query and key
+    linear_v_dim: int = 0
+    linear_conv: int = 0  # tokens that the convolution of linear attention sees
 
     @property
     def q(self) -> int:
@@ -97,15 +113,46 @@ class ModelShape:
     def kv_up(self) -> int:
         return self.num_heads * (self.head_dim - self.rope_dim + self.v_dim)
 
+    @property
+    def linear_k(self) -> int:
+        return self.linear_k_heads * self.linear_k_dim
+
+    @property
+    def linear_v(self) -> int:
+        return self.linear_v_heads * self.linear_v_dim
+
+    @property
+    def one(self) -> int:
+        return 1
+
+    @property
+    def num_full_layers(self) -> int:
+        """Return the number of layers with full attention."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
+    def has_unequal_layers(self) -> bool:
+        """Return True if layers have different tensors. Megatron's checkpoints then have separate keys per layer."""
+        return bool(self.num_dense or self.linear_layers)
+
     def dims(self, names: tuple[str, ...]) -> Index:
         return tuple(getattr(self, name) for name in names)
 
     def spans(self, layers: range) -> list[tuple[Span, range]]:
-        """Return the runs of equal layers among `layers`: layers with an MLP, then layers with experts."""
+        """Return the runs of equal layers among `layers`, in their order."""
+        if self.linear_layers:
+            is_linear = set(self.linear_layers).__contains__
+            groups = (list(run) for _, run in groupby(layers, is_linear))
+            return [("linear" if is_linear(run[0]) else "full", range(run[0], run[-1] + 1)) for run in groups]
         border = self.num_dense if self.num_experts else self.num_layers
         dense, moe = range(layers.start, min(layers.stop, border)), range(max(layers.start, border), layers.stop)
         spans: list[tuple[Span, range]] = [("dense", dense), ("moe", moe)]
         return [(span, run) for span, run in spans if run]
+
+    def layers_with(self, span: Span | None) -> list[int]:
+        """Return the model's layers of this kind; all layers for None."""
+        runs = self.spans(range(self.num_layers))
+        return [layer for kind, run in runs for layer in run if span in (kind, None)]
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
@@ -133,7 +180,7 @@ class ModelShape:
             raise WeightMappingError(
                 f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
             )
-        more: dict[str, int] = {}
+        more: dict[str, Any] = {}
         if model_type in _MOE_FIELDS:
             experts, rows = _MOE_FIELDS[model_type]
             more = {"num_experts": field(experts), "moe_ffn": field(rows)}
@@ -146,6 +193,8 @@ class ModelShape:
             more |= {"kv_lora": field("kv_lora_rank"), "q_lora": q_lora}
             more |= {"rope_dim": field("qk_rope_head_dim"), "v_dim": field("v_head_dim")}
             head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
+        if model_type in HYBRID:
+            more |= _linear_attention(config) | {name: field(key) for name, key in _LINEAR_FIELDS.items()}
         if model_type in _SHARED:
             more["num_dense"] = config.get("first_k_dense_replace") or 0
             more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
@@ -167,6 +216,23 @@ class ModelShape:
             windows=attention_windows(config),
             **more,
         )
+
+
+def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the layers with linear attention. Raise WeightMappingError if its layers or heads are not supported."""
+    types = config["layer_types"]
+    layers = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
+    if len(layers) in (0, len(types)):
+        raise WeightMappingError(
+            "config.json has only one kind of layer_types; linear_attention and full_attention are supported together,"
+            " so name another model"
+        )
+    k_heads, v_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if v_heads % k_heads:
+        raise WeightMappingError(
+            f"config.json has linear_num_key_heads={k_heads}; it must divide linear_num_value_heads={v_heads}"
+        )
+    return {"linear_layers": layers}
 
 
 def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
@@ -229,6 +295,9 @@ class Row:
     # True for the weight of a linear layer of attention, MLP or an expert; FP8 quantises these.
     is_linear: bool = False
     span: Span | None = None  # layers that have the row; None: all
+    saved_as: tuple[
+        str, ...
+    ] = ()  # suffixes of the keys of its pieces, if Megatron's checkpoints store them separately
 
     @property
     def kind(self) -> Kind:
@@ -275,11 +344,9 @@ class Family:
         ranks of an engine, and experts may be spread instead. GLM-4.5-Air's first MLP has 85.5 blocks.
         """
         rows = [row for row in self.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
-        widths = {"dense": shape.ffn, "moe": shape.shared_ffn}
+        widths: dict[Span | None, int] = {"dense": shape.ffn, "moe": shape.shared_ffn}
         return [
-            row
-            for row in rows
-            if row.span is None or row.kind == "expert" or widths[row.span] % (BLOCK * MOST_ENGINE_RANKS) == 0
+            row for row in rows if row.kind == "expert" or widths.get(row.span, 0) % (BLOCK * MOST_ENGINE_RANKS) == 0
         ]
 
     def linear_tensors(self, shape: ModelShape) -> frozenset[str]:
@@ -288,12 +355,12 @@ class Family:
 
     def plain_modules(self, shape: ModelShape) -> list[str]:
         """Return the names of the linear layers that are no `linear_rows`, layer by layer, for SGLang."""
-        quantised, layers = self.linear_tensors(shape), dict(shape.spans(range(shape.num_layers)))
+        quantised = self.linear_tensors(shape)
         return [
             name.format(i=i).removesuffix(".weight")
             for row in self.rows
             if row.is_linear and row.span is not None and row.kind == "layer"
-            for i in layers.get(row.span, ())
+            for i in shape.layers_with(row.span)
             for name in row.hf
             if name not in quantised
         ]
@@ -301,7 +368,6 @@ class Family:
     def hf_tensors(self, shape: ModelShape) -> dict[str, Index]:
         """Return name and shape of every tensor of the checkpoint."""
         tensors: dict[str, Index] = {}
-        layers = dict(shape.spans(range(shape.num_layers)))
         for row in (
             *self.heads(shape),
             *self.rows_of("model", shape),
@@ -309,8 +375,7 @@ class Family:
             *self.rows_of("expert", shape),
         ):
             shapes = row.op.hf_shapes(shape)
-            numbers = range(shape.num_layers) if row.span is None else layers.get(row.span, range(0))
-            for i in numbers if row.kind != "model" else ONCE:
+            for i in shape.layers_with(row.span) if row.kind != "model" else ONCE:
                 for e in range(shape.num_experts) if row.kind == "expert" else ONCE:
                     tensors |= {n.format(i=i, e=e): s for n, s in zip(row.hf, shapes, strict=True)}
         return tensors

@@ -42,6 +42,7 @@ MODELS = {
     "short": ("qwen2", {"num_hidden_layers": 2}),
     "qwen2-tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
     "uneven": ("llama", {"num_hidden_layers": 6, "tied": True}),
     "large": ("qwen3", {"num_hidden_layers": 4, "vocab_size": 111, "hidden_size": 40}),
 }
@@ -117,6 +118,7 @@ LOGITS_LAYOUTS = (
     "tp=4",
     "cp=4",
 )
+HYBRID_LAYOUTS = ("tp=1", "tp=2,sequence_parallel=true", "tp=2,pp=2", "pp=2,dp=2", "pp=4,vpp=2")
 MIXTURES_LAYOUTS = (
     "tp=1",
     "ep=2",
@@ -237,7 +239,9 @@ def probe(
     generator = torch.Generator().manual_seed(6)
     probes = [0.05 * torch.randn(len(tokens), model.config.hidden_size, generator=generator) for tokens in sequences]
     model.config._experts_implementation = "eager"  # other implementations do not support fp64
-    model = model.double().requires_grad_(True)
+    if model.config.model_type != "qwen3_5_text":  # transformers computes its linear attention in fp32
+        model = model.double()
+    model.requires_grad_(True)
     with routed(model) as found:
         hidden = [model.model(torch.tensor([tokens])).last_hidden_state[0] for tokens in sequences]
     is_sigmoid, topk = model.config.model_type == "deepseek_v3", getattr(model.config, "num_experts_per_tok", 0)
@@ -278,9 +282,11 @@ def make_config(model: Path, layout: str, *overrides: str) -> configs.Config:
     return configs.validate(raw)
 
 
-def make_sequences() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 17, 2, 30, 11, 24, 9)]
+def make_sequences(name: str = "") -> list[list[int]]:
+    generator, lengths = torch.Generator().manual_seed(5), (5, 17, 2, 30, 11, 24, 9)
+    if name == "qwen3_5":  # linear attention computes chunks of 64 tokens
+        lengths = (1, 63, 64, 65, 129, 2, 30)
+    return [torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
 
 
 def random_groups(seed: int) -> list[Group]:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.layout_cases import LOGITS_LAYOUTS, METHODS, MIXTURES, MIXTURES_LAYOUTS, MODELS, ROUTED_LAYOUTS
+from tests.distributed.layout_cases import (
+    HYBRID_LAYOUTS,
+    LOGITS_LAYOUTS,
+    METHODS,
+    MIXTURES,
+    MIXTURES_LAYOUTS,
+    MODELS,
+    ROUTED_LAYOUTS,
+)
 
 # Router settings and other overrides per model.
 ROUTERS = {
@@ -50,6 +58,14 @@ UPDATES = {
         "cp=2,pp=2,vpp=2 model.recompute=full",
         "cp=4 batch.tokens_per_micro_batch=19",
         "cp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+    ),
+    "qwen3_5": (
+        "tp=1",
+        "tp=2,sequence_parallel=true",
+        "tp=2,pp=2",
+        "pp=4,vpp=2 model.recompute=full",
+        "dp=4,overlap_grad_reduce=true,overlap_param_gather=true batch.tokens_per_micro_batch=40",
+        "tp=1 model.recompute=selective batch.tokens_per_micro_batch=40 reversed",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
     "qwen3_moe": (
@@ -100,6 +116,7 @@ LOGITS = {
     if name not in ("short", "large")
 }
 GRADIENTS = {
+    "qwen3_5": HYBRID_LAYOUTS,
     "deepseek_v3": (
         *MIXTURES_LAYOUTS,
         "tp=1 model.recompute=full",
@@ -127,6 +144,7 @@ GRADIENTS = {
 LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2,sequence_parallel=true",)}
 GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
+LOGITS["qwen3_5"] = HYBRID_LAYOUTS
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)

@@ -62,10 +62,9 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("layouts")
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {case for item in items for case in _cases_of(item)}
-    sequences = make_sequences()
     cases: list[Case | LogitsCase] = []
     for name in MODELS | MIXTURES:
-        model = _make(name, folder / name)
+        model, sequences = _make(name, folder / name), make_sequences(name)
         routes = routes_of(model, map(len, sequences)) if "-routed" in name else []
         if routes:
             force_routes(model, routes)
@@ -117,16 +116,17 @@ def _cases_of(item: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("logits", ALL_LOGITS)
 def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None:
-    assert matrix.logits[logits]["logits"] < 2e-6
+    assert matrix.logits[logits]["logits"] < (1e-6 if logits.startswith("qwen3_5") else 2e-6)
 
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
-    """Logits do not show a lost gradient. These gradients are fp64; transformers in fp32 differs from them by up to
-    6e-6.
+    """Logits do not show a lost gradient. These gradients are fp64, except those of linear attention. transformers in
+    fp32 differs from them by up to 6e-6.
     """
+    bound = 4e-6 if logits.startswith("qwen3_5") else 1e-5
     gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
-    assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
+    assert len(gradients) > 40 and max(gradients) < bound, matrix.logits[logits]
 
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
@@ -249,7 +249,9 @@ def _biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _probed(name: str, model: Any, sequences: list[list[int]], folder: Path) -> dict[str, Any]:
     config = make_config(folder / name, GRADIENTS[name][0].partition(" ")[0], *ROUTERS.get(name, ()))
-    spec = PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=config.layout.tp)
+    spec = PackingSpec(
+        dp_size=1, dp_rank=0, token_budget=max(64, *map(len, sequences)), length_multiple=config.layout.tp
+    )
     batches = pack_mini_batches([as_samples(sequences)], [[1.0] * len(sequences)], spec)[0]
     return probe(
         model, sequences, folder / f"{name}-gradients", config.model.router, [b.sample_indices for b in batches]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qw
 
 from grpo_mega.formats.detect import FORMAT, Manifest
 from grpo_mega.paths import MANIFEST
-from tests.helpers.models import make_model, make_tokenizer
+from tests.helpers.models import make_model, make_multimodal, make_tokenizer
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -45,6 +45,8 @@ CASES = {
     "qwen2": Case("qwen2", {}, torch.bfloat16),
     "qwen2_5": Case("qwen2", {"tied": True, "use_sliding_window": False, "max_window_layers": 4}),
     "qwen3": Case("qwen3", {"tied": True}),
+    "qwen3_5_text": Case("qwen3_5_text", {"tied": True, "num_hidden_layers": 5}),
+    "qwen3_5": Case("qwen3_5", {"num_hidden_layers": 8}, torch.bfloat16),
     "deepseek_v2": Case("deepseek_v2"),
     "deepseek_v3": Case("deepseek_v3", {"q_lora_rank": 10}, torch.bfloat16, has_extra_layer=True),
     "deepseek_v3_no_dense": Case("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 4}),
@@ -58,7 +60,12 @@ _MIXTURES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "qwen3_moe": (Qwen3
 
 def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
     """Write a checkpoint with config, generation config and tokenizer. Return its folder."""
-    model = _mixture(case) if case.model in _MIXTURES else make_model(case.model, dtype=case.dtype, **case.changes)
+    if case.model == "qwen3_5":
+        model = make_multimodal(dtype=case.dtype, **case.changes)
+    elif case.model in _MIXTURES:
+        model = _mixture(case)
+    else:
+        model = make_model(case.model, dtype=case.dtype, **case.changes)
     model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0, temperature=0.6, do_sample=True)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)

@@ -1,11 +1,15 @@
-"""An exported policy keeps the multi-token prediction layers of its start model. Other extra layers are refused."""
+"""An exported policy keeps the multi-token prediction layers and the vision tower of its start model. Other extra
+layers are refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.convert import convert_hf_to_mcore
@@ -18,9 +22,12 @@ from tests.formats.families import CASES, assert_same_folder, save, tensors_of
 from tests.helpers.exports import export_alone
 
 
+@pytest.mark.parametrize(("name", "extra"), [("deepseek_v3", ".layers.5."), ("qwen3_5", ".visual.")])
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, is_converted: bool) -> None:
-    source = model = save(CASES["deepseek_v3"], tmp_path / "hf")
+def test_an_exported_policy_keeps_extra_parts_bit_for_bit(
+    tmp_path: Path, is_converted: bool, name: str, extra: str
+) -> None:
+    source = model = save(CASES[name], tmp_path / "hf")
     if is_converted:
         model = tmp_path / "megatron"
         convert_hf_to_mcore(source, model, show_progress=False)
@@ -32,7 +39,9 @@ def test_an_exported_policy_keeps_extra_layers_bit_for_bit(tmp_path: Path, is_co
         tensors = {name: reader.read(local.pieces[0].box) for name, local in shards.items()}
     export_alone(tensors, model, tmp_path / "out", max_shard_bytes=50_000)
     assert_same_folder(tmp_path / "out", source)
-    assert sum("layers.5" in name for name in tensors_of(tmp_path / "out")) == 6
+    assert sum(extra in name for name in tensors_of(tmp_path / "out")) >= 6
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "out"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_an_extra_layer_of_the_usual_kind_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -42,6 +46,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 }
 FAMILIES = tuple(CLASSES)  # dense models
 MIXTURES: dict[str, tuple[Any, Any]] = {
@@ -73,6 +78,17 @@ LATENT = {
     "n_group": 3,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
+}
+
+# Three layers of linear attention before each layer of full attention. With a smaller epsilon norms of small outputs
+# would amplify rounding, in transformers too.
+HYBRID = {
+    "rms_norm_eps": 1e-2,
+    "initializer_range": 0.08,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 7,
 }
 
 GLM = {
@@ -121,6 +137,7 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         "tie_word_embeddings": tied,
     }
     own: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
+    own |= HYBRID if family == "qwen3_5_text" else {}
     if family in MIXTURES:
         own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
     if family == "glm4_moe":
@@ -142,16 +159,40 @@ def make_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
-                    parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                    centre = 0 if family == "qwen3_5_text" and not name.endswith("linear_attn.norm.weight") else 1
+                    parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
+                elif name.endswith((".A_log", ".dt_bias")):
+                    parameter.copy_(torch.randn_like(parameter) - 2)
                 elif name.endswith(".bias"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.1 * torch.randn_like(buffer))
-    model = model.to(dtype).eval().requires_grad_(False)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.data = buffer.data.float()  # transformers loads buffers in float32
+    return as_float32_where_needed(model.to(dtype).eval().requires_grad_(False))
+
+
+def make_multimodal(*, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a Qwen3.5 model with a vision tower. Its language model is make_model("qwen3_5_text", ...)."""
+    text = make_model("qwen3_5_text", tied=tied, **changes)
+    sizes = {"depth": 1, "hidden_size": 12, "intermediate_size": 20, "num_heads": 2, "patch_size": 2}
+    vision = {**sizes, "out_hidden_size": text.config.hidden_size, "num_position_embeddings": 9}
+    tokens = dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = Qwen3_5Config(
+            text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied, **tokens
+        )
+        model = Qwen3_5ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return as_float32_where_needed(model.to(dtype).eval().requires_grad_(False))
+
+
+def as_float32_where_needed(model: Any) -> Any:
+    """Return the model. Tensors that are float32 in every checkpoint become float32."""
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith(("e_score_correction_bias", ".A_log", ".dt_bias")):
+            tensor.data = tensor.data.float()
     return model
 
 

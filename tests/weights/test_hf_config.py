@@ -51,6 +51,7 @@ for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", 
     MODELS[_type] |= EXPERTS | {NAMES.get(_type, "n_routed_experts"): 5}
     MODELS[_type] |= {"n_group": 1, "topk_group": 1} if _type.startswith(("deepseek", "glm")) else {}
     MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") or _type == "glm4_moe_lite" else {}
+MODELS["qwen3_5_text"] |= {"full_attention_interval": 2}
 # Fields that every model's config.json needs. transformers uses defaults if they are missing.
 NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 NEEDED |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
@@ -313,3 +314,19 @@ def test_transformers_and_sglang_must_agree_on_the_layers_without_experts() -> N
     for changes in ({"mlp_layer_types": types}, {"first_k_dense_replace": 2}, {"mlp_layer_types": ["sparse"] * 3}):
         with pytest.raises(WeightMappingError, match="they must name the same first layers without experts"):
             resolve_config(fields | changes)
+
+
+def test_a_multimodal_config_is_that_of_its_language_model(tmp_path: Path) -> None:
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    text = SMALL | {"model_type": "qwen3_5_text", "tie_word_embeddings": True, "head_dim": 12, "layer_types": types}
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    expected, found = theirs(whole, tmp_path), resolve_config(whole)
+    assert expected is not None
+    assert same_as(expected["text_config"], found | {"model_type": "qwen3_5_text"}, "qwen3_5_text") is None
+    assert resolve_config(found) == found
+    assert ModelShape.from_hf_config(expected) == ModelShape.from_hf_config(whole)
+    alone = ModelShape.from_hf_config(text)
+    assert ModelShape.from_hf_config(whole) == dataclasses.replace(alone, model_type="qwen3_5")
+    assert alone.linear_layers == (0, 2) and alone.tied
+    with pytest.raises(WeightMappingError, match=r"in text_config; libraries read either, so make them equal$"):
+        resolve_config(whole | {"tie_word_embeddings": False})

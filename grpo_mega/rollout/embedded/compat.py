@@ -1,11 +1,35 @@
-"""A patch of the models of transformers 5.12. tests/rollout/test_embedded.py fails when the patch is no longer
-needed.
-"""
+"""Patches of transformers 5.12. tests/rollout/test_embedded.py fails when a patch is no longer needed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+
+class LinearState(LinearAttentionLayer):
+    """The state of a layer of linear attention. It stays float32; transformers would round it to the model's dtype."""
+
+    def update_recurrent_state(self, recurrent_states: Tensor, **kwargs: Any) -> Tensor:
+        self.recurrent_states, self.is_recurrent_states_initialized = recurrent_states, True
+        return recurrent_states
+
+    def append(self, others: Iterable[LinearState]) -> None:
+        """Append the sequences of other caches. A state has no padding, whatever the lengths of the sequences."""
+        states = (self, *others)
+        self.conv_states = torch.cat([one.conv_states for one in states])
+        self.recurrent_states = torch.cat([one.recurrent_states for one in states])
+
+
+def new_cache(config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.layers = [LinearState() if isinstance(layer, LinearAttentionLayer) else layer for layer in cache.layers]
+    return cache
 
 
 def scale_attention(model: Any) -> None:

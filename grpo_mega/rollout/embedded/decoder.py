@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from grpo_mega.rollout.embedded.compat import LinearState, new_cache
 from grpo_mega.rollout.embedded.model import RouteRecorder
 from grpo_mega.rollout.embedded.sampler import draw
 from grpo_mega.rollout.engine import Sampling
@@ -217,7 +218,7 @@ class _Cohort:
             if not firsts or start.context is not firsts[-1].context:
                 firsts.append(start)
             source.append(len(firsts) - 1)
-        device, cache = model.device, DynamicCache(config=model.config)
+        device, cache = model.device, new_cache(model.config)
         num_cached = [start.cached.num_tokens if start.cached else 0 for start in firsts]
         width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
         new = [start.context[num:] for start, num in zip(firsts, num_cached, strict=True)]
@@ -242,7 +243,7 @@ class _Cohort:
         if width:
             mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
-        cache.batch_select_indices(source_B)
+        cache.reorder_cache(source_B)
         ends = torch.tensor([start.end for start in starts], device=device)
         rows = _Rows(
             slots=torch.tensor(slots, device=device),
@@ -280,7 +281,7 @@ class _Cohort:
 
     def drop_finished(self) -> None:
         keep = self.rows.is_live.nonzero().squeeze(1)
-        self.cache.batch_select_indices(keep)
+        self.cache.reorder_cache(keep)
         self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
 
 
@@ -292,6 +293,9 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
     width = max(lengths)
     cache = cohorts[0].cache
     for layer, *others in zip(*(cohort.cache.layers for cohort in cohorts), strict=True):
+        if isinstance(layer, LinearState):
+            layer.append(others)
+            continue
         layer_width = width
         if layer.is_sliding:  # it has the last tokens only, but counts all of them
             layer_width, layer.cumulative_length = min(width, layer.sliding_window - 1), width

@@ -66,21 +66,24 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> Mapping[str, Tensor]:
     """Return the parameters of `model`, views of expert parameters, and router biases, by the names of
-    `family.hf_tensors`.
+    `family.hf_tensors`. Tensors that are float32 in every checkpoint become float32.
 
     transformers stores all experts of an MoE layer in one parameter, and the bias of DeepSeek-V3's router in a float32
     buffer.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    for name, buffer in model.named_buffers():
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith(FLOAT32):
-            buffer.data = buffer.data.float()  # transformers also loads it in float32
-            parameters[name] = buffer
+            tensor.data = tensor.data.float()  # transformers also loads the routers' bias in float32
+            parameters[name] = tensor
+    if family.embedding.hf[0] not in parameters:  # the checkpoint's names have the prefix of a multimodal model
+        prefix = family.embedding.hf[0].removesuffix("embed_tokens.weight")
+        parameters = {name.replace("model.", prefix, 1): tensor for name, tensor in parameters.items()}
     if not shape.num_experts:
         return parameters
     tensors: dict[str, Tensor] = {}
     router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
-    for layer in dict(shape.spans(range(shape.num_layers)))["moe"]:
+    for layer in shape.layers_with("moe"):
         block = f"model.layers.{layer}.mlp"
         tensors[router[0].format(i=layer)] = parameters.pop(f"{block}.gate.weight")
         gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]

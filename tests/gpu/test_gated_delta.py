@@ -1,0 +1,75 @@
+"""Linear attention: Transformer Engine's layers against local layers, and FLA's kernels against plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from megatron.core.ssm import gated_delta_net
+from torch import Tensor
+
+from grpo_mega.distributed.device import Device
+from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.preflight import kernels
+from grpo_mega.preflight.kernels import Kernels
+from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples
+from tests.helpers.models import VOCAB_SIZE, make_config
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+# allowed relative error of a tensor's norm
+ALLOWED = {"float32": 1e-3 if torch.cuda.is_available() else 1e-5, "bfloat16": 0.03}
+
+
+def numbers(device: Device, dtype: str) -> dict[str, Tensor]:
+    """Return logits and gradients, keyed by the names of separate norms."""
+    policy = make_policy(device, make_config("qwen3_5_text", **SIZES), dtype=dtype)
+    samples = make_samples(6, VOCAB_SIZE)
+    found = {f"logits {i}": logits for i, logits in enumerate(logits_of(policy, samples))}
+    return found | {plain_name(name): gradient for name, gradient in gradients_of(policy, samples).items()}
+
+
+def plain_name(name: str) -> str:
+    name = re.sub(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight", "input_layernorm.weight", name)
+    return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: str) -> None:
+    assert found.keys() == expected.keys() and any("A_log" in name for name in found)
+    wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
+    assert all(error < ALLOWED[dtype] for error in wrong.values()), {n: e for n, e in wrong.items() if e > 1e-5}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
+    dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_use(device).transformer_engine:
+        pytest.skip("needs Transformer Engine")
+    found = numbers(device, dtype)
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+    assert_close(found, numbers(device, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_flas_kernels_give_the_numbers_of_plain_torch(
+    dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLA reads packed samples as they are; plain torch reads right-padded batches."""
+    if not device.is_cuda or importlib.util.find_spec("fla") is None:
+        pytest.skip("needs a GPU, and torch sees none here" if not device.is_cuda else "needs flash-linear-attention")
+    found = numbers(device, dtype)
+    monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", None)
+    assert_close(found, numbers(device, dtype), dtype)

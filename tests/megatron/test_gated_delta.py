@@ -1,0 +1,81 @@
+"""Linear attention: packed samples equal single samples bit for bit, and gates stay float32 in a bf16 model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mega.distributed.launch import only_rank
+from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.attention import pack_params
+from grpo_mega.megatron.policy import Policy
+from grpo_mega.run import model_files
+from tests.distributed.layout_cases import make_config
+from tests.helpers.models import make_model, save_checkpoint
+from tests.megatron.test_guards import megatron_source
+
+A_LOG = "model.layers.{}.linear_attn.A_log"
+LENGTHS = (1, 63, 64, 65, 129, 60)
+# Multiples of 32 elements per token: torch computes the last elements of a tensor by other code than whole vectors.
+SIZES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
+    folder: Path = tmp_path_factory.mktemp("hybrid")
+    save_checkpoint(make_model("qwen3_5_text", seed=4, **SIZES), folder)
+    config = make_config(folder, "tp=1", f"model.dtype={request.param}")
+    with only_rank():
+        runtime = runtimes.arrange(config, runtimes.join(config))
+        yield model_files.build_policy(config, model_files.read_model_files(config), runtime)
+        runtimes.stop()
+
+
+def test_a_packed_sample_is_computed_as_if_it_were_alone(policy: Policy) -> None:
+    if policy.models[0].config.bf16:
+        pytest.skip("torch rounds a convolution in bfloat16 by its length")
+    layer = policy.models[0].decoder.layers[0].self_attention
+    layer.in_proj.forward = layer.out_proj.forward = lambda x: (x, None)  # their products depend on the number of rows
+    width = sum(tensor.shape[0] for name, tensor in layer.named_parameters() if name == "in_proj.weight")
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(sum(LENGTHS), 1, width, generator=generator).to(policy.models[0].config.params_dtype)
+
+    def computed(part: torch.Tensor, *lengths: int) -> torch.Tensor:
+        cuts = torch.tensor([0, *lengths]).cumsum(0).int()
+        params = pack_params(cuts, torch.zeros(len(part)), None)
+        found: torch.Tensor = layer(part, None, packed_seq_params=params)[0]
+        return found
+
+    packed = computed(rows, *LENGTHS)
+    alone = torch.cat([computed(part, len(part)) for part in rows.split(LENGTHS)])
+    assert torch.equal(packed, alone)
+    leaking = computed(rows, sum(LENGTHS))
+    assert not torch.equal(leaking[1:64], alone[1:64])
+
+
+def test_decay_parameters_are_float32_in_model_optimizer_and_checkpoint(policy: Policy) -> None:
+    """In bfloat16, A_log would lose most of its digits."""
+    kept = {name: tensor for name, tensor in policy.parameters.items() if name.endswith(("A_log", "dt_bias"))}
+    expected = make_model("qwen3_5_text", seed=4, **SIZES).state_dict()
+    assert len(kept) == 6 and all(tensor.dtype is torch.float32 for tensor in kept.values())
+    for i in range(3):
+        assert torch.equal(kept[f"chunk0.decoder.layers.{i}.self_attention.A_log"], expected[A_LOG.format(i)])
+    others = {tensor.dtype for name, tensor in policy.parameters.items() if name not in kept}
+    assert others == {policy.models[0].config.params_dtype}
+
+
+def test_megatron_still_stores_fp32_weights_before_others_in_a_group() -> None:
+    """The reason for compat.index_weights_as_stored: the index counts the weights of both dtypes together."""
+    source = megatron_source("optimizer/distrib_optimizer.py")
+    assert "*shard_fp32_params_this_group,\n                    *shard_fp32_from_float16_params_this_group," in source
+    assert 'local_param_group_map[param] = (group_index, len(group_range["params"]) - 1)' in source
+
+
+def test_megatrons_layer_still_needs_fla_and_supports_no_packing() -> None:
+    """The reasons for compat.patch_gated_delta_net and for GatedDelta.forward."""
+    source = megatron_source("ssm/gated_delta_net.py")
+    assert "if not HAVE_FLA:\n            raise ImportError" in source
+    assert 'raise NotImplementedError("GDN does not support packed sequence for now.")' in source
