@@ -106,12 +106,13 @@ def pack_params(
     spans = sorted(((b - a, a) for i, (a, b) in enumerate(pairwise(cuts)) if b > a and i not in branches), reverse=True)
     found = _whole_segments(spans) if cp_size == 1 else _chunks(spans, cuts[-1], dtype, cp_size, cp_rank)
     found += _branches(cuts, shared_prompt_segments, dtype)
-    params = replace(_params_of(found, position_ids), cu_seqlens_q=cu_seqlens)
+    params = _params_of(found, cu_seqlens, position_ids)
     if not window:
         return params
     assert cp_size == 1 and not branches, "windows support neither context parallelism nor shared prompts"
     is_cut = bool(spans) and spans[0][0] > window
-    return replace(params, windowed=_params_of(_runs(spans, window, dtype), position_ids) if is_cut else params)
+    windowed = _params_of(_runs(spans, window, dtype), cu_seqlens, position_ids) if is_cut else params
+    return replace(params, windowed=windowed)
 
 
 def window_of(config: Any) -> int:
@@ -119,7 +120,7 @@ def window_of(config: Any) -> int:
     return config.window_size[0] + 1 if config.window_size else 0
 
 
-def _params_of(found: list[tuple[Stack, Tensor]], position_ids: Tensor) -> LocalPackedSeqParams:
+def _params_of(found: list[tuple[Stack, Tensor]], cu_seqlens: Tensor, position_ids: Tensor) -> LocalPackedSeqParams:
     """Return the parameters of stacks, each with a mask of its real tokens."""
     device, restore = position_ids.device, torch.empty(len(position_ids), dtype=torch.int64)
     base = 0
@@ -129,6 +130,7 @@ def _params_of(found: list[tuple[Stack, Tensor]], position_ids: Tensor) -> Local
         base += stack.queries.numel()
     return LocalPackedSeqParams(
         qkv_format="packed",
+        cu_seqlens_q=cu_seqlens,
         position_ids=position_ids,
         stacks=tuple(
             Stack(s.queries.to(device), s.keys.to(device), None if s.mask is None else s.mask.to(device))

@@ -324,8 +324,8 @@ def _check_windows(fields: Fields) -> None:
         raise _wrong("sliding_window", window, f"from 2 to {_MAX_SIZE:,}, or null")
     if types is not None and (not isinstance(types, list) or len(types) != num_layers):
         raise _wrong("layer_types", types, f"a list of num_hidden_layers={num_layers} texts")
-    known = (_FULL,) if window is None else (_FULL, _SLIDING) if "layer_types" in names else (_SLIDING,)
-    known += ("linear_attention",) * (fields["model_type"] in HYBRID)
+    known = [_FULL] if window is None else [_FULL, _SLIDING] if "layer_types" in names else [_SLIDING]
+    known += ["linear_attention"] * (fields["model_type"] in HYBRID)
     other = next((one for one in types or () if one not in known), None)
     if other is not None:
         raise WeightMappingError(
