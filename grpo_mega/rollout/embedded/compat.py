@@ -21,9 +21,9 @@ class LinearState(LinearAttentionLayer):
 
     def append(self, others: Iterable[LinearState]) -> None:
         """Append the sequences of other caches. A state has no padding, whatever the lengths of the sequences."""
-        states = (self, *others)
-        self.conv_states = torch.cat([one.conv_states for one in states])
-        self.recurrent_states = torch.cat([one.recurrent_states for one in states])
+        states: list[Any] = [self, *others]
+        for name in ("conv_states", "recurrent_states"):
+            setattr(self, name, torch.cat([getattr(one, name) for one in states]))
 
 
 def new_cache(config: Any) -> DynamicCache:

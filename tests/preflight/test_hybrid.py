@@ -1,0 +1,57 @@
+"""Settings that models with linear attention do not support are refused in one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_mega.errors import WeightMappingError
+from grpo_mega.preflight.model import hybrid_problems, model_of
+from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
+from grpo_mega.weights.spec import ModelShape
+from tests.distributed.layout_cases import make_config
+from tests.helpers.models import make_config as hf_config
+
+FIELDS = hf_config("qwen3_5_text").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_text"),
+        ("batch.share_prompts=true", "batch.share_prompts=true: must be left out"),
+        ("rollout.engine=sglang", "rollout.engine=sglang: must be embedded"),
+        ("rollout.quantization=fp8", "rollout.quantization=fp8: must be left out"),
+        ("optimizer.cpu_offload=true", "optimizer.moments_dtype=float32, cpu_offload=true: must be float32 and false"),
+    ],
+)
+def test_a_setting_that_linear_attention_lacks_is_refused_in_one_line(override: str, says: str) -> None:
+    config = make_config(Path("unused"), "tp=1", "model.dtype=bfloat16", override)
+    lines = list(hybrid_problems(config, model_of(FIELDS).shape))
+    assert len(lines) == 1 and lines[0].startswith(says) and "\n" not in lines[0]
+    plain = ModelShape.from_hf_config(hf_config("qwen3").to_dict())
+    assert not list(hybrid_problems(config, plain))
+
+
+def test_a_supported_config_has_no_problems() -> None:
+    assert not list(hybrid_problems(make_config(Path("unused"), "tp=2"), model_of(FIELDS).shape))
+
+
+@pytest.mark.parametrize(("tp", "says"), [(4, "key-value heads"), (3, "")])
+def test_gates_and_states_are_never_split_within_a_head(tp: int, says: str) -> None:
+    problems = list(megatron_layout_problems(model_of(FIELDS).shape, MegatronLayout(tp=tp)))
+    assert len(problems) == 1 and says in problems[0] and problems[0].endswith("use 1, 2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "only one kind of layer_types"),
+        ({"linear_num_key_heads": 4, "linear_num_value_heads": 6}, "it must divide linear_num_value_heads=6"),
+        ({"layer_types": ["mamba"] * 4}, "'mamba' among layer_types"),
+    ],
+)
+def test_models_without_a_mixture_of_layers_are_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(WeightMappingError, match=says):
+        model_of(FIELDS | changes)
