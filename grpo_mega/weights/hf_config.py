@@ -310,7 +310,7 @@ def attention_windows(fields: Fields) -> tuple[int, ...]:
     if "sliding_window" not in names or window is None:
         return ()
     layers = range(fields["num_hidden_layers"])
-    types = fields["layer_types"] if "layer_types" in names else None
+    types = fields.get("layer_types") if "layer_types" in names else None
     first = fields["max_window_layers"] if "max_window_layers" in names else 0
     windows = [window if (types[i] == _SLIDING if types else i >= first) else 0 for i in layers]
     return tuple(windows) if any(windows) else ()
