@@ -180,10 +180,10 @@ class ModelShape:
             raise WeightMappingError(
                 f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
             )
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"windows": attention_windows(config)}
         if model_type in _MOE_FIELDS:
             experts, rows = _MOE_FIELDS[model_type]
-            more = {"num_experts": field(experts), "moe_ffn": field(rows)}
+            more |= {"num_experts": field(experts), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
         head_dim = field("head_dim", field("hidden_size") // heads)
         if model_type == "glm4_moe" and config.get("use_qk_norm"):
@@ -213,7 +213,6 @@ class ModelShape:
             head_dim=head_dim,
             vocab=field("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            windows=attention_windows(config),
             **more,
         )
 
