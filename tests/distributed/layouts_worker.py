@@ -95,7 +95,7 @@ def compared_with_transformers(case: LogitsCase, runtime: Runtime) -> dict[str, 
     batches = pack_mini_batches(
         [samples],
         [[1.0] * len(samples)],
-        replace(policy.packing, token_budget=case.token_budget),
+        replace(policy.packing, token_budget=max(case.token_budget, *map(len, case.sequences))),
     )[0]
     attach_routes([batches], samples, runtime)
     found = policy.pipeline.forward(batches, partial(_differences, case, runtime, policy, model.shape.vocab))
