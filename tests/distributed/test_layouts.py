@@ -129,7 +129,7 @@ def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix
     assert len(gradients) > 40 and max(gradients) < bound, matrix.logits[logits]
 
 
-@pytest.mark.parametrize("logits", ALL_GRADIENTS)
+@pytest.mark.parametrize("logits", [case for case in ALL_GRADIENTS if not str(case.values[0]).startswith("qwen3_5")])
 def test_expert_loads_and_router_losses_equal_transformers(matrix: Matrix, logits: str) -> None:
     """Padding is not counted, and no token is counted twice."""
     found = matrix.logits[logits]
