@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import sglang
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -54,5 +54,7 @@ def test_a_server_with_windows_returns_transformers_log_probs(temporary: Path, t
 @pytest.mark.parametrize("module", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_sglang_still_ignores_the_windows_of_these_families(module: str) -> None:
     """If it fails, with_windows in served_models/families.py is no longer needed for the family."""
-    source = Path(sglang.__path__[0]) / "srt" / "models" / f"{module}.py"
+    found = find_spec("sglang")  # importing it would import Triton
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent / "srt" / "models" / f"{module}.py"
     assert "sliding_window" not in source.read_text()
