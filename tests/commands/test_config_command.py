@@ -41,7 +41,7 @@ def test_a_key_is_printed_with_its_type_default_and_description(capsys: pytest.C
 @pytest.mark.parametrize(
     ("wanted", "names"),
     [
-        ("sync", ["sync", "sync.bucket_mib", "sync.verify"]),
+        ("sync", ["sync", "sync.bucket_mib", "sync.verify", "sync.lora"]),
         ("teachers.main.url", ["teachers.NAME.url"]),
         ("data.train.weight", ["data.train[].weight"]),
         (
