@@ -107,11 +107,11 @@ def test_a_hanging_check_is_killed_and_counted_and_other_checks_succeed(deed: st
 def test_startup_and_queueing_do_not_count_towards_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nap = "def nap(prompt, response, answer, extras):\n    time.sleep(0.4)\n    return 1.0\n"
-    (tmp_path / "slow_to_import.py").write_text(f"import time\n\ntime.sleep(1.5)\n\n\n{nap}")
+    nap = "def nap(prompt, response, answer, extras):\n    time.sleep(1.6)\n    return 1.0\n"
+    (tmp_path / "slow_to_import.py").write_text(f"import time\n\ntime.sleep(7)\n\n\n{nap}")
     monkeypatch.syspath_prepend(str(tmp_path))
     # The deadline is shorter than the import, and than four naps.
-    with reward_pool([("slow_to_import.nap", 1.0)], num_workers=1, deadline_s=1.3) as pool:
+    with reward_pool([("slow_to_import.nap", 1.0)], num_workers=1, deadline_s=6) as pool:
         assert [result.total for result in _score(pool, *"abcd")] == [1.0] * 4
 
 
