@@ -89,9 +89,15 @@ def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 def packed_params(
-    is_latent: bool, cuts: Tensor, position_ids: Tensor, dtype: torch.dtype, cp_size: int = 1, cp_rank: int = 0
+    is_latent: bool,
+    cuts: Tensor,
+    position_ids: Tensor,
+    dtype: torch.dtype,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    window: int = 0,
 ) -> PackedSeqParams:
-    """Return the parameters that Transformer Engine's layers take for packed sequences."""
+    """Return the parameters that Transformer Engine's layers take for packed sequences. Layers have their windows."""
     segments = te_params(cuts, cp_size)
     return LatentPackedSeqParams("packed", position_ids=position_ids, segments=segments) if is_latent else segments
 
