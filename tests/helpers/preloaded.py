@@ -72,6 +72,8 @@ is_module, is_program = arguments[:1] == ["-m"], arguments[0].endswith(".py") or
 is_known = arguments[1] in {preloadable!r} if is_module else is_program
 if not is_known or variables != {variables!r}:
     os.execv({python!r}, [{python!r}, *arguments])
+forwarded = {{signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}}
+signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # a signal waits until the program's process is known
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 request = json.dumps({{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
@@ -79,9 +81,10 @@ server.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SC
 server.sendall(request)
 answers = server.makefile("r")
 pid = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+for number in forwarded:
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
 code = int(answers.readline() or -signal.SIGKILL)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
