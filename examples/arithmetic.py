@@ -14,10 +14,10 @@ deterministic for a given seed.
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -80,22 +80,26 @@ class Problem:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small arithmetic model and its data.")
-    parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
-    parser.add_argument("--seed", type=int, default=0)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--moe", action="store_true", help="make an MoE model with 8 experts per layer and 2 per token")
     kind.add_argument("--hybrid", action="store_true", help="make a Qwen3.5 with linear attention in 3 of 4 layers")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    disable_progress_bar()  # Hugging Face draws a bar for each file it writes
+    options = read_options(parser)
     rng = random.Random(options.seed)
-
     train, heldout = make_problems(rng)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, "moe" if options.moe else "hybrid" if options.hybrid else "dense")
-    save(options.out, model, tokenizer, train, heldout)
-    save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
+    save(options.out, model, tokenizer, train, heldout, [demonstrate(problem, rng) for problem in train])
     print(f"a model with random weights, {NUM_TRAIN} demonstrations, and held-out sums are in {options.out}")
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add OUT and --seed to the parser, read the command line, and seed torch. Other tasks use it too."""
+    parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    disable_progress_bar()  # Hugging Face draws a bar for each file it writes
+    return options
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
@@ -198,17 +202,27 @@ def save(
     tokenizer: Qwen2Tokenizer,
     train: Sequence[Problem],
     heldout: Sequence[Problem],
+    completions: Sequence[str] = (),
 ) -> None:
+    """Save a model and its data. `completions`: demonstrations of all training prompts, or none."""
+    rows = {
+        "train": [{"prompt": problem.prompt, "answer": problem.answer} for problem in train],
+        "heldout": [{"prompt": problem.prompt, "answer": problem.answer} for problem in heldout],
+    }
+    if completions:
+        pairs = zip(train, completions, strict=True)
+        rows["sft"] = [{"prompt": problem.prompt, "completion": text} for problem, text in pairs]
+    save_task(out, model, tokenizer, rows)
+
+
+def save_task(
+    out: Path, model: PreTrainedModel, tokenizer: Qwen2Tokenizer, rows: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    """Save the model, its tokenizer, and OUT/NAME.jsonl for each name of `rows`. Other tasks use it too."""
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model", save_jinja_files=False)
-    for name, problems in (("train", train), ("heldout", heldout)):
-        lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
-        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def save_demonstrations(out: Path, train: Sequence[Problem], completions: Sequence[str]) -> None:
-    rows = [{"prompt": p.prompt, "completion": text} for p, text in zip(train, completions, strict=True)]
-    (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, some in rows.items():
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
 
 
 if __name__ == "__main__":

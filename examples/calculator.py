@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mega import console
-from grpo_mega.paths import user_path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `arithmetic`, which reward workers do not find otherwise
 
@@ -83,30 +82,21 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    import torch
-    from arithmetic import make_model, make_tokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from arithmetic import make_model, make_tokenizer, read_options, save_task
 
-    parser = argparse.ArgumentParser(description="Make a small model and its data for products with a calculator.")
-    parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    disable_progress_bar()
+    description = "Make a small model and its data for products with a calculator."
+    options = read_options(argparse.ArgumentParser(description=description))
     rng = random.Random(options.seed)
     problems = [Problem(left, right) for left in FACTORS for right in FACTORS]
     rng.shuffle(problems)
     heldout, train = problems[:NUM_HELDOUT], problems[NUM_HELDOUT : NUM_HELDOUT + NUM_TRAIN]
     tokenizer = make_tokenizer(SPECIAL_TOKENS, [*TAGS, *WORDS], CHARACTERS, CHAT_TEMPLATE)
-    make_model(tokenizer).save_pretrained(options.out / "model")
-    tokenizer.save_pretrained(options.out / "model", save_jinja_files=False)
     rows = {
         "train": [{"prompt": p.prompt, "answer": p.answer} for p in train],
         "heldout": [{"prompt": p.prompt, "answer": p.answer} for p in heldout],
         "sft": [{"messages": demonstrate(problem, rng)} for problem in train],
     }
-    for name, some in rows.items():
-        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    save_task(options.out, make_model(tokenizer), tokenizer, rows)
     print(f"a model with random weights, {len(train)} demonstrations, and held-out products are in {options.out}")
 
 

@@ -16,7 +16,6 @@ range. The output is deterministic for a given seed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega import console
-from grpo_mega.paths import user_path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `arithmetic`
 
@@ -76,27 +74,18 @@ def prompt_text() -> str:
 
 
 def main() -> None:
-    import torch
-    from arithmetic import CHARACTERS, CHAT_TEMPLATE, make_model, make_tokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from arithmetic import CHARACTERS, CHAT_TEMPLATE, make_model, make_tokenizer, read_options, save_task
 
-    parser = argparse.ArgumentParser(description="Make a small model and its data for guessing a number.")
-    parser.add_argument("out", type=user_path, help="folder to write model/, train.jsonl and heldout.jsonl to")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    disable_progress_bar()
+    description = "Make a small model and its data for guessing a number."
+    options = read_options(argparse.ArgumentParser(description=description))
     rng = random.Random(options.seed)
     tokenizer = make_tokenizer(SPECIAL_TOKENS, ["higher", "lower", NO_NUMBER], CHARACTERS, CHAT_TEMPLATE)
-    make_model(tokenizer).save_pretrained(options.out / "model")
-    tokenizer.save_pretrained(options.out / "model", save_jinja_files=False)
     rows: dict[str, list[dict[str, Any]]] = {
         "train": [{"prompt": prompt_text(), "answer": str(rng.choice(NUMBERS))} for _ in range(NUM_TRAIN)],
         "heldout": [{"prompt": prompt_text(), "answer": str(number)} for number in NUMBERS],
         "sft": [{"messages": demonstrate(rng.choice(NUMBERS), rng)} for _ in range(NUM_GAMES)],
     }
-    for name, some in rows.items():
-        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    save_task(options.out, make_model(tokenizer), tokenizer, rows)
     print(f"a model with random weights, {NUM_GAMES} games, and all {len(NUMBERS)} numbers are in {options.out}")
 
 

@@ -16,12 +16,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 
 import arithmetic  # type: ignore[import-not-found]
-import torch
 from arithmetic import Problem
-from transformers.utils.logging import disable_progress_bar
 
 from grpo_mega import console
-from grpo_mega.paths import user_path
 
 NUM_DIGITS = range(3, 6)  # number of digits added to the first term
 FIRST_TERM = range(10, 40)  # the sum has two digits even with five more digits
@@ -32,17 +29,14 @@ TIGHT, LOOSE = 52, 128  # limits of a response, in tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small model of chains of additions and its data.")
-    parser.add_argument("out", type=user_path)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    disable_progress_bar()
+    options = arithmetic.read_options(
+        argparse.ArgumentParser(description="Make a small model of chains of additions and its data.")
+    )
     rng = random.Random(options.seed)
     train, heldout = make_problems(rng)
     tokenizer = arithmetic.make_tokenizer()
-    arithmetic.save(options.out, arithmetic.make_model(tokenizer), tokenizer, train, heldout)
-    arithmetic.save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
+    demonstrations = [demonstrate(problem, rng) for problem in train]
+    arithmetic.save(options.out, arithmetic.make_model(tokenizer), tokenizer, train, heldout, demonstrations)
 
 
 def make_problems(rng: random.Random) -> tuple[list[Problem], list[Problem]]:

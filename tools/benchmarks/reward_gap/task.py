@@ -14,30 +14,23 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 
 import arithmetic  # type: ignore[import-not-found]
-import torch
 from arithmetic import Problem
-from transformers.utils.logging import disable_progress_bar
 
 from grpo_mega import console
-from grpo_mega.paths import user_path
 
 UNFINISHED = 0.2
 MAX_RESPONSE_TOKENS = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a small model of sums without tags and its data.")
-    parser.add_argument("out", type=user_path)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    disable_progress_bar()
+    options = arithmetic.read_options(
+        argparse.ArgumentParser(description="Make a small model of sums without tags and its data.")
+    )
     rng = random.Random(options.seed)
     train, heldout = arithmetic.make_problems(rng)
     tokenizer = arithmetic.make_tokenizer()
-    model = arithmetic.make_model(tokenizer)
-    arithmetic.save(options.out, model, tokenizer, train, heldout)
-    arithmetic.save_demonstrations(options.out, train, [demonstrate(problem, rng) for problem in train])
+    demonstrations = [demonstrate(problem, rng) for problem in train]
+    arithmetic.save(options.out, arithmetic.make_model(tokenizer), tokenizer, train, heldout, demonstrations)
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
