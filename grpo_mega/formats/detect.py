@@ -41,7 +41,7 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from grpo_mega.yaml_text import parse_yaml
 
-FORMAT = 1  # format number of a run's checkpoints; increase it with every change that readers must handle
+FORMAT = 2  # format number of a run's checkpoints; increase it with every change that readers must handle
 # Fields of config.json that name a version or source.
 _IGNORED = ("transformers_version", "_name_or_path", "_commit_hash")
 _SAME = {"torch_dtype": "dtype"}  # old names of fields

@@ -139,12 +139,14 @@ def _passes_of_update(setup: PlannedJob) -> float:
 
 def _layer_parts(setup: PlannedJob) -> tuple[float, float]:
     """Return the times of a layer's products with weights and of attention; the unit is a bf16 FLOP at full rate."""
-    weights, shape, assumed = (
-        model_flops.layer_weights(setup.shape, setup.experts_per_token),
-        setup.shape,
-        setup.assumed,
-    )
-    return 2 * weights / assumed.matmul_share, (shape.q + shape.v) * 2 * setup.mean_seen / assumed.attention_share
+    weights, assumed = model_flops.layer_weights(setup.shape, setup.experts_per_token), setup.assumed
+    return 2 * weights / assumed.matmul_share, _attention_flops(setup) / assumed.attention_share
+
+
+def _attention_flops(setup: PlannedJob) -> float:
+    """Return the FLOPs of attention for a token, as a mean over all layers. Linear attention is in `layer_weights`."""
+    one = model_flops.of_totals(setup.shape, 1, setup.mean_seen, 0, experts_per_token=setup.experts_per_token)
+    return one.attention / setup.shape.num_layers
 
 
 def _repeated(setup: PlannedJob) -> float:
@@ -166,7 +168,7 @@ def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:
     fp8_rate = (card.fp8_flops or card.bf16_flops) * assumed.fp8_matmul_share
     products = 2 * weights * imbalance * ((1 - in_fp8) / bf16_rate + in_fp8 / fp8_rate)
     # The tokens of a context-parallel rank see as many others as all tokens do, on average.
-    attention = (setup.shape.q + setup.shape.v) * 2 * setup.mean_seen / (card.bf16_flops * assumed.attention_share)
+    attention = _attention_flops(setup) / (card.bf16_flops * assumed.attention_share)
     return setup.largest_stage * setup.tokens_per_rank / setup.layout.tp * (products + attention)
 
 

@@ -40,7 +40,7 @@ class SavedPolicy:
 
 def check_model(checkpoint: Path, saved: dict[str, Any], shape: Any) -> None:
     """Raise ResumeError unless the saved sizes equal `shape`, a dataclass."""
-    ours, saved = json.loads(json.dumps(asdict(shape))), {"windows": []} | saved
+    ours = json.loads(json.dumps(asdict(shape)))  # JSON has lists in the place of tuples
     different = [
         f"{name}={saved.get(name)!r} instead of {value!r}" for name, value in ours.items() if saved.get(name) != value
     ]

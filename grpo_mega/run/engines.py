@@ -219,7 +219,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
 
 
 def served_lora(config: Config, model: ModelFiles) -> ServedLora | None:
-    """Return the adapter that a server gets beside its base; None if syncs send merged weights."""
+    """Return the adapter that a server loads in addition to its base; None if syncs send merged weights."""
     lora, family, shape = config.model.lora, model.family, model.shape
     if lora is None or not sends_adapter(config, shape):
         return None

@@ -92,6 +92,18 @@ def read_until(process: subprocess.Popen[bytes], pattern: str) -> str:
     return output.decode(errors="replace")
 
 
+def end_a_reply(process: subprocess.Popen[bytes]) -> None:
+    """Ask, press Ctrl-C while the reply is printed, and leave the chat."""
+    assert process.stdin is not None
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    read_until(process, r"model: (?s:.){20}")  # the reply is printed while it is sampled
+    process.send_signal(signal.SIGINT)
+    assert "ended by you" in read_until(process, "\n\nyou: ")
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+
+
 def logprobs_of(model: Any, prompt: list[int], response: list[int]) -> list[float]:
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -166,17 +178,10 @@ def test_a_conversation_above_the_limit_starts_again_with_the_last_message(run_d
 def test_ctrl_c_ends_the_current_reply_and_not_the_chat(run_dir: Path) -> None:
     arguments = ("--temperature", "0", "--max-response-length", "500000")
     with started(run_dir, str(run_dir / "hf"), *arguments) as process:
-        assert process.stdin is not None
         read_until(process, "you: ")
         with pressing(process):
             read_until(process, "/quit or Ctrl-D ends the chat\n\nyou: ")
-        process.stdin.write(b"Hello\n")
-        process.stdin.flush()
-        read_until(process, r"model: (?s:.){20}")  # the reply is printed while it is sampled
-        process.send_signal(signal.SIGINT)
-        assert "ended by you" in read_until(process, "\n\nyou: ")
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        end_a_reply(process)
 
 
 def test_a_character_of_several_tokens_is_printed_once_it_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,15 +218,8 @@ def test_a_server_samples_and_chats_like_transformers(run_dir: Path, tmp_path: P
         assert process.returncode == 0, output
     assert f"\nmodel: {printable(decoder(tokenizer)(reply))}\n[log-prob " in output
     with started(run_dir, model, "--temperature", "0", *server, "--max-response-length", "9000") as process:
-        assert process.stdin is not None
         read_until(process, "you: ")
-        process.stdin.write(b"Hello\n")
-        process.stdin.flush()
-        read_until(process, r"model: (?s:.){20}")  # the reply is printed while it is sampled
-        process.send_signal(signal.SIGINT)
-        assert "ended by you" in read_until(process, "\n\nyou: ")
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        end_a_reply(process)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
-    """Logits do not show a lost gradient. These gradients are fp64, except those of linear attention. transformers in
-    fp32 differs from them by up to 6e-6. With AVX2 kernels fp32 linear attention differs by up to 6.7e-6.
+    """Logits do not show a lost gradient. The expected gradients are fp64, and transformers in fp32 differs from them
+    by up to 6e-6. For linear attention they are fp32, and with AVX2 kernels the difference is up to 6.7e-6.
     """
     gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
     assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]

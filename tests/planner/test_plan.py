@@ -350,18 +350,6 @@ def test_an_optimizer_on_the_cpu_frees_the_device_and_takes_longer(make_config: 
     assert after["offload and onload"] < before["offload and onload"]
 
 
-def test_an_adapter_computes_no_weight_gradients_of_its_base(make_config: MakeConfig) -> None:
-    config = {"layout.pp": 1, "layout.dp": 1, "layout.tp": 8, "model.recompute": "none"}
-    usual, adapted = (plan_of(make_config(**config, **more)) for more in ({}, {"model.lora": {"rank": 16}}))
-    times = [{one.label: float(one.value) for one in plan.timing.phases} for plan in (usual, adapted)]
-    # Two products per weight instead of three; attention, communication and overheads stay.
-    assert 2 / 3 < times[1]["update"] / times[0]["update"] < 0.75
-    assert times[1]["sync"] < times[0]["sync"] / 10  # the first rank of an engine gets A and B whole
-    received = [plan.sync_traffic.moved + plan.sync_traffic.same_rank for plan in (adapted, usual)]
-    assert received[0] < received[1] / 100
-    assert float(adapted.timing.model_flops_share.value) < 1
-
-
 def test_rank_order_decides_who_crosses_nodes(make_config: MakeConfig) -> None:
     """With tp=2 a node of 8 ranks contains 4 data-parallel neighbours or 4 pipeline stages."""
     crossing = {}

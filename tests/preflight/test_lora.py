@@ -1,4 +1,4 @@
-"""Settings beside model.lora, and what a sync sends with it."""
+"""Settings that model.lora allows and refuses, and what a sync sends with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A sync that sends only an adapter (sync.lora=adapter): A and B arrive on the leader, and the server loads them.
 
-Each version has a name of its own, every request names it, and the previous adapter is unloaded. The base came with an
-earlier sync, and its checksums are verified again.
+Each version has a new name, and every request names it. The previous adapter is unloaded. An earlier sync sent the
+base, and its checksums are verified again.
 """
 
 from __future__ import annotations

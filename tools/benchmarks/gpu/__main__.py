@@ -3,7 +3,7 @@
  mfu       MFU of a training step, in bf16 and FP8, and what recomputation costs (mfu.py)
  logprobs  time and memory of log-probs at 32k tokens x 152k vocabulary         (logprobs.py)
  engine    sleep, wake and sync of an SGLang server with the shape of a 4B model (engine.py)
- turns     multi-turn rollouts of a server, and single responses beside them    (turns.py)
+ turns     multi-turn rollouts of a server, compared with single responses      (turns.py)
  memory    copies from host memory, and memory lost to fragmentation            (memory.py)
  step      a whole GRPO step by phase, from a run of the trainer                (step.py)
            also the free memory of the device in each phase, next to the plan's

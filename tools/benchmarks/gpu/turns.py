@@ -1,9 +1,10 @@
 """Measure multi-turn rollouts of an SGLang server with Qwen3-4B's shape: conversations of 1 to 4 turns, whose tools
 answer at once with 5 tokens.
 
-The same number of single responses runs beside them. Every turn and response has the same length, so a sampled token of
-a conversation costs more only by what turns cost: requests, prefills of new tokens, and places that are empty while the
-last conversations run. The weights are random. Without a GPU the embedded engine is measured, to try the code.
+The same number of single responses is measured for comparison. All turns and responses have the same length, so a
+sampled token of a conversation costs more only by what turns cost: requests, prefills of new tokens, and places that
+are empty while the last conversations run. The weights are random. Without a GPU the embedded engine is measured, to
+try the code.
 """
 
 from __future__ import annotations
