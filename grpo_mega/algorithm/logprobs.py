@@ -57,6 +57,8 @@ def vocab_parallel_logprobs(
     if needed_T is None:
         return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
     index_N = needed_T.nonzero().squeeze(1)
+    if len(index_N) == len(needed_T):  # no copy of the hidden states
+        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
     logprobs_N, entropy_N = _Logprobs.apply(
         hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], weight_grad_VH, shard, tp_group, with_entropy
     )

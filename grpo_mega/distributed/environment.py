@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import socket
@@ -34,6 +35,8 @@ LIBRARIES = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
+    # Transformer Engine multiplies float32 matrices in TF32, with errors of 1e-3. A float32 run wants float32.
+    "NVIDIA_TF32_OVERRIDE": "0",
     # If a rank is gone, the other ranks must end instead of waiting.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # InfiniBand gives up a packet after 2^22 * 4 us, because links flap for a second or two when a port is retrained.
@@ -90,6 +93,9 @@ def library_environment(environ: Mapping[str, str]) -> dict[str, str]:
         # fills. The server does not inherit this, because its memory saver needs fixed segments.
         if not environ.keys() & ALLOCATOR:
             values["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        # Transformer Engine loads a cuDNN of the CUDA toolkit before torch's own. An older one breaks torch.
+        if folder := cudnn_of_torch():
+            values["CUDNN_HOME"] = str(folder)
         values["TORCHINDUCTOR_CACHE_DIR"] = str(shared_folder() / f"torchinductor_{os.getuid()}")
     return {name: value for name, value in values.items() if name not in environ}
 
@@ -119,6 +125,13 @@ def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) ->
     if chosen := near & allowed:
         os.environ[CORES_VARIABLE] = ",".join(map(str, sorted(allowed)))
         os.sched_setaffinity(0, chosen)
+
+
+def cudnn_of_torch() -> Path | None:
+    """Return the folder of the cuDNN that pip installed for torch; None if torch uses another one."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) / "cudnn" for folder in (spec.submodule_search_locations or [] if spec else [])]
+    return next((folder for folder in folders if any(folder.glob("lib/libcudnn.so*"))), None)
 
 
 def is_one_machine(environ: Mapping[str, str]) -> bool:

@@ -52,7 +52,7 @@ from grpo_mega.megatron.attention import (
     attend_latent,
 )
 from grpo_mega.megatron.gated_delta import gated_delta_spec
-from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.loaded_kernels import check_attention, in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.precision import latent_problems
@@ -84,6 +84,7 @@ def build_chunks(shape: ModelShape, family: Family, hf_config: Any, config: Conf
         compat.patch_gated_delta_net()
     if uses_transformer_engine(runtime):
         raise_all(latent_problems(shape, runtime.device.capability, runtime.device.name))
+        check_attention(shape, DTYPES[config.model.resolved_dtype], runtime.device)
         compat.allow_fused_weight_gradients()
     megatron = transformer_config(shape, family, hf_config, config, runtime)
     chunks = [_build(shape, hf_config, megatron, runtime, chunk) for chunk in range(runtime.layout.vpp)]

@@ -201,7 +201,8 @@ def is_rounded_from(parameter: Any, start: int, end: int) -> Callable[[Tensor], 
     if not is_quantised(parameter):
         weights = parameter.detach().view(-1)[start:end].clone()
         bits = _BITS[weights.element_size()]
-        return lambda masters: torch.equal(weights.view(bits), masters.detach().view(-1).to(weights.dtype).view(bits))
+        # the masters of an optimizer on the CPU are on the host
+        return lambda masters: torch.equal(weights.view(bits), masters.detach().view(-1).to(weights).view(bits))
     weights = parameter.dequantize(dtype=torch.float32).view(-1)[start:end]
     metadata = parameter.get_metadata()
     scale = next(metadata[name] for name in ("fp8_scale_inv", "rowwise_scale_inv") if metadata.get(name) is not None)

@@ -36,6 +36,20 @@ def test_values_of_the_user_are_kept() -> None:
     }
 
 
+def test_transformer_engine_gets_the_cudnn_that_pip_installed_for_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    gpu = {"PATH": str(tmp_path)}
+    (tmp_path / "nvidia/cudnn/lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "CUDNN_HOME" not in library_environment(gpu)
+    (tmp_path / "nvidia/cudnn/lib/libcudnn.so.9").touch()
+    assert library_environment(gpu)["CUDNN_HOME"] == str(tmp_path / "nvidia/cudnn")
+    assert "CUDNN_HOME" not in library_environment({}) | library_environment(gpu | {"CUDNN_HOME": "/mine"})
+
+
 def test_deterministic_kernels_are_added_on_request() -> None:
     added = library_environment({"DETERMINISTIC": "1"})
     assert added["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and added["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -13,6 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from grpo_mega.distributed.environment import gpu_sign, library_environment
+
+# The variables of a rank, before torch reads them. Kernels are deterministic, because some tests compare two runs of
+# one backward pass.
+if gpu_sign(os.environ):
+    os.environ.update(library_environment(os.environ | {"DETERMINISTIC": "1"}))
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
 import torch
 
 from grpo_mega.distributed.device import Device
@@ -24,9 +33,6 @@ HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = os.environ.get("GRPO_MEGA_REHEARSAL") == "1"
 IS_EMULATED = not HAS_GPU and kernels.choose_kernels(is_cuda=False).transformer_engine
-
-# deterministic kernels: some tests compare two runs of one backward pass
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:

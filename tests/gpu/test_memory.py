@@ -33,6 +33,7 @@ if __name__ == "__main__":
     ours, theirs = context.Pipe()
     reader = context.Process(target=read, args=(theirs,))
     reader.start()
+    theirs.close()  # then this process notices if the other one has failed
     addresses = []
     for index in range(4):
         values = buckets.allocate(index, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +11,8 @@ from torch import Tensor
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.policy import Policy
-from tests.helpers.gpu_policies import make_policy, make_samples, packed
-from tests.helpers.models import VOCAB_SIZE
+from tests.helpers.gpu_policies import SIZES, make_policy, make_samples, packed
+from tests.helpers.models import VOCAB_SIZE, make_config
 
 pytestmark = pytest.mark.rehearsed
 
@@ -84,7 +86,9 @@ def test_a_reference_changes_places_with_the_weights(device: Device) -> None:
 def test_the_device_has_the_memory_while_the_policy_is_away(device: Device) -> None:
     if not device.is_cuda:
         pytest.skip("needs a GPU")
-    policy = make_policy(device)
+    gc.collect()  # earlier policies
+    sizes = SIZES | {"hidden_size": 1024, "intermediate_size": 4096}  # far larger than a block of the allocator
+    policy = make_policy(device, make_config("qwen2", **sizes))
     train(policy, 0)
     torch.cuda.empty_cache()
     reserved, held = torch.cuda.memory_reserved(), policy.memory.device_bytes

@@ -12,7 +12,11 @@ import transformer_engine_torch as tex
 from packaging.version import Version
 from transformer_engine.pytorch.attention.dot_product_attention import utils
 
+from grpo_mega.distributed.device import Device
+from grpo_mega.errors import ConfigError
+from grpo_mega.megatron import loaded_kernels
 from grpo_mega.preflight.precision import attention_problems
+from grpo_mega.weights.spec import ModelShape
 from tests.te_on_cpu.emulated_te import machine
 
 PACKED = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
@@ -92,3 +96,27 @@ def test_the_package_refuses_inputs_that_no_backend_takes() -> None:
             is_taken = fused or (unfused and dtype == "float32")
             problems = attention_problems(dtype, card.capability, card.name, transformer_engine.__version__, None)
             assert bool(list(problems)) == (not is_taken), (card.name, dtype)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_wrong_attention_is_refused_before_a_model_is_built(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One result of the kernels is wrong: the output, or the gradient of queries, keys or values."""
+    shape = ModelShape("qwen2", 2, 64, 128, 6, 2, 24, 304, False, windows=(0, 7))
+    device = Device("cpu", torch.device("cpu"))
+    loaded_kernels.attention_errors.cache_clear()
+    loaded_kernels.check_attention(shape, torch.bfloat16, device)
+    name, index = ("fused_attn_fwd", 0) if part == 0 else ("fused_attn_bwd", part - 1)
+    kernel = getattr(tex, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = list(kernel(*args, **kwargs))
+        found[index] = found[index] * 1.05
+        return found
+
+    monkeypatch.setattr(tex, name, wrong)
+    loaded_kernels.attention_errors.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"cuDNN 9\.\d+\.\d+ is wrong on this card for heads of 24.*=0"):
+            loaded_kernels.check_attention(shape, torch.bfloat16, device)
+    finally:
+        loaded_kernels.attention_errors.cache_clear()

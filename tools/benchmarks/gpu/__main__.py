@@ -22,6 +22,7 @@ import argparse
 import datetime
 import json
 import multiprocessing
+import os
 import sys
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from importlib.metadata import distributions
@@ -32,6 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tools/benchmarks/gpu`
 
+from grpo_mega.distributed.environment import library_environment
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.rank import run_sections
 
@@ -44,6 +46,7 @@ TITLES = ("section", "case", "figure", "value", "target", "")
 def main(arguments: list[str] | None) -> int:
     options = parse(arguments)
     sections = options.only.split(",")
+    os.environ.update(library_environment(os.environ))  # the variables of a rank
     parts = [in_child(group, options) for group in ([sections] if options.tiny else [[name] for name in sections])]
     rows, failed = [row for found, _ in parts for row in found], [name for _, wrong in parts for name in wrong]
     about = machine()

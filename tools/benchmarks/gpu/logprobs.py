@@ -15,6 +15,7 @@ with fp32 logits, as in SGLang with enable_fp32_lm_head. The error is the larges
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,11 +28,10 @@ from tools.benchmarks.logprobs import Inputs, max_error, step
 EXTRA_TARGET_GIB = 1.0
 
 
-def run(options: Options) -> list[Figure]:
+def run(options: Options) -> Iterator[Figure]:
     device = devices.select("auto", 0).torch_device
     sizes = (64, 500, 16) if options.tiny else (8192, 152_064, 4096) if options.quick else (32_768, 152_064, 4096)
     case = "{:,} tokens x {:,} x {:,}".format(*sizes)
-    found: list[Figure] = []
     for name in ("ours", "ours with entropy", "trl", "log_softmax"):
         path, _, more = name.partition(" ")
         inputs = Inputs(*sizes, device, is_ours=path == "ours", dtype=torch.bfloat16)
@@ -55,12 +55,12 @@ def run(options: Options) -> list[Figure]:
             continue
         target = EXTRA_TARGET_GIB if path == "ours" else None
         note = f"largest error {max_error(inputs, *values):.1e}"
-        found.append(Figure("logprobs", case, f"{name}: time", 1e3 * seconds, "ms", note=note))
-        found.append(Figure("logprobs", case, f"{name}: extra memory", gib, "GiB", target))
-    return found + output_layer(options, device, *sizes[1:])
+        yield Figure("logprobs", case, f"{name}: time", 1e3 * seconds, "ms", note=note)
+        yield Figure("logprobs", case, f"{name}: extra memory", gib, "GiB", target)
+    yield from output_layer(options, device, *sizes[1:])
 
 
-def output_layer(options: Options, device: torch.device, vocab: int, hidden: int) -> list[Figure]:
+def output_layer(options: Options, device: torch.device, vocab: int, hidden: int) -> Iterator[Figure]:
     """Measure the output layer of a decoding engine with bf16 and with fp32 logits."""
     generator = torch.Generator(device).manual_seed(0)
     num_sequences = 16 if options.tiny else 256
@@ -75,9 +75,8 @@ def output_layer(options: Options, device: torch.device, vocab: int, hidden: int
         return hidden_BH.float() @ weight_VH.float().t()
 
     exact_BV = (hidden_BH[:8].double() @ weight_VH.double().t()).log_softmax(-1)
-    found, case = [], f"{num_sequences} sequences x {vocab:,} x {hidden:,}"
+    case = f"{num_sequences} sequences x {vocab:,} x {hidden:,}"
     for name, act in (("bf16 logits", lambda: hidden_BH @ weight_VH.t()), ("fp32 logits", in_fp32)):
         error = (act()[:8].double().log_softmax(-1) - exact_BV).abs().max()
         seconds = seconds_of(act, device, options.repeat)
-        found.append(Figure("logprobs", case, name, 1e3 * seconds, "ms", note=f"largest error {error:.1e}"))
-    return found
+        yield Figure("logprobs", case, name, 1e3 * seconds, "ms", note=f"largest error {error:.1e}")

@@ -9,6 +9,7 @@ every micro-batch. The trainer sets expandable segments (distributed/environment
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,10 +19,9 @@ from tools.benchmarks.gpu.rank import Figure, Options, finish, seconds_of
 RATE_TARGET = 20.0  # GB/s, on a PCIe 5 link
 
 
-def run(options: Options) -> list[Figure]:
+def run(options: Options) -> Iterator[Figure]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, width = (304, 64) if options.tiny else (151_936, 5_120)
-    found = []
     for is_pinned in (False, True):
         if is_pinned and device.type != "cuda":
             options.say("memory: no GPU here: memory is not pinned")
@@ -33,15 +33,12 @@ def run(options: Options) -> list[Figure]:
             RATE_TARGET if is_pinned else None,
         )
         note = f"{seconds:.3g} s"
-        found.append(
-            Figure("memory", case, "copy to the device", head.nbytes / seconds / 1e9, "GB/s", target, "more", note)
-        )
+        yield Figure("memory", case, "copy to the device", head.nbytes / seconds / 1e9, "GB/s", target, "more", note)
     sizes = [random.Random(0).randint(1_000, 16_384) for _ in range(4 if options.tiny else 64)]
     for expands in (False, True):
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expands}")
         case = f"{'expandable' if expands else 'fixed'} segments"
-        found.append(Figure("memory", case, "reserved but unused", unused_share(sizes, device, options.tiny), "%"))
-    return found
+        yield Figure("memory", case, "reserved but unused", unused_share(sizes, device, options.tiny), "%")
 
 
 def unused_share(sizes: list[int], device: torch.device, is_tiny: bool) -> float | None:

@@ -68,24 +68,21 @@ class Work:
         return self.micro_batches * found.training
 
 
-def run(options: Options) -> list[Figure]:
+def run(options: Options) -> Iterator[Figure]:
     work = Work(8, 32, 2, 2) if options.tiny else Work()
     models = ["tiny"] if options.tiny else ["qwen2.5-1.5b", "qwen3-4b", "qwen3-8b", "llama-3.1-8b"]
-    found: list[Figure] = []
     with only_rank():
         config = config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"})
         device = runtimes.join(config)
         try:
             for model in models[:1] if options.quick else models:
-                found += _model(model, work, device, options)
+                yield from _model(model, work, device, options)
         finally:
             runtimes.stop()
-    return found
 
 
-def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure]:
+def _model(model: str, work: Work, device: Any, options: Options) -> Iterator[Figure]:
     """Measure one model in each case that the card supports, with the layers that fit in bf16 or fewer."""
-    found: list[Figure] = []
     layers: int | None = None
     bf16: tuple[int, float] | None = None  # (layers, throughput) in bf16
     for precision, settings in CASES.items():
@@ -103,16 +100,17 @@ def _model(model: str, work: Work, device: Any, options: Options) -> list[Figure
         note = f"{tflops:.3g} TFLOP/s, {work.flops(shape) / 1e12:.4g} TFLOP in {seconds:.4g} s"
         target = MFU_TARGET if precision == "bf16" else None
         share = None if peak is None else 100 * tflops / peak
-        found.append(Figure("mfu", case, "of the dense peak", share, "%", target, "more", note))
-        found.append(Figure("mfu", case, "throughput", rate, "tokens/s"))
+        yield Figure("mfu", case, "of the dense peak", share, "%", target, "more", note)
+        yield Figure("mfu", case, "throughput", rate, "tokens/s")
         if precision == "bf16":
             bf16 = layers, rate
         elif bf16 is not None and bf16[0] == layers:
             least = FP8_TARGET if precision.startswith("fp8") else None
-            found.append(Figure("mfu", case, "throughput against bf16", rate / bf16[1], "times", least, "more"))
+            yield Figure("mfu", case, "throughput against bf16", rate / bf16[1], "times", least, "more")
         else:
             options.say(f"mfu: {case} cannot be compared: bf16 was measured with other layers, or not at all")
-    return [*found, *([] if bf16 is None else _recomputed(model, *bf16, work, device, options))]
+    if bf16 is not None:
+        yield from _recomputed(model, *bf16, work, device, options)
 
 
 def _recomputed(model: str, layers: int, rate: float, work: Work, device: Any, options: Options) -> Iterator[Figure]:

@@ -36,6 +36,10 @@ class Figure:
             return None
         return self.value <= self.target if self.better == "less" else self.value >= self.target
 
+    def line(self) -> str:
+        value = "none here" if self.value is None else f"{self.value:,.4g} {self.unit}"
+        return f"{self.section}: {self.case}: {self.name} {value}"
+
     def row(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.is_met}
 
@@ -54,14 +58,18 @@ class Options:
 
 
 def run_sections(sections: Sequence[str], quick: bool, tiny: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run the sections. If one fails, continue with the next. Return rows, and the sections that failed."""
+    """Run the sections, and print each figure at once. If one fails, keep its figures and continue with the next.
+
+    Return rows, and the sections that failed.
+    """
     options = Options(quick, tiny, partial(print, flush=True))
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for section in sections:
         try:
-            found = importlib.import_module(f"tools.benchmarks.gpu.{section}").run(options)
-            rows += [figure.row() for figure in found]
+            for figure in importlib.import_module(f"tools.benchmarks.gpu.{section}").run(options):
+                options.say(figure.line())
+                rows.append(figure.row())
         except Exception:  # the other sections are independent
             traceback.print_exc()
             failed.append(section)
