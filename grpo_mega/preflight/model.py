@@ -289,7 +289,7 @@ def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if not shape.linear_layers:
         return
     if config.rollout.is_served and shape.num_experts:
-        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type}; change it"
+        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type} with experts; change it"
     if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
         yield (
             f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="

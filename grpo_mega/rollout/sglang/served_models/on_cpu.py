@@ -23,13 +23,16 @@ EPSILON = 1e-6  # of the norm of queries and keys
 def install() -> None:
     """Give SGLang these operators. Call this before the first import of its models and attention backends."""
     mamba: Any = import_module("sgl_kernel.mamba")
-    for function in (causal_conv1d_fn, causal_conv1d_update, chunk_gated_delta_rule):
-        setattr(mamba, f"{function.__name__}_cpu", function)
-    for function in (
-        *(fused_gdn_gating, fused_sigmoid_gating_delta_rule_update, fused_sigmoid_mul),
-        *(fused_qk_gemma_rmsnorm, fused_qk_gemma_rmsnorm_with_gate, fused_qkvzba_split_reshape_cat_contiguous),
-    ):
-        setattr(torch.ops.sgl_kernel, f"{function.__name__}_cpu", function)
+    operators: dict[Any, tuple[Any, ...]] = {
+        mamba: (causal_conv1d_fn, causal_conv1d_update, chunk_gated_delta_rule),
+        torch.ops.sgl_kernel: (
+            *(fused_gdn_gating, fused_sigmoid_gating_delta_rule_update, fused_sigmoid_mul),
+            *(fused_qk_gemma_rmsnorm, fused_qk_gemma_rmsnorm_with_gate, fused_qkvzba_split_reshape_cat_contiguous),
+        ),
+    }
+    for namespace, functions in operators.items():
+        for function in functions:
+            setattr(namespace, f"{function.__name__}_cpu", function)
     layers: Any = import_module("sglang.kernels.ops.attention.fla.layernorm_gated")
     layers.RMSNorm.forward = gated_norm
 
