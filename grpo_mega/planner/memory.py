@@ -251,7 +251,7 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
         "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
     )
     if state and card.is_cpu:
-        states = 4 * concurrent + 1  # as server_arguments of rollout/sglang/server.py sets it
+        states = 4 * concurrent + 1  # server_arguments in rollout/sglang/server.py sets this number
         working = extra
         extra = figure("engine's working memory", lambda: working + states * state)
     graphs = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)

@@ -7,6 +7,8 @@ three times as many, so SGLang takes another path.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.sglang.test_generation import connected, enough, update_to
 pytestmark = pytest.mark.sglang
 
 TOLERANCE = 1e-5
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LINEAR, FULL = "linear_attention", "full_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SIZES: dict[str, Any] = {
@@ -132,6 +135,7 @@ def test_states_of_the_old_policy_survive_an_update_only_without_flush(
     assert found[True] < TOLERANCE and found[False] > 100 * TOLERANCE, found
 
 
+@pytest.mark.full
 def test_samples_that_a_full_cache_interrupts_are_right(hybrid: tuple[SGLangEngine, Server, Path]) -> None:
     engine, _, folder = hybrid
     update_to(engine, 1, folder / "0.hf")
@@ -152,3 +156,22 @@ def test_aborted_samples_continue_with_right_states(hybrid: tuple[SGLangEngine, 
     sampled(engine, groups, sampling)
     assert all(group.is_complete(sampling.group_size) for group in groups.values())
     assert difference(samples_of(groups)) < TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path) -> None:
+    """The quickstart's recipe, with fewer prompts, on a model with random weights."""
+    small = {"steps": 3, "layout": "{tp: 2}", "rollout.engine": "sglang", "rollout.tp": 2, "batch.prompts_per_step": 4}
+    paths = {"model.path": "model", "data.train": "train.jsonl", "data.heldout": "heldout.jsonl", "run_dir": "run"}
+    settings = small | {"eval.num_prompts": 4} | {key: tmp_path / name for key, name in paths.items()}
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    for command in (
+        [EXAMPLES / "arithmetic.py", tmp_path, "--seed", "0", "--hybrid"],
+        ["-m", "grpo_mega.cli", "train", EXAMPLES / "quickstart.yaml", *overrides],
+    ):
+        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [row["mismatch/abs_max"] for row in rows if "mismatch/abs_max" in row]
+    assert len(found) == 3 and 0 < max(found) < TOLERANCE, found

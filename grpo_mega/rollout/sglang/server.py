@@ -414,7 +414,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
     # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for INPUT_MARGIN; no sequence reaches into it
-    own["SGLANG_MAMBA_CONV_DTYPE"] = settings.dtype  # of a convolution's last inputs, in hybrid models
+    own["SGLANG_MAMBA_CONV_DTYPE"] = settings.dtype  # hybrid models keep a convolution's last inputs
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp

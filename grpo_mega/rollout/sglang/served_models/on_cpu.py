@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 64  # tokens that are computed together
-EPSILON = 1e-6  # of the norm of queries and keys
+EPSILON = 1e-6  # keeps the norm of queries and keys away from 0
 
 
 def install() -> None:
