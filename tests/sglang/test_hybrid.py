@@ -160,11 +160,15 @@ def test_aborted_samples_continue_with_right_states(hybrid: tuple[SGLangEngine, 
 
 @pytest.mark.full
 @pytest.mark.distributed
-def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path) -> None:
-    """The quickstart's recipe, with fewer prompts, on a model with random weights."""
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", TOLERANCE), ("bfloat16", 0.3)])
+def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path, dtype: str, bound: float) -> None:
+    """The quickstart's recipe, with fewer prompts, on a model with random weights. In bf16 the sync verifies that some
+    weights are float32."""
     small = {"steps": 3, "layout": "{tp: 2}", "rollout.engine": "sglang", "rollout.tp": 2, "batch.prompts_per_step": 4}
     paths = {"model.path": "model", "data.train": "train.jsonl", "data.heldout": "heldout.jsonl", "run_dir": "run"}
-    settings = small | {"eval.num_prompts": 4} | {key: tmp_path / name for key, name in paths.items()}
+    settings = (
+        small | {"eval.num_prompts": 4, "model.dtype": dtype} | {key: tmp_path / name for key, name in paths.items()}
+    )
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     for command in (
         [EXAMPLES / "arithmetic.py", tmp_path, "--seed", "0", "--hybrid"],
@@ -174,4 +178,4 @@ def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path) 
         assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     found = [row["mismatch/abs_max"] for row in rows if "mismatch/abs_max" in row]
-    assert len(found) == 3 and 0 < max(found) < TOLERANCE, found
+    assert len(found) == 3 and 0 < max(found) < bound, found
