@@ -242,11 +242,18 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
         capacity, context = card.memory_gib * GIB, setup.assumed.context_gib * GIB
         # The server starts before the policy, so the free memory is the device less two contexts.
         cache = figure("KV cache", lambda: max(0, fraction * (capacity - 2 * context) - weights))
-    tokens = figure("tokens in a KV cache", lambda: floor(cache / per_token), "tokens")
+    state, share = _state_bytes(setup), 1.0
+    if state and not card.is_cpu:
+        share = 1 / 1.9  # SGLang 0.5.21's default of mamba_full_memory_ratio is 0.9 of the KV cache
+    tokens = figure("tokens in a KV cache", lambda: floor(cache * share / per_token), "tokens")
     ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
     extra = figure(
         "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
     )
+    if state and card.is_cpu:
+        states = 4 * concurrent + 1  # server_arguments in rollout/sglang/server.py sets this number
+        working = extra
+        extra = figure("engine's working memory", lambda: working + states * state)
     graphs = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
     asleep = product("engine's workspaces", workspaces=setup.assumed.engine_workspace_gib * GIB)
     shortfall = None
@@ -280,6 +287,14 @@ def cache_bytes_per_token(setup: PlannedJob) -> int:
     heads = max(1, shape.num_kv_heads // setup.config.rollout.tp)
     layers = shape.num_full_layers
     return layers * heads * (shape.head_dim + (shape.v_dim or shape.head_dim)) * setup.engine_itemsize
+
+
+def _state_bytes(setup: PlannedJob) -> float:
+    """Return the bytes of one server's state of all layers with linear attention, on one device."""
+    shape = setup.shape
+    window = (shape.linear_conv - 1) * (2 * shape.linear_k + shape.linear_v) * setup.engine_itemsize
+    each = FP32 * shape.linear_v * shape.linear_k_dim + window
+    return len(shape.linear_layers) * each / setup.config.rollout.tp
 
 
 def _embedded(setup: PlannedJob) -> EngineMemory:

@@ -242,6 +242,8 @@ def _merging(config: Config, shape: ModelShape) -> str:
         return f"with rollout.quantization={config.rollout.quantization!r}"
     if shape.num_experts or shape.kv_lora:
         return f"for {shape.model_type}, whose experts or latents SGLang adapts with kernels that need a GPU"
+    if shape.linear_layers:
+        return f"for {shape.model_type}, whose linear attention SGLang stacks in other parts"
     return ""
 
 
@@ -286,8 +288,8 @@ def hybrid_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     yield from linear_attention_problems(config, shape)
     if not shape.linear_layers:
         return
-    if config.rollout.is_served:
-        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type}; change it"
+    if config.rollout.is_served and shape.num_experts:
+        yield f"rollout.engine={config.rollout.engine}: must be embedded for {shape.model_type} with experts; change it"
     if config.optimizer.moments_dtype != "float32" or config.optimizer.cpu_offload:
         yield (
             f"optimizer.moments_dtype={config.optimizer.moments_dtype}, cpu_offload="

@@ -201,6 +201,7 @@ def _sglang(config: Config, model: ModelFiles, runtime: Runtime, rendezvous: Ren
         base_gpu_id=first_local,
         cores=tuple(here[(first_local + i) % len(here)] for i in range(min(share, len(here)))),
         seed=config.seed + engine,
+        is_hybrid=bool(model.shape.linear_layers),
         routers=RouterSizes.of(model.shape, model.hf_config) if rollout.routing_replay else None,
         plain_modules=tuple(model.family.plain_modules(model.shape)),
         lora=served_lora(config, model),

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Literal
 
 from grpo_mega.weights.boxes import ONCE, Block, RankShards, alone, expand, whole
+from grpo_mega.weights.served import served_family
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -346,6 +347,7 @@ def engine_blocks(family: Family, shape: ModelShape, layout: EngineLayout, rank:
     """Return the shards of a rank's SGLang process, under its names; empty if the rank serves no engine."""
     if rank >= layout.world_size:
         return []
+    family = served_family(family, shape)
     once = [family.embedding, *family.rows_of("model", shape)]
     if not (shape.tied and family.engine_ties):
         once.append(family.output)

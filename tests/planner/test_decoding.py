@@ -114,6 +114,22 @@ def test_experts_take_the_same_memory_for_any_ep_of_an_engine() -> None:
     assert engine_memory(spread).weights.value == engine_memory(cut).weights.value
 
 
+def test_a_server_keeps_states_of_linear_attention_beside_its_cache() -> None:
+    """On a CPU there are four states per sample. On a GPU SGLang divides the memory as 9 to 10."""
+    linear = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    fields = {**LLAMA_8B, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 128, **linear}
+    setup = setup_of(fields, 2)
+    memory = engine_memory(setup)
+    assert memory.cache_tokens.value == int(float(memory.cache.value) * 10 / 19 / cache_bytes_per_token(setup))
+    state = 3 * (16 * 128 * 128 * 4 + 3 * (8 + 8 + 16) * 128 * 2) / 2  # three layers, halved by tp
+    here = [
+        replace(setup, card=replace(setup.card, name="cpu"), shape=replace(setup.shape, linear_layers=layers))
+        for layers in ((0, 1, 2), ())
+    ]
+    extra = [float(engine_memory(one).extra.value) for one in here]
+    assert extra[0] - extra[1] == (4 * setup.config.rollout.max_concurrent + 1) * state
+
+
 def test_every_rank_keeps_all_latents_of_multi_latent_attention() -> None:
     in_bf16 = setup_of(LATENT, 8)
     assert cache_bytes_per_token(in_bf16) == 61 * (512 + 64) * 2

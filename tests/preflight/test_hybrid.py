@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grpo_mega.errors import WeightMappingError
-from grpo_mega.preflight.model import hybrid_problems, model_of
+from grpo_mega.preflight.model import hybrid_problems, model_of, sends_adapter, sync_problems
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 from tests.distributed.layout_cases import make_config
@@ -21,7 +22,6 @@ FIELDS = hf_config("qwen3_5_text").to_dict()
     [
         ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_text"),
         ("batch.share_prompts=true", "batch.share_prompts=true: must be left out"),
-        ("rollout.engine=sglang", "rollout.engine=sglang: must be embedded"),
         ("rollout.quantization=fp8", "rollout.quantization=fp8: must be left out"),
         ("optimizer.cpu_offload=true", "optimizer.moments_dtype=float32, cpu_offload=true: must be float32 and false"),
     ],
@@ -35,7 +35,19 @@ def test_a_setting_that_linear_attention_lacks_is_refused_in_one_line(override: 
 
 
 def test_a_supported_config_has_no_problems() -> None:
-    assert not list(hybrid_problems(make_config(Path("unused"), "tp=2"), model_of(FIELDS).shape))
+    shape = model_of(FIELDS).shape
+    assert not list(hybrid_problems(make_config(Path("unused"), "tp=2"), shape))
+    assert not list(hybrid_problems(make_config(Path("unused"), "tp=2", "rollout.engine=sglang"), shape))
+
+
+def test_servers_refuse_hybrid_models_with_experts_and_adapters_alone() -> None:
+    config, shape = make_config(Path("unused"), "tp=1", "rollout.engine=sglang"), model_of(FIELDS).shape
+    [line] = hybrid_problems(config, replace(shape, num_experts=4))
+    assert line == "rollout.engine=sglang: must be embedded for qwen3_5_text with experts; change it"
+    lora = make_config(Path("unused"), "tp=1", "rollout.engine=sglang", "model.lora={rank: 4}")
+    assert not sends_adapter(lora, shape)
+    [line] = sync_problems(lora.model_copy(update={"sync": lora.sync.model_copy(update={"lora": "adapter"})}), shape)
+    assert line.startswith("sync.lora='adapter': must be merged for qwen3_5_text, whose linear attention")
 
 
 @pytest.mark.parametrize(("tp", "says"), [(4, "key-value heads"), (3, "")])

@@ -44,7 +44,7 @@ from grpo_mega.run.model_files import ModelFiles
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import Bucket
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards
-from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.helpers.models import VOCAB_SIZE, make_model, make_multimodal, save_checkpoint
 from tests.helpers.ranks import run_each
 from tests.sglang.sync_cases import CASES, LONG, SAMPLING, Case
 
@@ -100,6 +100,7 @@ def engine_of(
         rank=rank,
         world_size=tp,
         cores=tuple(sorted(os.sched_getaffinity(0))[:tp]),
+        is_hybrid=bool(model.shape.linear_layers),
         routers=RouterSizes.of(model.shape, model.hf_config) if model.shape.num_experts else None,
     )
     settings = replace(settings, lora=served_lora(config_of(case, model.folder.parent, 1), model))
@@ -282,7 +283,8 @@ def sync_case(case: Case, device: Device, folder: Path) -> None:
     config = config_of(case, folder, 1)
     runtime = runtimes.arrange(config, device)
     if runtime.rank == 0:
-        save_checkpoint(make_model(case.family, seed=3, **(SIZES | case.changes)), folder / "hf0")
+        make = make_multimodal if case.family == "qwen3_5" else partial(make_model, case.family)
+        save_checkpoint(make(seed=3, **(SIZES | case.changes)), folder / "hf0")
     rendezvous = Rendezvous(runtime.store, runtime.rank, WORLD_SIZE)
     rendezvous.all_gather("the checkpoint", None, DEADLINE_S)
     model = model_files.read_model_files(config)

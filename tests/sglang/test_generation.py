@@ -134,14 +134,14 @@ def test_two_replicas_share_one_counter_and_the_fast_one_does_more_work(
     check_whole(found["slow"] | found["fast"])
 
 
-def update_to(engine: SGLangEngine, version: int, file: Path) -> None:
+def update_to(engine: SGLangEngine, version: int, file: Path, *, flush_cache: bool = True) -> None:
     """Update the server to a version. What note_names does with `file` depends on its suffix."""
     names = [payload(str(file), torch.empty(0))]
     body = {
         "serialized_named_tensors": names,
         "load_format": LOADER,
         "weight_version": str(version),
-        "flush_cache": True,
+        "flush_cache": flush_cache,
     }
     engine._post("updating", "/begin_weight_update")
     engine._post("updating", "/update_weights_from_tensor", body)

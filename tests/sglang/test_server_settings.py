@@ -338,9 +338,22 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     assert "torch_native" not in sglang_source("srt/models/deepseek_common/attention_backend_handler.py")
 
 
+def test_the_patches_for_hybrid_models_are_still_needed() -> None:
+    config = sglang_source("srt/configs/qwen3_next.py")
+    assert "self.layer_types" not in config and 'rope_parameters["partial_rotary' not in config
+    model = sglang_source("srt/models/qwen3_5.py")
+    assert "torch.ones(self.num_v_heads // self.attn_tp_size)," in model, "dt_bias is float32"
+    assert "fused_gdn_gating_cpu" in sglang_source("srt/layers/attention/linear/gdn_backend.py")
+    norm = sglang_source("srt/layers/layernorm.py").partition("class GemmaRMSNorm(")[2]
+    assert "torch.add(param.data, 1.0, out=self.gemma_weight)" in norm
+    gated = sglang_source("kernels/ops/attention/fla/layernorm_gated.py")
+    assert "_use_cpu = is_cpu() and cpu_has_amx_support()" in gated
+
+
 def test_sglang_imports_the_models_of_all_families_that_it_serves_first() -> None:
     source = Path(served_models.__file__).with_name("families.py").read_text(encoding="utf-8")
     modules = {str(node.module) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     imported = {name for name in modules if name.startswith("sglang.srt.models.") and "deepseek_common" not in name}
-    served = FAMILIES.keys() - {"deepseek_v3", "qwen3_5_text"}
+    served = {name for name in FAMILIES if name != "deepseek_v3" and "qwen3_5" not in name}
     assert imported == {f"sglang.srt.models.{model_type}" for model_type in served}
+    assert "from sglang.srt.models import qwen3_5, qwen3_5_text" in source

@@ -26,7 +26,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import Tensors, filled, numbered
 from tests.helpers.random_layouts import shards_by_rank
 
-SERVED = FAMILIES.keys() - {"qwen3_5_text"}
+SERVED = {name for name in FAMILIES if "qwen3_5" not in name}
 MIXTURES = sorted(name for name in SERVED if any(row.where == "expert" for row in FAMILIES[name].rows))
 DENSE = sorted(SERVED - set(MIXTURES))
 EXPERTS = {"num_experts": 12, "moe_ffn": 8}  # heads and rows divide by 4
@@ -126,6 +126,61 @@ def test_every_parameter_of_a_server_is_cut_as_sglang_cuts_it(
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), f"{name} of rank {rank}"
+
+
+def hybrid_model(tensors: Tensors, shape: ModelShape, tp: int) -> list[Tensors]:
+    """Return every parameter of SGLang's Qwen3.5 model per tensor-parallel rank."""
+    shards: dict[str, list[torch.Tensor]] = {}
+    for long_name, whole in tensors.items():
+        name = long_name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
+        block, _, last = name.partition(".linear_attn.")
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            shards[name] = vocab_parallel(whole, tp)
+        elif ".q_proj." in name:
+            k, v = (tensors[long_name.replace("q_proj", x)] for x in ("k_proj", "v_proj"))
+            shards[name.replace("q_proj", "qkv_proj")] = qkv_parallel(whole, k, v, tp, shape.num_kv_heads)
+        elif last == "in_proj_qkv.weight" or last == "conv1d.weight":
+            parts = [
+                column_parallel(part, tp) for part in whole.split([shape.linear_k, shape.linear_k, shape.linear_v])
+            ]
+            if last == "in_proj_qkv.weight":
+                parts.append(column_parallel(tensors[long_name.replace("in_proj_qkv", "in_proj_z")], tp))
+                name = f"{block}.linear_attn.in_proj_qkvz.weight"
+            shards[name] = [torch.cat(part) for part in zip(*parts, strict=True)]
+        elif last == "in_proj_b.weight":
+            shards[f"{block}.linear_attn.in_proj_ba.weight"] = merged(
+                whole, tensors[long_name.replace("_b.", "_a.")], tp
+            )
+        elif last in ("A_log", "dt_bias"):
+            shards[name] = column_parallel(whole, tp)
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "mlp.down_proj.weight")):
+            shards[name] = row_parallel(whole, tp)
+        elif ".gate_proj." in name:
+            up = tensors[long_name.replace("gate_proj", "up_proj")]
+            shards[name.replace("gate_proj", "gate_up_proj")] = merged(whole, up, tp)
+        elif name.endswith("norm.weight"):
+            shards[name] = [whole] * tp
+        else:
+            assert any(x in name for x in ("k_proj", "v_proj", "up_proj", "in_proj_z", "in_proj_a")), name
+    return [{name: parts[rank] for name, parts in shards.items()} for rank in range(tp)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5"])
+@pytest.mark.parametrize(("tp", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 8)])
+def test_every_parameter_of_a_hybrid_model_is_cut_as_sglang_cuts_it(
+    model_type: str, tp: int, num_kv_heads: int
+) -> None:
+    linear = {"linear_k_heads": 4, "linear_v_heads": 12, "linear_k_dim": 3, "linear_v_dim": 5, "linear_conv": 4}
+    plain = shape_of("qwen3", num_kv_heads=num_kv_heads, tied=tp == 2)
+    shape = replace(plain, model_type=model_type, num_layers=3, qk_norm=2, linear_layers=(0, 2), **linear)
+    family = family_of(model_type)
+    tensors = numbered(family, shape)
+    assert not list(engine_layout_problems(shape, tp)) and list(engine_layout_problems(shape, 8))
+    found = filled(shards_by_rank(engine_shards(family, shape, EngineLayout(tp), tp)), tensors)
+    for ours, theirs in zip(found, hybrid_model(tensors, shape, tp), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
 
 
 def together(tensors: Tensors) -> Tensors:

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from grpo_mega.weights.hf_config import resolve_config
+
 ADAPTER_KEY = "adapter"  # in the meta_info of an answer: names of the adapters that computed its tokens
 STUBBED = ("torchvision", "sgl_kernel")  # SGLang imports these; a CPU-only torch has no builds of them
 
@@ -45,6 +47,31 @@ def drop_idle_warnings() -> None:
     warnings.filterwarnings("ignore", message="Duplicate Operation ID")
     server_log = logging.getLogger("sglang.srt.entrypoints.http_server")
     server_log.addFilter(lambda record: "freeze_gc failed" not in record.getMessage())
+
+
+def read_hybrid_configs() -> None:
+    """Make SGLang read a Qwen3.5 model's config.json as the trainer does, and serve only its language model.
+
+    SGLang reads neither layer_types nor the rotated share of a head from rope_parameters. A text has no other positions
+    than the indices of its tokens, so its rotary embedding needs no mrope_section.
+    """
+    from sglang.srt.configs.qwen3_5 import Qwen3_5TextConfig
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    class HybridConfig(Qwen3_5TextConfig):
+        def __init__(self, **fields: Any) -> None:
+            fields = resolve_config(fields) if "model_type" in fields else fields
+            if rope := fields.get("rope_parameters"):
+                fields["rope_parameters"] = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+            super().__init__(**fields)
+            self.layer_types, self.architectures = fields.get("layer_types", []), ["Qwen3_5ForCausalLM"]
+            self.model_type = Qwen3_5TextConfig.model_type
+
+        @property
+        def layers_block_type(self) -> list[str]:
+            return ["attention" if kind == "full_attention" else kind for kind in self.layer_types]
+
+    _CONFIG_REGISTRY.update(dict.fromkeys(("qwen3_5", Qwen3_5TextConfig.model_type), HybridConfig))
 
 
 def allow_routes_on_cpu() -> None:

@@ -90,6 +90,7 @@ class EngineSettings:
     base_gpu_id: int = 0  # GPU of the engine's first rank
     cores: tuple[int, ...] = ()  # CPU cores of a server without a GPU
     seed: int = 0
+    is_hybrid: bool = False  # some of the model's layers have linear attention
     routers: RouterSizes | None = None  # the model's routers; None if their choices are not recorded
     plain_modules: tuple[str, ...] = ()  # linear layers that are not quantised (Family.plain_modules)
     lora: ServedLora | None = None  # the adapter of a sync that sends only that
@@ -374,6 +375,10 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
         # would copy the whole weight in every step.
         "enable_fp32_lm_head": settings.device_type == "cuda" and settings.dtype == "bfloat16",
     }
+    if settings.is_hybrid and settings.device_type == "cpu":
+        # Other strategies and the overlap need a GPU. SGLang runs only a third as many samples as it has states.
+        usual |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+        usual |= {"max_mamba_cache_size": 4 * settings.rollout.max_concurrent}
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
     chosen |= settings.fixed_arguments() | {"served_model_name": name}
     chosen |= {"host": "127.0.0.1", "port": port}
@@ -409,6 +414,7 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
     # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
     own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for INPUT_MARGIN; no sequence reaches into it
+    own["SGLANG_MAMBA_CONV_DTYPE"] = settings.dtype  # hybrid models keep a convolution's last inputs
     own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp

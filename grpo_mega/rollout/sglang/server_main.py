@@ -110,6 +110,7 @@ def prepare_server() -> None:
 
 def patch_sglang(arguments: Sequence[str]) -> None:
     """Patch what these arguments of the server need, after the first import of SGLang."""
+    compat.read_hybrid_configs()
     if "--enable-return-routed-experts" in arguments and _is_on_cpu():
         compat.allow_routes_on_cpu()
     if "--enable-lora" in arguments:

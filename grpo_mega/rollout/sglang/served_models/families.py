@@ -1,8 +1,8 @@
 """One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in
 deepseek_v2).
 
-This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. Two are for all servers: router
-choices and sliding windows.
+This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. Three are for all servers: router
+choices, sliding windows and hybrid models.
 
 Router choices: without its layer number a Mixtral router records the experts of all layers in the same place.
 
@@ -16,6 +16,9 @@ index. This patch passes each choice of a token as a separate token, and leaves 
 
 Sliding windows: SGLang computes full attention in these families, without a word. This patch sets the window of each
 layer's attention, on GPUs too.
+
+Hybrid models (Qwen3.5): SGLang rounds dt_bias to the model's dtype. It also keeps a copy of each zero-centred norm, and
+only its own loader updates the copy. On a CPU on_cpu.py has the operators of linear attention.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.layers.moe import fused_moe_native
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -39,9 +43,15 @@ from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from sglang.srt.utils import is_cpu
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
+from grpo_mega.rollout.sglang.served_models import on_cpu
 from grpo_mega.weights.hf_config import attention_windows
+
+if is_cpu():
+    on_cpu.install()
+from sglang.srt.models import qwen3_5, qwen3_5_text  # needs the operators
 
 # SGLang reads these fields, but transformers leaves them out when it writes the config of such a model.
 DeepseekV2Config.moe_layer_freq = DeepseekV3Config.moe_layer_freq = 1
@@ -103,6 +113,23 @@ class NumberedMixtralMoE(mixtral.MixtralMoE):
         self.topk.layer_id = layer_id
 
 
+class GatedDeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
+    """Keeps dt_bias in float32 for any dtype of the model, as the trainer does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dt_bias.data = self.dt_bias.data.float()
+
+
+class Qwen3_5ForCausalLM(qwen3_5_text.Qwen3_5ForCausalLM):  # SGLang reads the class by this name
+    """Updates the copies of norms after each sync."""
+
+    def post_load_weights(self) -> None:
+        for norm in (module for module in self.modules() if isinstance(module, GemmaRMSNorm)):
+            torch.add(norm.weight.data, 1.0, out=norm.gemma_weight)
+
+
+qwen3_5.Qwen3_5GatedDeltaNet = GatedDeltaNet
 mixtral.MixtralMoE = NumberedMixtralMoE
 deepseek_v2.get_rope_wrapper = with_plain_angles(deepseek_v2.get_rope_wrapper)
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
@@ -119,6 +146,7 @@ EntryClass = [
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3_5ForCausalLM,
 ]
 for model_class in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
     model_class.__init__ = with_windows(model_class.__init__)  # LlamaForCausalLM: Mistral's inherits it
