@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.attention import pack_params
+from grpo_mega.megatron.gated_delta import delta_rule
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.run import model_files
 from tests.distributed.layout_cases import make_config
@@ -35,8 +38,6 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_packed_sample_is_computed_as_if_it_were_alone(policy: Policy) -> None:
-    if policy.models[0].config.bf16:
-        pytest.skip("torch rounds a convolution in bfloat16 by its length")
     layer = policy.models[0].decoder.layers[0].self_attention
     layer.in_proj.forward = layer.out_proj.forward = lambda x: (x, None)  # their products depend on the number of rows
     width = sum(tensor.shape[0] for name, tensor in layer.named_parameters() if name == "in_proj.weight")
@@ -54,6 +55,36 @@ def test_a_packed_sample_is_computed_as_if_it_were_alone(policy: Policy) -> None
     assert torch.equal(packed, alone)
     leaking = computed(rows, sum(LENGTHS))
     assert not torch.equal(leaking[1:64], alone[1:64])
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Return the gated delta rule by its definition, token by token."""
+    state = value.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[-1])
+    outs = []
+    for t in range(key.shape[1]):
+        state = state * decay[:, t].exp()[..., None, None]
+        error = (value[:, t] - torch.einsum("bnkv,bnk->bnv", state, key[:, t])) * beta[:, t, :, None]
+        state = state + torch.einsum("bnk,bnv->bnkv", key[:, t], error)
+        outs.append(torch.einsum("bnkv,bnk->bnv", state, query[:, t]) * query.shape[-1] ** -0.5)
+    return torch.stack(outs, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+def test_the_delta_rule_equals_its_definition_in_float64(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, num_tokens, 3, *shape, dtype=torch.float64, generator=generator)
+
+    exact = [F.normalize(normal(7), dim=-1), F.normalize(normal(7), dim=-1), normal(5), -normal().exp() / 20]
+    exact = [x.requires_grad_() for x in (*exact, normal().sigmoid())]
+    rounded = [x.detach().float().requires_grad_() for x in exact]
+    upstream, results = normal(5), []
+    for inputs, rule in ((rounded, delta_rule), (exact, recurrence)):
+        out = rule(*inputs)
+        results.append([out, *torch.autograd.grad(out, inputs, upstream.to(out))])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
 
 
 def test_decay_parameters_are_float32_in_model_optimizer_and_checkpoint(policy: Policy) -> None:
