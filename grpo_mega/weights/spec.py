@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import HYBRID, attention_windows, resolve_config
+from grpo_mega.weights.hf_config import HYBRID, HYBRID_MOE, attention_windows, resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -35,6 +35,7 @@ _MOE_FIELDS = {
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
+    **dict.fromkeys(HYBRID_MOE, ("num_experts", "moe_intermediate_size")),
 }
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
@@ -126,6 +127,11 @@ class ModelShape:
         return 1
 
     @property
+    def shared_gates(self) -> int:
+        """Return the rows of the gate of shared experts; 0 if they have none."""
+        return int(bool(self.num_experts and self.linear_layers))
+
+    @property
     def num_full_layers(self) -> int:
         """Return the number of layers with full attention."""
         return self.num_layers - len(self.linear_layers)
@@ -195,6 +201,8 @@ class ModelShape:
             head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
         if model_type in HYBRID:
             more |= _linear_attention(config) | {name: field(key) for name, key in _LINEAR_FIELDS.items()}
+        if model_type in HYBRID_MOE:
+            more["shared_ffn"] = field("shared_expert_intermediate_size")
         if model_type in _SHARED:
             more["num_dense"] = config.get("first_k_dense_replace") or 0
             more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
@@ -207,7 +215,7 @@ class ModelShape:
             model_type=model_type,
             num_layers=field("num_hidden_layers"),
             hidden=field("hidden_size"),
-            ffn=field("intermediate_size"),
+            ffn=field("intermediate_size", more.get("moe_ffn")),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -308,7 +316,8 @@ class Family:
     """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only
     once.
 
-    `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer.
+    `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer. `stacks_experts`:
+    written folders have two tensors for all experts of a layer. Such folders are read for any family.
     """
 
     rows: tuple[Row, ...]
@@ -317,6 +326,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     engine_ties: bool = True
+    stacks_experts: bool = False
     has_heads: bool = True  # False for the table of an adapter, which has neither embedding nor output layer
 
     def heads(self, shape: ModelShape) -> tuple[Row, ...]:

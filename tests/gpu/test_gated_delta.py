@@ -28,13 +28,14 @@ SIZES = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+EXPERTS = {"qwen3_5_moe_text": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}}
 # allowed relative error of a tensor's norm
 ALLOWED = {"float32": 1e-3 if torch.cuda.is_available() else 1e-5, "bfloat16": 0.03}
 
 
-def numbers(device: Device, dtype: str) -> dict[str, Tensor]:
+def numbers(device: Device, dtype: str, family: str = "qwen3_5_text") -> dict[str, Tensor]:
     """Return logits and gradients, keyed by the names of separate norms."""
-    policy = make_policy(device, make_config("qwen3_5_text", **SIZES), dtype=dtype)
+    policy = make_policy(device, make_config(family, **SIZES, **EXPERTS.get(family, {})), dtype=dtype)
     samples = make_samples(6, VOCAB_SIZE)
     found = {f"logits {i}": logits for i, logits in enumerate(logits_of(policy, samples))}
     return found | {plain_name(name): gradient for name, gradient in gradients_of(policy, samples).items()}
@@ -52,15 +53,16 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: s
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("family", ["qwen3_5_text", *EXPERTS])
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
-    dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    dtype: str, family: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
-    found = numbers(device, dtype)
+    found = numbers(device, dtype, family)
     monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
-    assert_close(found, numbers(device, dtype), dtype)
+    assert_close(found, numbers(device, dtype, family), dtype)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)

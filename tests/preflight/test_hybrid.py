@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.errors import WeightMappingError
+from grpo_mega.errors import UserError
 from grpo_mega.preflight.model import hybrid_problems, model_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
@@ -14,12 +14,13 @@ from tests.distributed.layout_cases import make_config
 from tests.helpers.models import make_config as hf_config
 
 FIELDS = hf_config("qwen3_5_text").to_dict()
+MOE_FIELDS = hf_config("qwen3_5_moe_text").to_dict()
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_text"),
+        ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_"),
         ("batch.share_prompts=true", "batch.share_prompts=true: must be left out"),
         ("rollout.engine=sglang", "rollout.engine=sglang: must be embedded"),
         ("rollout.quantization=fp8", "rollout.quantization=fp8: must be left out"),
@@ -28,8 +29,9 @@ FIELDS = hf_config("qwen3_5_text").to_dict()
 )
 def test_a_setting_that_linear_attention_lacks_is_refused_in_one_line(override: str, says: str) -> None:
     config = make_config(Path("unused"), "tp=1", "model.dtype=bfloat16", override)
-    lines = list(hybrid_problems(config, model_of(FIELDS).shape))
-    assert len(lines) == 1 and lines[0].startswith(says) and "\n" not in lines[0]
+    for fields in (FIELDS, MOE_FIELDS):
+        lines = list(hybrid_problems(config, model_of(fields).shape))
+        assert len(lines) == 1 and lines[0].startswith(says) and "\n" not in lines[0]
     plain = ModelShape.from_hf_config(hf_config("qwen3").to_dict())
     assert not list(hybrid_problems(config, plain))
 
@@ -50,8 +52,12 @@ def test_gates_and_states_are_never_split_within_a_head(tp: int, says: str) -> N
         ({"layer_types": ["linear_attention"] * 4}, "only one kind of layer_types"),
         ({"linear_num_key_heads": 4, "linear_num_value_heads": 6}, "it must divide linear_num_value_heads=6"),
         ({"layer_types": ["mamba"] * 4}, "'mamba' among layer_types"),
+        (MOE_FIELDS | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0: must be a positive"),
+        (MOE_FIELDS | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 for qwen3_5_moe_text"),
+        (MOE_FIELDS | {"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported"),
+        (MOE_FIELDS | {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
 )
 def test_models_without_a_mixture_of_layers_are_refused(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(WeightMappingError, match=says):
+    with pytest.raises(UserError, match=says):
         model_of(FIELDS | changes)
