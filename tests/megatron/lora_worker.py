@@ -53,7 +53,7 @@ PAIRS = {
     "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
     "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
     "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", f"tp=2,etp=2,{SP}", f"tp=2,ep=2,{SP}", f"tp=2,{SP}"),
-    "qwen3_5_moe": (f"tp=2,ep=2,{SP}", "dp=2,ep=2 targets=[gate,down,z]"),
+    "qwen3_5_moe": (f"tp=2,ep=2,{SP}", "dp=2,ep=2 targets=[gate,down,in_proj_z]"),
     "qwen3_5": (f"tp=2,{SP}", "pp=2", "tp=2 targets=[in_proj_a,in_proj_qkv,q,out]"),
     "deepseek_v3": (f"tp=2,{SP}", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
 }
