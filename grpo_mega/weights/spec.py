@@ -201,8 +201,6 @@ class ModelShape:
             head_dim, kv_heads = field("qk_nope_head_dim") + more["rope_dim"], heads
         if model_type in HYBRID:
             more |= _linear_attention(config) | {name: field(key) for name, key in _LINEAR_FIELDS.items()}
-        if model_type in HYBRID_MOE:
-            more["shared_ffn"] = field("shared_expert_intermediate_size")
         if model_type in _SHARED:
             more["num_dense"] = config.get("first_k_dense_replace") or 0
             more["shared_ffn"] = more["moe_ffn"] * field("n_shared_experts")
@@ -226,7 +224,9 @@ class ModelShape:
 
 
 def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers with linear attention. Raise WeightMappingError if its layers or heads are not supported."""
+    """Return the layers with linear attention, and the rows of a shared expert. Raise WeightMappingError if layers or
+    heads are not supported.
+    """
     types = config["layer_types"]
     layers = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     if len(layers) in (0, len(types)):
@@ -239,7 +239,8 @@ def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
         raise WeightMappingError(
             f"config.json has linear_num_key_heads={k_heads}; it must divide linear_num_value_heads={v_heads}"
         )
-    return {"linear_layers": layers}
+    shared_ffn = config["shared_expert_intermediate_size"] if config["model_type"] in HYBRID_MOE else 0
+    return {"linear_layers": layers, "shared_ffn": shared_ffn}
 
 
 def _check_every_layer_has_experts(config: dict[str, Any]) -> None:

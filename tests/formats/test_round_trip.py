@@ -35,7 +35,7 @@ def test_a_round_trip_returns_every_bit(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_experts_that_transformers_wrote_one_by_one_are_stacked_as_in_the_hubs_folders(tmp_path: Path) -> None:
+def test_experts_in_single_tensors_are_stacked_as_in_the_hubs_folders(tmp_path: Path) -> None:
     name = "qwen3_5_moe"
     stacked, source = (
         save(CASES[name], tmp_path / "hub"),
