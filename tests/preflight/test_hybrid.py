@@ -53,6 +53,7 @@ def test_gates_and_states_are_never_split_within_a_head(tp: int, says: str) -> N
         ({"linear_num_key_heads": 4, "linear_num_value_heads": 6}, "it must divide linear_num_value_heads=6"),
         ({"layer_types": ["mamba"] * 4}, "'mamba' among layer_types"),
         (MOE_FIELDS | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0: must be a positive"),
+        (MOE_FIELDS | {"shared_expert_intermediate_size": None}, "has no field 'shared_expert_intermediate_size'"),
         (MOE_FIELDS | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 for qwen3_5_moe_text"),
         (MOE_FIELDS | {"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported"),
         (MOE_FIELDS | {"mlp_only_layers": [1]}, "mlp_only_layers"),
