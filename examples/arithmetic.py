@@ -30,7 +30,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from grpo_mega import console
 from grpo_mega.paths import user_path
@@ -99,6 +99,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     disable_progress_bar()  # Hugging Face draws a bar for each file it writes
+    set_verbosity_error()  # it also warns that kernels for linear attention are missing; they need a GPU
     return options
 
 

@@ -4,7 +4,7 @@ A matrix product of [m, k] and [k, n] counts 2 m k n; nothing else counts. In a 
 
   linear     2 x tokens x weights that multiply a token, in each layer: hidden x (q + 2 kv) + q x hidden for attention
              (or the matrices to and from its latents), and 3 x hidden x ffn for a gated MLP, or hidden x experts for
-             the router and 3 x hidden x moe_ffn for each chosen expert, and the same for shared ones
+             the router and 3 x hidden x moe_ffn for each chosen expert, and the same for shared ones (+ their gate)
   attention  2 x (q + v) for each pair of a query and a key that it sees, n (n + 1) / 2 of them in a segment, in each
              layer with full attention; in a layer with a sliding window of w < n tokens, w (w + 1) / 2 + (n - w) w;
              linear attention counts as linear, with 4 products of a head's state per token
@@ -100,7 +100,7 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
             f"experts_per_token={experts_per_token}: must be in 1 .. {shape.num_experts} for an MoE model; "
             "give the config's num_experts_per_tok"
         )
-    chosen = shape.hidden * shape.num_experts + 3 * shape.hidden * (
+    chosen = shape.hidden * (shape.num_experts + shape.shared_gates) + 3 * shape.hidden * (
         experts_per_token * shape.moe_ffn + shape.shared_ffn
     )
     return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers

@@ -13,6 +13,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.formats.hf_files import (
     ADAPTER_CONFIG,
     extra_names,
+    folder_tensors,
     index_of,
     read_headers,
     side_contents,
@@ -135,7 +136,7 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
     from safetensors.torch import save_file
 
     from grpo_mega.formats.output import publish_folder
-    from grpo_mega.formats.reader import open_reader, torch_dtype
+    from grpo_mega.formats.reader import joined, open_reader, torch_dtype
 
     assert model.lora is not None
     partial, scale = out.with_name(out.name + ".partial"), model.lora.alpha / model.lora.rank
@@ -143,12 +144,13 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
     partial.mkdir(parents=True)
     dtype = torch_dtype(FROM_TORCH[model.resolved_dtype])
     with open_reader(model.path, family, shape) as base:
-        names = [*family.hf_tensors(shape), *extra_names(base.names)]
-        num_bytes = {name: base.num_bytes(name) for name in names}
+        sizes = family.hf_tensors(shape) | {name: base.shape(name) for name in extra_names(base.names)}
+        stored = folder_tensors(sizes, stacks_experts=family.stacks_experts)
+        num_bytes = {name: sum(map(base.num_bytes, parts)) for name, (_, parts) in stored.items()}
         shards = split_into_shards(num_bytes, MAX_SHARD_BYTES)
         for file, chosen in shards.items():
             content = {}
-            for name in chosen:
+            for name in (part for one in chosen for part in stored[one][1]):
                 weight = base.read(whole(name, base.shape(name)))
                 # The policy's dtypes: layers that it leaves out keep theirs.
                 if name in family.hf_tensors(shape):
@@ -157,5 +159,6 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
                     added = scale * (tensors[adapter_name(name, "B")].float() @ a.float())
                     weight = (weight.float() + added).to(dtype)
                 content[name] = weight.contiguous()
+            content = joined(content, {name: stored[name] for name in chosen})
             save_file(content, partial / file, metadata={"format": "pt"})
     publish_folder(partial, out, side_contents(model.path) | index_of(shards, num_bytes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 from grpo_mega.errors import ConfigError, WeightMappingError
@@ -12,6 +14,7 @@ from grpo_mega.formats.dcp_write import STATE_FILE, SavedPiece, common_bytes, fr
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.hf_files import (
     extra_names,
+    folder_tensors,
     header_of,
     index_of,
     may_have_extra,
@@ -22,7 +25,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, known_dtype, target_of
-from grpo_mega.weights.boxes import alone, whole
+from grpo_mega.weights.boxes import LocalTensor, alone, whole
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _FILE_BYTES = 8 << 30  # start another file at about this size; a rank reads only the files that it needs
@@ -125,8 +128,11 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
 
 def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: int, dtype: str | None) -> OutputPlan:
     """Plan the Hugging Face folder of a Megatron checkpoint, in the order of the family's table."""
-    shapes = dict(weights.shapes)
-    targets = {name: target_of(alone(whole(name, shape)), weights, dtype) for name, shape in shapes.items()}
+    stored = folder_tensors(weights.shapes, stacks_experts=checkpoint.model()[0].stacks_experts)
+    shapes, targets = {name: shape for name, (shape, _) in stored.items()}, {}
+    for name, (_, parts) in stored.items():
+        pieces = (alone(whole(part, weights.shapes[part])) for part in parts)
+        targets[name] = replace(target_of(reduce(LocalTensor.above, pieces), weights, dtype), name=name)
     source = None
     if may_have_extra(checkpoint.config()) and not extra_names(weights.shapes):
         # A run does not store the parts that it does not train. Its source model may have them, or only a config.

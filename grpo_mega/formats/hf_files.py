@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,6 +32,8 @@ _MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _EXTRA_PARTS = ("mtp.", "model.visual.")
 _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next token's embedding
+_STACKED = re.compile(r"(model\..+\.experts\.)(gate_up|down)_proj")
+_OF_EXPERT = re.compile(r"(model\..+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -141,6 +143,38 @@ def extra_names(names: Iterable[str]) -> list[str]:
 def may_have_extra(config: Mapping[str, Any]) -> bool:
     """Return True if a model with this config.json may have such parts."""
     return any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "text_config"))
+
+
+def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield the experts' tensors that a tensor [experts, rows, columns] stacks: name, shape and first row of each.
+
+    The rows of an expert's up projection follow the rows of its gate projection. Yield nothing for any other tensor.
+    """
+    match = _STACKED.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return
+    parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    rows = shape[1] // len(parts)
+    for number in range(shape[0] * len(parts)):
+        expert, part = divmod(number, len(parts))
+        yield f"{match[1]}{expert}.{parts[part]}_proj.weight", (rows, shape[2]), number * rows
+
+
+def folder_tensors(
+    shapes: Mapping[str, tuple[int, ...]], *, stacks_experts: bool
+) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+    """Return the tensors of a folder: by name the shape and the names in `shapes` of its parts, one below the other."""
+    stored: dict[str, tuple[tuple[int, ...], list[str]]] = {}
+    for name, shape in shapes.items():
+        match = _OF_EXPERT.fullmatch(name) if stacks_experts else None
+        if match is None:
+            stored[name] = shape, [name]
+            continue
+        whole = f"{match[1]}{'down' if match[3] == 'down' else 'gate_up'}_proj"
+        names = [*stored[whole][1], name] if whole in stored else [name]
+        num_experts = int(match[2]) + 1
+        stored[whole] = (num_experts, len(names) * shape[0] // num_experts, shape[1]), names
+    return stored
 
 
 @dataclass(frozen=True)

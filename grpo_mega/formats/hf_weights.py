@@ -19,6 +19,7 @@ from grpo_mega.formats.hf_files import (
     SCALE_SUFFIX,
     SINGLE,
     TensorInfo,
+    experts_in,
     extra_names,
     read_headers,
     weight_files,
@@ -35,6 +36,8 @@ _COMPARED_BYTES = 8 << 20
 
 class HfWeights:
     """The weights of a Hugging Face folder. `config`: content of config.json. `tensors`: all stored tensors and scales.
+
+    Tensors that stack all experts of a layer, as in Qwen3.5's folders, are split into one per expert.
 
     Raises WeightMappingError if a file is missing or cut short, or if a tensor's dtype cannot be converted.
     """
@@ -54,14 +57,21 @@ class HfWeights:
                 f"{folder} has none of {SINGLE}, {INDEX}, {BIN} and {BIN_INDEX}; give a folder with weights"
             )
         scale_names = {name + SCALE_SUFFIX for name in self.tensors}
-        self.shapes = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scale_names}
-        self._extents = {name: self._extent(name) for name in self.shapes}
+        stored = {name: info.shape for name, (_, info) in self.tensors.items() if name not in scale_names}
+        self._stacked = {
+            part: (name, size, row) for name, shape in stored.items() for part, size, row in experts_in(name, shape)
+        }
+        whole_names = {name for name, *_ in self._stacked.values()}
+        self.shapes = {name: shape for name, shape in stored.items() if name not in whole_names}
+        self.shapes |= {part: size for part, (_, size, _) in self._stacked.items()}
+        self._extents = {name: self._extent(name) for name in stored}
 
     def check(self, expected: Mapping[str, Index]) -> None:
         """Raise WeightMappingError for the first tensor that is missing, unknown (scales included), or has a wrong
         shape.
         """
-        check_shapes(self.folder, {name: info.shape for name, (_, info) in self.tensors.items()}, expected)
+        scales = {name: info.shape for name, (_, info) in self.tensors.items() if name.endswith(SCALE_SUFFIX)}
+        check_shapes(self.folder, self.shapes | scales, expected)
 
     def check_index(self) -> None:
         """Raise WeightMappingError if the index does not name the file of each tensor."""
@@ -75,10 +85,10 @@ class HfWeights:
 
     @property
     def is_quantised(self) -> bool:
-        return len(self.shapes) < len(self.tensors)
+        return len(self._extents) < len(self.tensors)
 
     def dtype(self, name: str) -> str:
-        extent = self._extents[name]
+        extent = self._extents[self._stacked[name][0] if name in self._stacked else name]
         if extent.scale is None:
             return extent.dtype
         named = self._config.get("dtype") or self._config.get("torch_dtype") or "bfloat16"
@@ -88,7 +98,8 @@ class HfWeights:
         """Do nothing: no file stays open."""
 
     def parts(self, name: str) -> list[Part]:
-        return [Part(whole(name, self.shapes[name]), self._extents[name], 0, 0)]
+        stored, _, row = self._stacked.get(name, (name, (), 0))
+        return [Part(whole(name, self.shapes[name]), self._extents[stored], row, 0)]
 
     def _extent(self, name: str) -> Extent:
         """Return the extent of a tensor, with the scales of its FP8 blocks. Raise WeightMappingError for another

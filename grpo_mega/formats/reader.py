@@ -171,6 +171,14 @@ def open_hf_reader(folder: Path) -> CheckpointReader:
     return CheckpointReader(HfWeights(folder, {}))
 
 
+def joined(tensors: Mapping[str, Tensor], stored: Mapping[str, tuple[Index, list[str]]]) -> dict[str, Tensor]:
+    """Return the `stored` tensors of a folder (see folder_tensors), made of `tensors`."""
+    return {
+        name: tensors[names[0]] if names == [name] else torch.cat([tensors[part] for part in names]).view(shape)
+        for name, (shape, names) in stored.items()
+    }
+
+
 def random_reader(tensors: Mapping[str, Index], seed: int, std: float) -> Callable[[Box], Tensor]:
     """Return a function that reads boxes of random tensors, identical in every parallel layout.
 

@@ -185,7 +185,11 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
         "expert_model_parallel_size": runtime.layout.ep,
         "expert_tensor_parallel_size": runtime.layout.etp,
     }
-    if shape.shared_ffn:  # GLM's models route as deepseek_v3 does
+    if shape.shared_ffn:
+        settings["moe_shared_expert_intermediate_size"] = shape.shared_ffn
+    if shape.shared_gates:
+        settings["moe_shared_expert_gate"] = True
+    elif shape.shared_ffn:  # GLM's models route as deepseek_v3 does
         is_sigmoid = shape.model_type != "deepseek_v2"
         is_limited = is_sigmoid and hf_config.topk_group < hf_config.n_group
         settings |= {
@@ -193,7 +197,6 @@ def _moe_config(shape: ModelShape, hf_config: Any, config: Config, runtime: Runt
             "moe_layer_freq": [0] * shape.num_dense + [1] * (shape.num_layers - shape.num_dense)
             if shape.num_dense
             else 1,
-            "moe_shared_expert_intermediate_size": shape.shared_ffn,
             "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
             "moe_router_enable_expert_bias": is_sigmoid,
             "moe_router_num_groups": hf_config.n_group if is_limited else None,
@@ -371,7 +374,7 @@ def _te_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> Tra
 
     def layer(span: Span) -> Any:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts if span == "moe" else None,
+            num_experts=None if span == "dense" else config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm or bool(shape.kv_lora),  # MLA: the norms of the latents
             multi_latent_attention=config.multi_latent_attention,
@@ -383,10 +386,10 @@ def _te_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> Tra
                 for latent in ("q", "kv")
             }
             keys |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."} if span == "dense" else {}
-        elif span == "linear":
-            spec.submodules.self_attention = gated_delta_spec(TELayerNormColumnParallelLinear, TERowParallelLinear)
-        elif span == "moe":
+        elif span != "dense" and shape.num_experts:
             keys |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        if span == "linear":
+            spec.submodules.self_attention = gated_delta_spec(TELayerNormColumnParallelLinear, TERowParallelLinear)
         return spec
 
     return TransformerBlockSubmodules([layer(span) for span, run in shape.spans(layers) for _ in run], TENorm)
@@ -395,7 +398,7 @@ def _te_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> Tra
 def _local_spec(shape: ModelShape, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
     def layer(span: Span) -> Any:
         spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts if span == "moe" else None,
+            num_experts=None if span == "dense" else config.num_moe_experts,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             normalization="RMSNorm",

@@ -277,15 +277,15 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
 def _hybrid_layer(setup: PlannedJob, pp_rank: int, padding: float, full: Layer) -> Layer:
     """Return the mean of a stage's layers, if some have linear attention in plain torch: an upper bound with FLA.
 
-    `full` is a layer with full attention. With recompute only the recomputed layer counts, and one with linear
+    `full` is a layer with full attention. With full recompute only the recomputed layer counts, and one with linear
     attention is larger. The numbers of the recurrence are measured: products of each chunk of 64 tokens, in fp32.
     """
     shape, tp, b = setup.shape, setup.layout.tp, setup.itemsize
     parts, whole, selective = full
     heads, k, v = shape.linear_v_heads // tp, shape.linear_k_dim, shape.linear_v_dim
-    layers = [layer for chunk in setup.chunks(pp_rank) for layer in chunk]
-    share = len({*layers} & {*shape.linear_layers}) / len(layers)
-    if setup.config.model.recompute != "none" and share:
+    num_linear = layers_in_flight(setup, pp_rank, lambda chunk: len({*chunk} & {*shape.linear_layers}))
+    share = num_linear / layers_in_flight(setup, pp_rank)
+    if setup.config.model.recompute == "full" and share:
         share = 1.0
     rows = (2 * shape.linear_k + shape.linear_v) // tp
     recurrence = figure(

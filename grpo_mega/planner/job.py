@@ -111,7 +111,8 @@ class PlannedJob:
 
     def num_moe_layers(self, pp_rank: int) -> int:
         """Return the number of a stage's layers with experts."""
-        return sum(len(run) for c in self.chunks(pp_rank) for span, run in self.shape.spans(c) if span == "moe")
+        has_experts = bool(self.shape.num_experts)
+        return has_experts * sum(layer >= self.shape.num_dense for c in self.chunks(pp_rank) for layer in c)
 
     @property
     def engine_layout(self) -> EngineLayout:

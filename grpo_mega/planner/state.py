@@ -49,6 +49,7 @@ _ORDER = (
     "k_layernorm",
     "pre_mlp_layernorm",
     "mlp.router",
+    "gate_weight",
     "linear_fc1.layer_norm_weight",
     "linear_fc1",
     "linear_fc2",

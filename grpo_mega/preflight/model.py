@@ -18,13 +18,13 @@ from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.paths import CONFIG_FILE, EXPORT_DIR, hub_hint
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.hf_config import FIELDS, HYBRID, resolve_config
+from grpo_mega.weights.hf_config import FIELDS, HYBRID, HYBRID_MOE, resolve_config
 from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape, read_config
 
 STATIC_ROPE = {"default", "linear", "llama3"}  # angles depend only on the position
 LATENT_ROPE = {"default", "yarn"}  # for multi-latent attention
-_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRID_MOE)
 _WITH_BIAS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # routers with a bias per expert
 _LIKE_DEEPSEEK_V3 = {
     "scoring_func": "sigmoid",
@@ -39,7 +39,7 @@ _LATENT_REQUIRED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LIKE_DEEPSEEK_V3,
 }
 _REQUIRED_OF = _LATENT_REQUIRED | {
-    **{model_type: {"partial_rotary_factor": 0.25, "attn_output_gate": True} for model_type in HYBRID},
+    **{key: {"partial_rotary_factor": 0.25, "attn_output_gate": True, "norm_topk_prob": True} for key in HYBRID},
     "glm4_moe": {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
@@ -184,7 +184,7 @@ def experts_per_token(fields: dict[str, Any]) -> int:
     value = fields.get("num_experts_per_tok")
     if not isinstance(value, int) or not 1 <= value <= num_experts:
         raise ConfigError(f"config.json has num_experts_per_tok={value!r}; it must be from 1 to {num_experts}")
-    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", *_WITH_BIAS)):
+    if value == 1 and fields.get("norm_topk_prob", model_type in ("mixtral", *_WITH_BIAS, *HYBRID_MOE)):
         raise ConfigError(
             f"config.json has num_experts_per_tok=1 for {model_type}, where the weights of a token's experts add up to"
             " 1: with a single one no gradient reaches the router, and Megatron refuses that; name another model"

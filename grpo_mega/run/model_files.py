@@ -36,6 +36,7 @@ from grpo_mega.formats.dcp_read import FORMAT, METADATA, is_distributed_checkpoi
 from grpo_mega.formats.detect import Manifest
 from grpo_mega.formats.hf_files import (
     extra_names,
+    folder_tensors,
     index_of,
     may_have_extra,
     side_contents,
@@ -44,7 +45,7 @@ from grpo_mega.formats.hf_files import (
 )
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import publish_folder
-from grpo_mega.formats.reader import CheckpointReader, open_reader, random_reader
+from grpo_mega.formats.reader import CheckpointReader, joined, open_reader, random_reader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.frozen import Teacher
 from grpo_mega.megatron.policy import Policy
@@ -279,21 +280,24 @@ def export_policy(
         if may_have_extra(read_config(model.folder)):
             reader = open_reader(model.folder, family, shape)
     extra = {name: reader.num_bytes(name) for name in extra_names(reader.names)} if reader else {}
-    dtypes = {n: torch.float32 if n.endswith(FLOAT32) else model.dtype for n in family.hf_tensors(shape)}
-    num_bytes = {name: prod(size) * dtypes[name].itemsize for name, size in family.hf_tensors(shape).items()} | extra
+    stored = folder_tensors(family.hf_tensors(shape), stacks_experts=family.stacks_experts)
+    dtypes = {name: torch.float32 if name.endswith(FLOAT32) else model.dtype for name in stored}
+    num_bytes = {name: prod(size) * dtypes[name].itemsize for name, (size, _) in stored.items()} | extra
     shards = split_into_shards(num_bytes, max_shard_bytes)
     if is_writer:
         shutil.rmtree(partial, ignore_errors=True)  # the remains of an interrupted export
         partial.mkdir(parents=True)
     with phase("writing the policy", shows_progress and is_writer, sum(num_bytes.values()), "bytes") as bar:
         for file, names in shards.items():
-            wanted = hf_rank_shards(family, shape, (name for name in names if name not in extra))
+            own = {name: stored[name] for name in names if name not in extra}
+            wanted = hf_rank_shards(family, shape, (part for _, parts in own.values() for part in parts))
             gathered = gather_on_first(sources, tensors, wanted, model.dtype)
             if is_writer:
                 kept = {
                     name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra
                 }
-                content = {name: tensor.cpu().contiguous() for name, tensor in (gathered | kept).items()}
+                written = joined(gathered, own) | kept
+                content = {name: tensor.cpu().contiguous() for name, tensor in written.items()}
                 save_file(content, partial / file, metadata={"format": "pt"})
             bar.advance(sum(num_bytes[name] for name in names))
     if is_writer:

@@ -12,7 +12,8 @@ Latents are whole on every tensor-parallel rank; the matrices after them are spl
 models add a bias per expert to the router's scores when they choose experts. No optimizer changes it.
 
 Qwen3.5's hybrid models have layers of linear attention (gated delta net, arXiv 2412.06464), and after every few of them
-a layer of full attention. A multimodal model's table has the tensors of its language model only.
+a layer of full attention. Its MoE models have a gate, a single row, for the shared expert. A multimodal model's table
+has the tensors of its language model only.
 """
 
 from __future__ import annotations
@@ -232,16 +233,19 @@ def _qk_norms(width: str) -> tuple[Row, ...]:
     return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", (width,)) for x in "qk")
 
 
-def _mlp(block: str = "mlp", rows: str = "ffn", span: Span | None = None) -> tuple[Row, ...]:
+def _mlp(
+    block: str = "mlp", rows: str = "ffn", span: Span | None = None, *, hf_block: str | None = None
+) -> tuple[Row, ...]:
+    hf = hf_block or block
     gate_up = Row(
-        (f"{_HF}{block}.gate_proj.weight", f"{_HF}{block}.up_proj.weight"),
+        (f"{_HF}{hf}.gate_proj.weight", f"{_HF}{hf}.up_proj.weight"),
         f"{_MCORE}{block}.linear_fc1.weight",
         GateUp(rows),
-        engine=f"{_HF}{block}.gate_up_proj.weight",
+        engine=f"{_HF}{hf}.gate_up_proj.weight",
         is_linear=True,
         span=span,
     )
-    return gate_up, replace(_row(f"{block}.down_proj", f"{block}.linear_fc2", ("hidden", rows), 1), span=span)
+    return gate_up, replace(_row(f"{hf}.down_proj", f"{block}.linear_fc2", ("hidden", rows), 1), span=span)
 
 
 def _router(block: str = "mlp", span: Span | None = None) -> Row:
@@ -344,6 +348,19 @@ _FULL_ATTENTION = tuple(
     for row in (*ATTENTION, *_qk_norms("head_dim"))
 )
 
+_GATED_MOE = (
+    _MLP_NORM,
+    _router(),
+    *_mlp("mlp.shared_experts", "shared_ffn", hf_block="mlp.shared_expert"),
+    Row(
+        (_HF + "mlp.shared_expert_gate.weight",),
+        _MCORE + "mlp.shared_experts.gate_weight",
+        Copy(("shared_gates", "hidden")),
+    ),
+    *_experts(),
+    FINAL_NORM,
+)
+
 _LLAMA = Family(_DENSE, EMBEDDING, OUTPUT)
 _DEEPSEEK_V3 = Family((*_LATENT_ATTENTION, *_DENSE_THEN_MOE, _ROUTER_BIAS), EMBEDDING, OUTPUT)
 FAMILIES: dict[str, Family] = {
@@ -371,6 +388,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family((*_DENSE, _QKV_BIAS), EMBEDDING, OUTPUT, qkv_bias=True),
     "qwen3": Family((*_DENSE, *_qk_norms("head_dim")), EMBEDDING, OUTPUT, qk_norm=True),
     "qwen3_5_text": Family((*_linear_attention(), *_FULL_ATTENTION, *MLP, FINAL_NORM), EMBEDDING, OUTPUT, qk_norm=True),
+    "qwen3_5_moe_text": Family(
+        (*_linear_attention(), *_FULL_ATTENTION, *_GATED_MOE), EMBEDDING, OUTPUT, qk_norm=True, stacks_experts=True
+    ),
     "qwen3_moe": Family(
         (*ATTENTION, _MLP_NORM, _router(), *_experts(), FINAL_NORM, *_qk_norms("head_dim")),
         EMBEDDING,

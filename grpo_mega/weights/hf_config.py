@@ -99,6 +99,15 @@ _OF = {
         linear_key_head_dim:int=128 linear_value_head_dim:int=128 linear_num_key_heads:int=16
         linear_num_value_heads:int=32 layer_types:texts?=null bos_token_id:int?=null eos_token_id:ids?=null
     """,
+    "qwen3_5_moe_text": """
+        vocab_size:int=248320 hidden_size:int=2048 num_hidden_layers:int=40 num_attention_heads:int=16
+        num_key_value_heads:int=2 max_position_embeddings:int=32768 rms_norm_eps:float=1e-06 attention_bias:bool=false
+        attention_dropout:number=0.0 head_dim:int=256 linear_conv_kernel_dim:int=4 linear_key_head_dim:int=128
+        linear_value_head_dim:int=128 linear_num_key_heads:int=16 linear_num_value_heads:int=32
+        moe_intermediate_size:int=512 shared_expert_intermediate_size:int=512 num_experts_per_tok:int=8
+        num_experts:int=256 output_router_logits:bool=false router_aux_loss_coef:float=0.001 layer_types:texts?=null
+        bos_token_id:int?=null eos_token_id:ids?=null
+    """,
     "qwen3_moe": """
         vocab_size:int=151936 hidden_size:int=2048 intermediate_size:int=6144 num_hidden_layers:int=24
         num_attention_heads:int=32 num_key_value_heads:int=4 max_position_embeddings:int=32768 rms_norm_eps:float=1e-06
@@ -109,8 +118,9 @@ _OF = {
     """,
 }
 # Multimodal model types -> the type of their language model, which is all that trains. Its fields are in text_config.
-MULTIMODAL = {"qwen3_5": "qwen3_5_text"}
-HYBRID = ("qwen3_5", "qwen3_5_text")  # model types with layers of linear attention (gated delta net)
+MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+HYBRID = (*MULTIMODAL, *MULTIMODAL.values())  # model types with layers of linear attention (gated delta net)
+HYBRID_MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
 # Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
@@ -176,10 +186,12 @@ SHARED_FIELDS: Mapping[str, Field] = _parse(
 
 Fields = dict[str, Any]
 _MAX_LAYERS, _MAX_COUNT, _MAX_SIZE = 10_000, 100_000, 10**12
-_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_MOE_ROWS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 # Fields that every config.json of the model type has, although transformers has a default for them.
 _NEEDED_OF = {
     "mixtral": ("num_local_experts",),
+    **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
@@ -192,7 +204,7 @@ _COUNTS = (
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "max_position_embeddings"),
+    *("vocab_size", "hidden_size", "intermediate_size", *_MOE_ROWS, "head_dim", "max_position_embeddings"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
 )
@@ -219,7 +231,8 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     raw = _language_model(raw)
     fields, aliases = dict(raw), ALIASES.get(model_type, {})
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
-    for name in (*_NEEDED, *_NEEDED_OF.get(model_type, ())):
+    rows = ("intermediate_size",) * ("intermediate_size" in FIELDS[model_type])
+    for name in (*_NEEDED, *rows, *_NEEDED_OF.get(model_type, ())):
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
     for name, field in {**FIELDS[model_type], **SHARED_FIELDS}.items():

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import HYBRID, attention_windows, resolve_config
+from grpo_mega.weights.hf_config import HYBRID, HYBRID_MOE, attention_windows, resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -35,6 +35,7 @@ _MOE_FIELDS = {
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
     "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
+    **dict.fromkeys(HYBRID_MOE, ("num_experts", "moe_intermediate_size")),
 }
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 _SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
@@ -126,6 +127,11 @@ class ModelShape:
         return 1
 
     @property
+    def shared_gates(self) -> int:
+        """Return the rows of the gate of shared experts; 0 if they have none."""
+        return int(bool(self.num_experts and self.linear_layers))
+
+    @property
     def num_full_layers(self) -> int:
         """Return the number of layers with full attention."""
         return self.num_layers - len(self.linear_layers)
@@ -207,7 +213,7 @@ class ModelShape:
             model_type=model_type,
             num_layers=field("num_hidden_layers"),
             hidden=field("hidden_size"),
-            ffn=field("intermediate_size"),
+            ffn=field("intermediate_size", more.get("moe_ffn")),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -218,7 +224,9 @@ class ModelShape:
 
 
 def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the layers with linear attention. Raise WeightMappingError if its layers or heads are not supported."""
+    """Return the layers with linear attention, and the rows of a shared expert. Raise WeightMappingError if layers or
+    heads are not supported.
+    """
     types = config["layer_types"]
     layers = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     if len(layers) in (0, len(types)):
@@ -231,7 +239,8 @@ def _linear_attention(config: dict[str, Any]) -> dict[str, Any]:
         raise WeightMappingError(
             f"config.json has linear_num_key_heads={k_heads}; it must divide linear_num_value_heads={v_heads}"
         )
-    return {"linear_layers": layers}
+    shared_ffn = config["shared_expert_intermediate_size"] if config["model_type"] in HYBRID_MOE else 0
+    return {"linear_layers": layers, "shared_ffn": shared_ffn}
 
 
 def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
@@ -308,7 +317,8 @@ class Family:
     """A family's table. With tied embeddings `output` uses `embedding`'s tensor, and the checkpoint stores it only
     once.
 
-    `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer.
+    `engine_ties`: SGLang then has only that parameter, too. Otherwise it has a separate output layer. `stacks_experts`:
+    written folders have two tensors for all experts of a layer. Such folders are read for any family.
     """
 
     rows: tuple[Row, ...]
@@ -317,6 +327,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     engine_ties: bool = True
+    stacks_experts: bool = False
     has_heads: bool = True  # False for the table of an adapter, which has neither embedding nor output layer
 
     def heads(self, shape: ModelShape) -> tuple[Row, ...]:

@@ -66,6 +66,17 @@ def test_a_window_counts_the_pairs_of_a_query_and_the_keys_that_it_sees() -> Non
     assert flops.count(shape, [4]) == flops.count(QWEN2, [4])
 
 
+def test_the_experts_of_a_hybrid_model_have_the_count_of_transformers() -> None:
+    """The shared expert and its gate count for every token."""
+    config, n = make_config("qwen3_5_moe_text"), 24
+    shape, block = ModelShape.from_hf_config(config.to_dict()), make_model("qwen3_5_moe_text").model.layers[0].mlp
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        block(torch.randn(1, n, shape.hidden))
+    without = replace(shape, num_experts=0, ffn=0)
+    weights = flops.layer_weights(shape, config.num_experts_per_tok) - flops.layer_weights(without)
+    assert counter.get_total_flops() == round(2 * n * weights)
+
+
 def test_the_output_layer_counts_for_the_tokens_that_need_it() -> None:
     few, none = flops.count(QWEN2, [100], num_outputs=7), flops.count(QWEN2, [100], num_outputs=0)
     assert few.forward - none.forward == 7 * 2 * 1536 * 151936 and none.output == 0

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.layout_cases import (
     HYBRID_LAYOUTS,
+    HYBRID_MOE_LAYOUTS,
     LOGITS_LAYOUTS,
     METHODS,
     MIXTURES,
@@ -23,6 +24,8 @@ ROUTERS = {
     "qwen3_moe-unnormalised": ("model.router={balancing: aux_loss, aux_loss_coeff: 0.05}",),
     "mixtral": ("model.router.freeze=true",),
     "qwen3_moe-routed": ("rollout.routing_replay=true",),
+    "qwen3_5_moe": ("model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05}",),
+    "qwen3_5_moe-routed": ("rollout.routing_replay=true",),
     "deepseek_v3-routed": ("rollout.routing_replay=true",),
     "deepseek_v3-plain": (
         "model.router={balancing: seq_aux_loss, aux_loss_coeff: 0.05, bias_update_rate: 0.02}",
@@ -66,6 +69,12 @@ UPDATES = {
         "pp=4,vpp=2 model.recompute=full",
         "dp=4,overlap_grad_reduce=true,overlap_param_gather=true batch.tokens_per_micro_batch=40",
         "tp=1 model.recompute=selective batch.tokens_per_micro_batch=40 reversed",
+    ),
+    "qwen3_5_moe": (
+        "tp=1",
+        "tp=2,ep=2,sequence_parallel=true",
+        "pp=2,ep=2 model.recompute=full",
+        "dp=4,ep=2,overlap_grad_reduce=true,overlap_param_gather=true batch.tokens_per_micro_batch=40",
     ),
     "qwen3": ("tp=1", "tp=2,pp=2", "tp=4,sequence_parallel=true", "dp=4"),
     "qwen3_moe": (
@@ -117,6 +126,9 @@ LOGITS = {
 }
 GRADIENTS = {
     "qwen3_5": HYBRID_LAYOUTS,
+    "qwen3_5_moe": HYBRID_MOE_LAYOUTS,
+    "qwen3_5_moe-tied": ("pp=2", "tp=2,etp=2,sequence_parallel=true"),
+    "qwen3_5_moe-routed": ("tp=1 model.recompute=full", "tp=2,ep=2,sequence_parallel=true"),
     "deepseek_v3": (
         *MIXTURES_LAYOUTS,
         "tp=1 model.recompute=full",
@@ -144,7 +156,7 @@ GRADIENTS = {
 LOGITS |= {"qwen3_moe-routed": ROUTED_LAYOUTS, "deepseek_v3-routed": ("tp=2,ep=2,sequence_parallel=true",)}
 GRADIENTS |= {name: LOGITS[name] for name in ("qwen3_moe-routed", "deepseek_v3-routed")}
 LOGITS |= {name: (*dict.fromkeys((*LOGITS[name], *texts)),) for name, texts in GRADIENTS.items()}
-LOGITS["qwen3_5"] = HYBRID_LAYOUTS
+LOGITS |= {name: texts for name, texts in GRADIENTS.items() if name.startswith("qwen3_5")}
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)

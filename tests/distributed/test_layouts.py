@@ -116,19 +116,20 @@ def _cases_of(item: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("logits", ALL_LOGITS)
 def test_logits_equal_those_of_transformers(matrix: Matrix, logits: str) -> None:
-    assert matrix.logits[logits]["logits"] < 2e-6
+    assert matrix.logits[logits]["logits"] < (1e-6 if logits.startswith("qwen3_5") else 2e-6)
 
 
 @pytest.mark.parametrize("logits", ALL_GRADIENTS)
 def test_the_gradient_of_every_tensor_equals_that_of_transformers(matrix: Matrix, logits: str) -> None:
     """Logits do not show a lost gradient. The expected gradients are fp64, and transformers in fp32 differs from them
-    by up to 6e-6. For linear attention they are fp32, and with AVX2 kernels the difference is up to 6.7e-6.
+    by up to 6e-6.
     """
+    bound = 4e-6 if logits.startswith("qwen3_5") else 1e-5
     gradients = [value for name, value in matrix.logits[logits].items() if "chunk" in name]
-    assert len(gradients) > 40 and max(gradients) < 1e-5, matrix.logits[logits]
+    assert len(gradients) > 40 and max(gradients) < bound, matrix.logits[logits]
 
 
-@pytest.mark.parametrize("logits", [case for case in ALL_GRADIENTS if not str(case.values[0]).startswith("qwen3_5")])
+@pytest.mark.parametrize("logits", [case for case in ALL_GRADIENTS if not str(case.values[0]).startswith("qwen3_5:")])
 def test_expert_loads_and_router_losses_equal_transformers(matrix: Matrix, logits: str) -> None:
     """Padding is not counted, and no token is counted twice."""
     found = matrix.logits[logits]
@@ -265,7 +266,7 @@ def _make(name: str, folder: Path) -> torch.nn.Module:
 
 def _make_model(name: str) -> torch.nn.Module:
     family, changes = (MODELS | MIXTURES)[name]
-    model = make_model(family, seed=3, **{"num_hidden_layers": 8, **changes})
+    model = make_model(family, **{"seed": 3, "num_hidden_layers": 8, **changes})
     # transformers omits a factor of attention's scale for deepseek_v2, but not for deepseek_v3.
     if name == "deepseek_v2":
         scale = make_model("deepseek_v3", **changes).model.layers[0].self_attn.scaling

@@ -34,6 +34,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     has_extra_layer: bool = False  # adds a layer for multi-token prediction
+    stacks_experts: bool = True  # False: writes one tensor per expert also where the hub's folders do not
 
 
 # Cases for pp=4 with vpp=2 have eight layers. The vocabulary size 102 is not divisible by 4.
@@ -47,6 +48,8 @@ CASES = {
     "qwen3": Case("qwen3", {"tied": True}),
     "qwen3_5_text": Case("qwen3_5_text", {"tied": True, "num_hidden_layers": 5}),
     "qwen3_5": Case("qwen3_5", {"num_hidden_layers": 8}, torch.bfloat16),
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {"num_hidden_layers": 5, "num_experts": 3}),
+    "qwen3_5_moe": Case("qwen3_5_moe", {"tied": True, "num_experts": 5}, torch.bfloat16, has_extra_layer=True),
     "deepseek_v2": Case("deepseek_v2"),
     "deepseek_v3": Case("deepseek_v3", {"q_lora_rank": 10}, torch.bfloat16, has_extra_layer=True),
     "deepseek_v3_no_dense": Case("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 4}),
@@ -60,14 +63,16 @@ _MIXTURES = {"mixtral": (MixtralConfig, MixtralForCausalLM), "qwen3_moe": (Qwen3
 
 def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
     """Write a checkpoint with config, generation config and tokenizer. Return its folder."""
-    if case.model == "qwen3_5":
-        model = make_multimodal(dtype=case.dtype, **case.changes)
+    if case.model in ("qwen3_5", "qwen3_5_moe"):
+        model = make_multimodal(f"{case.model}_text", dtype=case.dtype, **case.changes)
     elif case.model in _MIXTURES:
         model = _mixture(case)
     else:
         model = make_model(case.model, dtype=case.dtype, **case.changes)
     model.generation_config = GenerationConfig(eos_token_id=[1], pad_token_id=0, temperature=0.6, do_sample=True)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    # transformers writes one tensor per expert, except in the format of its models.
+    splits_experts = not (case.model.startswith("qwen3_5_moe") and case.stacks_experts)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=splits_experts)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)
     if case.has_extra_layer:
         _add_extra_layer(folder, model.config, case.dtype)
@@ -75,17 +80,18 @@ def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
 
 
 def _add_extra_layer(folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Add a layer after the last one, like DeepSeek-V3: norms, a matrix that joins two inputs, and separate heads."""
-    shapes = {
-        "enorm": [36],
-        "eh_proj": [36, 72],
-        "embed_tokens": [102, 36],
-        "shared_head.head": [102, 36],
-        "mlp.gate": [12, 36],
-    }
-    prefix = f"model.layers.{config.num_hidden_layers}."
-    tensors = {f"{prefix}{name}.weight": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(12)
+    """Add a layer for multi-token prediction, like DeepSeek-V3 after the last layer, or like Qwen3.5.
+
+    It has norms, a matrix that joins two inputs, and separate heads or experts.
+    """
+    shapes = {"enorm.weight": [36], "eh_proj.weight": [36, 72], "embed_tokens.weight": [102, 36]}
+    shapes |= {"shared_head.head.weight": [102, 36], "mlp.gate.weight": [12, 36]}
+    if is_hybrid := config.model_type == "qwen3_5_moe":
+        shapes = {"fc.weight": [32, 64], "norm.weight": [32], "layers.0.mlp.experts.gate_up_proj": [5, 44, 32]}
+    prefix = "mtp." if is_hybrid else f"model.layers.{config.num_hidden_layers}."
+    tensors = {f"{prefix}{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    if not is_hybrid:
+        tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = torch.randn(12)
     index = folder / "model.safetensors.index.json"
     file = "model-extra.safetensors" if index.exists() else "model.safetensors"
     if index.exists():
@@ -95,7 +101,8 @@ def _add_extra_layer(folder: Path, config: Any, dtype: torch.dtype) -> None:
     else:
         tensors |= load_file(folder / file)
     save_file(tensors, folder / file, metadata={"format": "pt"})
-    edit_config(folder, num_nextn_predict_layers=1)
+    if not is_hybrid:
+        edit_config(folder, num_nextn_predict_layers=1)
 
 
 def _mixture(case: Case) -> Any:

@@ -18,8 +18,11 @@ from safetensors.torch import save_file
 from grpo_mega import cli
 from grpo_mega.config import ModelConfig
 from grpo_mega.errors import ConfigError
+from grpo_mega.formats import adapter
 from grpo_mega.formats.convert import convert_hf_to_mcore as convert
 from grpo_mega.preflight.model import check_model_files
+from grpo_mega.weights.families import family_of
+from grpo_mega.weights.spec import ModelShape, read_config
 from tests.formats.families import CASES, save, tensors_of
 from tests.helpers.exports import export_alone
 
@@ -37,6 +40,22 @@ TEMPLATES = {
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(CASES["qwen3"], tmp_path_factory.mktemp("sound") / "hf")
+
+
+def test_an_adapter_of_one_expert_is_merged_into_its_part_of_the_stack(tmp_path: Path) -> None:
+    base = save(CASES["qwen3_5_moe"], tmp_path / "base")
+    model = ModelConfig.model_validate({"path": base, "dtype": "bfloat16", "lora": {"rank": 3, "alpha": 6}})
+    shape = ModelShape.from_hf_config(read_config(base))
+    layer, generator = "model.language_model.layers.1.mlp.experts.", torch.Generator().manual_seed(1)
+    a, b = (torch.randn(size, generator=generator) for size in ((3, 32), (22, 3)))
+    tensors = {f"{layer}3.up_proj.lora_A.weight": a, f"{layer}3.up_proj.lora_B.weight": b}
+    adapter._merge(tmp_path / "out", model, family_of(shape.model_type), shape, tensors)
+    before, found = tensors_of(base), tensors_of(tmp_path / "out")
+    expected = before[layer + "gate_up_proj"].float()
+    expected[3, 22:] += 2 * b @ a
+    assert torch.equal(found[layer + "gate_up_proj"], expected.bfloat16())
+    others = before.keys() - {layer + "gate_up_proj"}
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in others)
 
 
 def add_adapter(folder: Path) -> None:

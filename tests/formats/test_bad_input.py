@@ -166,7 +166,7 @@ REFUSED: dict[Callable[[Path], None], str] = {
     unknown_tensor: "holds 'model.layers.0.mlp.gate_proj.bias', unknown to its model type; check model_type",
     unknown_type: (
         "model_type 'gpt2' is not known; known are deepseek_v2, deepseek_v3, glm4_moe, glm4_moe_lite, llama, mistral,"
-        " mixtral, qwen2, qwen3, qwen3_5, qwen3_5_text, qwen3_moe"
+        " mixtral, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe"
     ),
     config_without_field: "config.json has no field 'num_attention_heads'",
     no_config: "config.json does not exist; give the folder of a Hugging Face checkpoint",

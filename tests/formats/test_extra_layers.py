@@ -22,7 +22,9 @@ from tests.formats.families import CASES, assert_same_folder, save, tensors_of
 from tests.helpers.exports import export_alone
 
 
-@pytest.mark.parametrize(("name", "extra"), [("deepseek_v3", ".layers.5."), ("qwen3_5", ".visual.")])
+@pytest.mark.parametrize(
+    ("name", "extra"), [("deepseek_v3", ".layers.5."), ("qwen3_5", ".visual."), ("qwen3_5_moe", ".visual.")]
+)
 @pytest.mark.parametrize("is_converted", [False, True])
 def test_an_exported_policy_keeps_extra_parts_bit_for_bit(
     tmp_path: Path, is_converted: bool, name: str, extra: str

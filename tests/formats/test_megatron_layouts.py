@@ -28,6 +28,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"pp": 2, "dp": 2, "ep": 2}),
     ("deepseek_v3_no_dense", {"pp": 4}),
     ("mixtral", {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
+    ("qwen3_5_moe_text", {"tp": 2, "pp": 2, "ep": 1, "etp": 2, "sequence_parallel": True}),
 ]
 NAMES = [f"{model} {' '.join(f'{k}{v}' for k, v in layout.items())}" for model, layout in LAYOUTS]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -32,6 +33,21 @@ def test_a_round_trip_returns_every_bit(name: str, tmp_path: Path) -> None:
     assert_same_folder(tmp_path / "back", source)
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_experts_in_single_tensors_are_stacked_as_in_the_hubs_folders(tmp_path: Path) -> None:
+    name = "qwen3_5_moe"
+    stacked, source = (
+        save(CASES[name], tmp_path / "hub"),
+        save(replace(CASES[name], stacks_experts=False), tmp_path / "hf"),
+    )
+    assert any(".experts.4.up_proj.weight" in name for name in tensors_of(source))
+    convert_hf_to_mcore(source, tmp_path / "megatron", **QUIET)
+    convert_mcore_to_hf(tmp_path / "megatron", tmp_path / "back", **QUIET)
+    found, expected = tensors_of(tmp_path / "back"), tensors_of(stacked)
+    mtp = {key for key in expected if key.startswith("mtp.")}  # random in each folder
+    assert found.keys() == expected.keys() and len(mtp) == 3
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items() if key not in mtp)
 
 
 def test_written_shards_load_in_transformers(tmp_path: Path) -> None:

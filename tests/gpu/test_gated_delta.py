@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
+from grpo_mega.megatron.policy import Policy
 from grpo_mega.preflight import kernels
 from grpo_mega.preflight.kernels import Kernels
-from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples
+from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples, packed
 from tests.helpers.models import VOCAB_SIZE, make_config
 
 SIZES = {
@@ -28,19 +30,27 @@ SIZES = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+# Every token uses all experts, so rounding cannot select another expert.
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 192}
+FAMILIES: dict[str, dict[str, int]] = {"qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
 # allowed relative error of a tensor's norm
-ALLOWED = {"float32": 1e-3 if torch.cuda.is_available() else 1e-5, "bfloat16": 0.03}
+ALLOWED = {"float32": 1e-3 if torch.cuda.is_available() else 1e-5, "bfloat16": 0.05}
 
 
-def numbers(device: Device, dtype: str) -> dict[str, Tensor]:
+def numbers(device: Device, dtype: str, family: str = "qwen3_5_text") -> dict[str, Tensor]:
     """Return logits and gradients, keyed by the names of separate norms."""
-    policy = make_policy(device, make_config("qwen3_5_text", **SIZES), dtype=dtype)
+    policy = policy_of(device, family, dtype)
     samples = make_samples(6, VOCAB_SIZE)
     found = {f"logits {i}": logits for i, logits in enumerate(logits_of(policy, samples))}
     return found | {plain_name(name): gradient for name, gradient in gradients_of(policy, samples).items()}
 
 
+def policy_of(device: Device, family: str, dtype: str) -> Policy:
+    return make_policy(device, make_config(family, **SIZES, **FAMILIES[family]), dtype=dtype)
+
+
 def plain_name(name: str) -> str:
+    name = re.sub(r"experts\.(linear_fc\d\.weight)(\d+)$", r"experts.local_experts.\2.\1", name)
     name = re.sub(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight", "input_layernorm.weight", name)
     return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
@@ -48,19 +58,39 @@ def plain_name(name: str) -> str:
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: str) -> None:
     assert found.keys() == expected.keys() and any("A_log" in name for name in found)
     wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
-    assert all(error < ALLOWED[dtype] for error in wrong.values()), {n: e for n, e in wrong.items() if e > 1e-5}
+    assert all(error < ALLOWED[dtype] for error in wrong.values()), {
+        n: e for n, e in wrong.items() if e >= ALLOWED[dtype]
+    }
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
-    dtype: str, device: Device, monkeypatch: pytest.MonkeyPatch
+    dtype: str, family: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
-    found = numbers(device, dtype)
+    found = numbers(device, dtype, family)
     monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
-    assert_close(found, numbers(device, dtype), dtype)
+    assert_close(found, numbers(device, dtype, family), dtype)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_transformer_engines_layers_restores_to_local_ones(
+    family: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_use(device).transformer_engine:
+        pytest.skip("needs Transformer Engine")
+    policy = policy_of(device, family, "bfloat16")
+    policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
+    policy.save(tmp_path)
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+    restored = policy_of(device, family, "bfloat16")
+    restored.restore(tmp_path)
+    saved, found = ({plain_name(n): p.detach() for n, p in one.tensors().items()} for one in (policy, restored))
+    assert saved.keys() == found.keys() and all(torch.equal(found[name], p) for name, p in saved.items())
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)

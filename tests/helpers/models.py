@@ -34,6 +34,10 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -49,12 +53,17 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
 }
 FAMILIES = tuple(CLASSES)  # dense models
+MULTIMODAL: dict[str, tuple[Any, Any]] = {
+    "qwen3_5_text": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe_text": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
 MIXTURES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
@@ -89,6 +98,13 @@ HYBRID = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 7,
+}
+
+HYBRID_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 22,
+    "shared_expert_intermediate_size": 14,
 }
 
 GLM = {
@@ -137,8 +153,11 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         "tie_word_embeddings": tied,
     }
     own: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
-    own |= HYBRID if family == "qwen3_5_text" else {}
-    if family in MIXTURES:
+    own |= HYBRID if family.startswith("qwen3_5") else {}
+    if family == "qwen3_5_moe_text":
+        own |= HYBRID_MOE
+        del sizes["intermediate_size"]
+    elif family in MIXTURES:
         own |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": None}
     if family == "glm4_moe":
         own |= GLM
@@ -146,7 +165,10 @@ def make_config(family: str, *, tied: bool = False, **changes: Any) -> Any:
         own |= LATENT | ({"num_experts_per_tok": 4} if family != "deepseek_v2" else {})
     if family == "glm4_moe_lite":  # transformers' norms of latents have this epsilon for any model
         own |= {"rms_norm_eps": 1e-6, "q_lora_rank": 10}
-    return (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
+    config = (CLASSES | MIXTURES)[family][0](**(sizes | own | changes))
+    if family == "qwen3_5_moe_text":
+        config._experts_implementation = "eager"  # torch.grouped_mm does not support all row sizes
+    return config
 
 
 def make_model(
@@ -159,7 +181,7 @@ def make_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
-                    centre = 0 if family == "qwen3_5_text" and not name.endswith("linear_attn.norm.weight") else 1
+                    centre = 0 if family.startswith("qwen3_5") and not name.endswith("linear_attn.norm.weight") else 1
                     parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
                 elif name.endswith((".A_log", ".dt_bias")):
                     parameter.copy_(torch.randn_like(parameter) - 2)
@@ -171,18 +193,21 @@ def make_model(
     return as_float32_where_needed(model.to(dtype).eval().requires_grad_(False))
 
 
-def make_multimodal(*, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a Qwen3.5 model with a vision tower. Its language model is make_model("qwen3_5_text", ...)."""
-    text = make_model("qwen3_5_text", tied=tied, **changes)
+def make_multimodal(
+    family: str = "qwen3_5_text", *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """Return a Qwen3.5 model with a vision tower. Its language model is make_model(family, ...)."""
+    text = make_model(family, tied=tied, **changes)
     sizes = {"depth": 1, "hidden_size": 12, "intermediate_size": 20, "num_heads": 2, "patch_size": 2}
     vision = {**sizes, "out_hidden_size": text.config.hidden_size, "num_position_embeddings": 9}
     tokens = dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), 2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        config = Qwen3_5Config(
-            text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=tied, **tokens
+        config_class, model_class = MULTIMODAL[family]
+        text_config = text.config.to_dict()
+        model = model_class(
+            config_class(text_config=text_config, vision_config=vision, tie_word_embeddings=tied, **tokens)
         )
-        model = Qwen3_5ForConditionalGeneration(config)
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return as_float32_where_needed(model.to(dtype).eval().requires_grad_(False))

@@ -80,6 +80,8 @@ MIXTURES = [
     StateCase("qwen3_moe", {"dp": 2, "pp": 2}, "bfloat16", tied=True),
     StateCase("mixtral", {"tp": 2, "etp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, "bfloat16", tied=True),
     StateCase("qwen3_moe", {"tp": 2, "ep": 4, "dp": 2, "sequence_parallel": True, **_OVERLAP}),
+    StateCase("qwen3_5_moe_text", {"tp": 2, "ep": 4, "dp": 2, "sequence_parallel": True}, "bfloat16"),
+    StateCase("qwen3_5_moe_text", {"pp": 2, "ep": 2, "dp": 2, **_OVERLAP}, tied=True),
     StateCase(
         "qwen3_moe",
         {"tp": 4, "etp": 2, "dp": 1, "sequence_parallel": True},

@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
     model_type = draw(st.sampled_from(sorted(FAMILIES)))
     is_mixture = any(row.where == "expert" for row in family_of(model_type).rows)
     latent: dict[str, Any] = {}
-    if model_type == "qwen3_5_text":
+    if model_type.startswith("qwen3_5"):
         kv_heads, head_dim = tp * draw(st.integers(1, 2)), draw(st.integers(1, 3))
         num_heads, k_heads = kv_heads * draw(st.integers(1, 3)), tp * draw(st.integers(1, 2))
         latent = {
@@ -118,6 +118,7 @@ def cases(draw: st.DrawFn, num_layouts: int = 1) -> Case:
             "linear_k_dim": draw(st.integers(1, 3)),
             "linear_v_dim": draw(st.integers(1, 3)),
             "linear_conv": draw(st.integers(2, 4)),
+            "shared_ffn": tp * draw(st.integers(1, 2)) if is_mixture else 0,
         }
     if model_type.startswith("deepseek") or model_type == "glm4_moe_lite":
         kv_heads = num_heads

@@ -46,12 +46,14 @@ ALONE = {
     "qwen3_moe": (f"tp=1 {FULL}",),
     "deepseek_v3": ("tp=1",),
     "qwen3_5": ("tp=1", f"tp=1 {FULL} targets=[in_proj_a,in_proj_qkv,q,out]"),
+    "qwen3_5_moe": (f"tp=1 {FULL}",),
 }
 PAIRS = {
     "llama": (f"tp=2,{SP}", "tp=2", "dp=2", OVERLAP, "cp=2", "pp=2", f"tp=2,{SP} {FULL}"),
     "qwen2-tied": ("pp=2", f"pp=2 {FULL}", f"pp=2,vpp=2 {FULL}", "pp=2,vpp=2", f"dp=2 {FULL}", "tp=2"),
     "qwen3-few": ("tp=2 targets=[q,v,gate]", f"pp=2 {FULL} targets=[k,o,down]"),
     "qwen3_moe": ("dp=2,ep=2", f"dp=2,ep=2 {FULL}", f"tp=2,etp=2,{SP}", f"tp=2,ep=2,{SP}", f"tp=2,{SP}"),
+    "qwen3_5_moe": (f"tp=2,ep=2,{SP}", "dp=2,ep=2 targets=[gate,down,in_proj_z]"),
     "qwen3_5": (f"tp=2,{SP}", "pp=2", "tp=2 targets=[in_proj_a,in_proj_qkv,q,out]"),
     "deepseek_v3": (f"tp=2,{SP}", "dp=2,ep=2", f"pp=2,layers_per_chunk=[3,2] {FULL}"),
 }
@@ -64,6 +66,7 @@ RESTORED = {
         "qwen3_moe": ("dp=2,ep=2", f"tp=2,etp=2,{SP}", "pp=2", f"tp=2,{SP}"),
         "deepseek_v3": ("pp=2,layers_per_chunk=[3,2]", "dp=2,ep=2"),
         "qwen3_5": (f"tp=2,{SP}", "pp=2"),
+        "qwen3_5_moe": ("dp=2,ep=2", f"tp=2,etp=2,{SP}"),
     },
 }
 BOUND, WIDE_BOUND = 2e-6, 4e-6  # the second one for latent attention (MLA) and linear attention
@@ -138,7 +141,7 @@ def check_gradients(model: str, text: str, rank: int, folder: Path) -> None:
             num_compared += len(difference)
     size = torch.tensor(num_compared)
     dist.all_reduce(size)
-    bound = WIDE_BOUND if model in ("deepseek_v3", "qwen3_5") else BOUND
+    bound = WIDE_BOUND if model in ("deepseek_v3", "qwen3_5", "qwen3_5_moe") else BOUND
     assert int(size) >= sum(g.numel() for g in expected.values()) and worst[0] <= bound, (worst, size)
     policy._optimizer.prepare_grads()
     total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5

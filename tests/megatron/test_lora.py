@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
 }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from grpo_mega.errors import WeightMappingError
+from grpo_mega.errors import UserError
 from grpo_mega.preflight.model import hybrid_problems, model_of, sends_adapter, sync_problems
 from grpo_mega.weights.layout import MegatronLayout, megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
@@ -15,12 +14,13 @@ from tests.distributed.layout_cases import make_config
 from tests.helpers.models import make_config as hf_config
 
 FIELDS = hf_config("qwen3_5_text").to_dict()
+MOE_FIELDS = hf_config("qwen3_5_moe_text").to_dict()
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_text"),
+        ("layout.cp=2", "layout.cp=2: must be left out for qwen3_5_"),
         ("batch.share_prompts=true", "batch.share_prompts=true: must be left out"),
         ("rollout.quantization=fp8", "rollout.quantization=fp8: must be left out"),
         ("optimizer.cpu_offload=true", "optimizer.moments_dtype=float32, cpu_offload=true: must be float32 and false"),
@@ -28,8 +28,9 @@ FIELDS = hf_config("qwen3_5_text").to_dict()
 )
 def test_a_setting_that_linear_attention_lacks_is_refused_in_one_line(override: str, says: str) -> None:
     config = make_config(Path("unused"), "tp=1", "model.dtype=bfloat16", override)
-    lines = list(hybrid_problems(config, model_of(FIELDS).shape))
-    assert len(lines) == 1 and lines[0].startswith(says) and "\n" not in lines[0]
+    for fields in (FIELDS, MOE_FIELDS):
+        lines = list(hybrid_problems(config, model_of(fields).shape))
+        assert len(lines) == 1 and lines[0].startswith(says) and "\n" not in lines[0]
     plain = ModelShape.from_hf_config(hf_config("qwen3").to_dict())
     assert not list(hybrid_problems(config, plain))
 
@@ -42,8 +43,8 @@ def test_a_supported_config_has_no_problems() -> None:
 
 def test_servers_refuse_hybrid_models_with_experts_and_adapters_alone() -> None:
     config, shape = make_config(Path("unused"), "tp=1", "rollout.engine=sglang"), model_of(FIELDS).shape
-    [line] = hybrid_problems(config, replace(shape, num_experts=4))
-    assert line == "rollout.engine=sglang: must be embedded for qwen3_5_text with experts; change it"
+    [line] = hybrid_problems(config, model_of(MOE_FIELDS).shape)
+    assert line == "rollout.engine=sglang: must be embedded for qwen3_5_moe_text with experts; change it"
     lora = make_config(Path("unused"), "tp=1", "rollout.engine=sglang", "model.lora={rank: 4}")
     assert not sends_adapter(lora, shape)
     [line] = sync_problems(lora.model_copy(update={"sync": lora.sync.model_copy(update={"lora": "adapter"})}), shape)
@@ -62,8 +63,13 @@ def test_gates_and_states_are_never_split_within_a_head(tp: int, says: str) -> N
         ({"layer_types": ["linear_attention"] * 4}, "only one kind of layer_types"),
         ({"linear_num_key_heads": 4, "linear_num_value_heads": 6}, "it must divide linear_num_value_heads=6"),
         ({"layer_types": ["mamba"] * 4}, "'mamba' among layer_types"),
+        (MOE_FIELDS | {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0: must be a positive"),
+        (MOE_FIELDS | {"shared_expert_intermediate_size": None}, "has no field 'shared_expert_intermediate_size'"),
+        (MOE_FIELDS | {"num_experts_per_tok": 1}, "num_experts_per_tok=1 for qwen3_5_moe_text"),
+        (MOE_FIELDS | {"norm_topk_prob": False}, "norm_topk_prob=False; only True is supported"),
+        (MOE_FIELDS | {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
 )
 def test_models_without_a_mixture_of_layers_are_refused(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(WeightMappingError, match=says):
+    with pytest.raises(UserError, match=says):
         model_of(FIELDS | changes)

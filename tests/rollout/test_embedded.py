@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.embedded.model import checkpoint_tensors
+from grpo_mega.rollout.embedded.model import make_model as make_engines_model
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.types import Group, Prompt, Sample
 from grpo_mega.weights.apply import buckets, load_shards
@@ -25,7 +27,7 @@ from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import hf_shards
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import ModelShape
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, make_config, make_model, save_checkpoint
 
 YARN = {
     "rope_type": "yarn",
@@ -139,6 +141,7 @@ def test_batched_greedy_decoding_equals_transformers_one_by_one(family: str, tie
         ("deepseek_v2", {"moe_intermediate_size": 22}),
         ("deepseek_v3", {"moe_intermediate_size": 22, "q_lora_rank": 10, "rope_parameters": YARN}),
         ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
+        ("qwen3_5_moe_text", {"moe_intermediate_size": 25, "num_experts": 5, "num_experts_per_tok": 3}),
     ],
 )
 def test_experts_with_unaligned_rows_are_computed_and_recorded(
@@ -169,6 +172,36 @@ def test_experts_with_unaligned_rows_are_computed_and_recorded(
     assert len({bytes(s.routes.experts[-1, 0]) for s in samples_of(groups) if s.routes}) > 3, (
         "the test has become too easy"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_notice_that_gpu_kernels_are_missing_is_not_shown_on_a_cpu(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = family.removesuffix("_text")
+    logger: Any = logging.getLogger(f"transformers.models.{name}.modeling_{name}")
+    for should_warn in (True, False):
+        caplog.clear()
+        type(logger).warning_once.cache_clear()
+        logger.filters.clear()
+        if should_warn:
+            make_model(family)
+        else:
+            config = make_config(family)
+            shape = ModelShape.from_hf_config(config.to_dict())
+            make_engines_model(config, shape, torch.float32, torch.device("cpu"))
+            logger.warning("another warning")
+        assert ["fast path" in record.getMessage() for record in caplog.records] == [should_warn], caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_an_engine_has_the_tensors_of_a_multimodal_models_checkpoint(family: str) -> None:
+    model = make_model(f"{family}_text")
+    shape = ModelShape.from_hf_config(model.config.to_dict())
+    found = checkpoint_tensors(model, family_of(family), replace(shape, model_type=family))
+    expected = family_of(family).hf_tensors(shape)
+    assert {name: tuple(found[name].shape) for name in expected} == expected
+    assert found.keys() == expected.keys()
 
 
 def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None) -> None:

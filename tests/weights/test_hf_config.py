@@ -52,9 +52,12 @@ for _type in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", 
     MODELS[_type] |= {"n_group": 1, "topk_group": 1} if _type.startswith(("deepseek", "glm")) else {}
     MODELS[_type] |= LATENT | {"v_head_dim": 5} if _type.startswith("deepseek") or _type == "glm4_moe_lite" else {}
 MODELS["qwen3_5_text"] |= {"full_attention_interval": 2}
+MODELS["qwen3_5_moe_text"] |= EXPERTS | {"full_attention_interval": 2, "num_experts": 5}
+MODELS["qwen3_5_moe_text"] |= {"shared_expert_intermediate_size": 7}
 # Fields that every model's config.json needs. transformers uses defaults if they are missing.
 NEEDED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 NEEDED |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
+NEEDED |= {"shared_expert_intermediate_size"}
 ROPES: list[dict[str, Any]] = [
     {},
     {"rope_theta": 5e5},

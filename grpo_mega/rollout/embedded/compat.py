@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,16 @@ class LinearState(LinearAttentionLayer):
         states: list[Any] = [self, *others]
         for name in ("conv_states", "recurrent_states"):
             setattr(self, name, torch.cat([getattr(one, name) for one in states]))
+
+
+def silence_fast_path() -> None:
+    """Drop transformers' notice that kernels for linear attention are missing: these kernels need a GPU."""
+    for name in ("qwen3_5", "qwen3_5_moe"):
+        logging.getLogger(f"transformers.models.{name}.modeling_{name}").addFilter(_is_no_notice)
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("The fast path is not available")
 
 
 def new_cache(config: Any) -> DynamicCache:

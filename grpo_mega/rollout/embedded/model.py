@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.rollout.embedded.compat import scale_attention
+from grpo_mega.rollout.embedded.compat import scale_attention, silence_fast_path
 from grpo_mega.rollout.routes import RouterSizes, with_routes_of
 from grpo_mega.types import Routes, Sample
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape
@@ -27,6 +28,8 @@ def make_model(hf_config: Any, shape: ModelShape, dtype: torch.dtype, device: to
     is_aligned = all(width * dtype.itemsize % GROUPED_MM_ROW_BYTES == 0 for width in widths)
     # transformers' default for experts is torch.grouped_mm, which does not support all row sizes.
     experts = {} if is_aligned else {"experts_implementation": "eager"}
+    if device.type == "cpu":
+        silence_fast_path()
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa", **experts)
     model = model.to(device).eval().requires_grad_(False)
@@ -76,15 +79,14 @@ def checkpoint_tensors(model: nn.Module, family: Family, shape: ModelShape) -> M
         if name.endswith(FLOAT32):
             tensor.data = tensor.data.float()  # transformers also loads the routers' bias in float32
             parameters[name] = tensor
-    if family.embedding.hf[0] not in parameters:  # the checkpoint's names have the prefix of a multimodal model
-        prefix = family.embedding.hf[0].removesuffix("embed_tokens.weight")
-        parameters = {name.replace("model.", prefix, 1): tensor for name, tensor in parameters.items()}
+    prefix = family.embedding.hf[0].removesuffix("embed_tokens.weight")  # longer in a multimodal model's checkpoint
+    parameters = {re.sub(r"^model\.", prefix, name): tensor for name, tensor in parameters.items()}
     if not shape.num_experts:
         return parameters
     tensors: dict[str, Tensor] = {}
     router, gate_up, down = (row.hf for row in family.rows if "router.weight" in row.megatron or row.where == "expert")
-    for layer in shape.layers_with("moe"):
-        block = f"model.layers.{layer}.mlp"
+    for layer in range(shape.num_dense, shape.num_layers):
+        block = f"{prefix}layers.{layer}.mlp"
         tensors[router[0].format(i=layer)] = parameters.pop(f"{block}.gate.weight")
         gates_ups = parameters.pop(f"{block}.experts.gate_up_proj")  # [experts, 2 * moe_ffn, hidden]
         downs = parameters.pop(f"{block}.experts.down_proj")  # [experts, hidden, moe_ffn]
