@@ -99,7 +99,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     disable_progress_bar()  # Hugging Face draws a bar for each file it writes
-    set_verbosity_error()  # it also warns that kernels for linear attention are missing; they need a GPU
+    set_verbosity_error()  # it warns that kernels for linear attention are missing, and they need a GPU
     return options
 
 
