@@ -92,7 +92,10 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
     if shape.linear_layers:
         attention += shape.hidden * shape.q  # the output gate
         share = len(shape.linear_layers) / shape.num_layers
-        attention = share * _linear_attention(shape) + (1 - share) * attention
+        projections = shape.hidden * (2 * shape.linear_k + 3 * shape.linear_v + 2 * shape.linear_v_heads)
+        convolution = (2 * shape.linear_k + shape.linear_v) * shape.linear_conv
+        state = 4 * shape.linear_v * shape.linear_k_dim  # decay, reading and update of the state
+        attention = share * (projections + convolution + state) + (1 - share) * attention
     if not shape.num_experts:
         return attention + 3 * shape.hidden * shape.ffn
     if not 1 <= experts_per_token <= shape.num_experts:
@@ -104,10 +107,3 @@ def layer_weights(shape: ModelShape, experts_per_token: int = 0) -> float:
         experts_per_token * shape.moe_ffn + shape.shared_ffn
     )
     return attention + chosen + shape.num_dense * (3 * shape.hidden * shape.ffn - chosen) / shape.num_layers
-
-
-def _linear_attention(shape: ModelShape) -> float:
-    """Return the same for linear attention: projections, convolution, and the state's decay, reading and update."""
-    projections = shape.hidden * (2 * shape.linear_k + 3 * shape.linear_v + 2 * shape.linear_v_heads)
-    convolution = (2 * shape.linear_k + shape.linear_v) * shape.linear_conv
-    return projections + convolution + 4 * shape.linear_v * shape.linear_k_dim

@@ -277,17 +277,27 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
 def compare_outcomes(name: str, outcome: Outcome, baseline: Outcome) -> Difference:
     import torch
 
+    from grpo_mega.formats.reader import open_hf_reader
+
     pairs = list(zip(baseline.updates, outcome.updates, strict=True))
     # A dropped mini-batch has no grad_norm.
     grad_norms = [(a.get("grad_norm", 0.0), b.get("grad_norm", 0.0)) for a, b in pairs]
     scale = max(1.0, float(torch.cat(list(baseline.logprobs["old_logprobs"].values())).abs().mean()))
+    difference = norm = 0.0  # squared norms of the checkpoints' difference and of the baseline
+    with open_hf_reader(outcome.checkpoint) as new_reader, open_hf_reader(baseline.checkpoint) as old_reader:
+        for tensor in sorted(old_reader.names):
+            shape = old_reader.shape(tensor)
+            box = Box(tensor, (0,) * len(shape), shape)
+            was = old_reader.read(box).double()
+            difference += float((new_reader.read(box).double() - was).norm() ** 2)
+            norm += float(was.norm() ** 2)
     return Difference(
         name=name,
         loss=_worst(abs(a["loss/total"] - b["loss/total"]) for a, b in pairs) / scale,
         grad_norm=_worst(abs(a - b) / max(a, 1e-12) for a, b in grad_norms),
         logprobs=_largest(outcome.logprobs["old_logprobs"], baseline.logprobs["old_logprobs"]) / scale,
         ref_logprobs=_largest(outcome.logprobs["ref_logprobs"], baseline.logprobs["ref_logprobs"]) / scale,
-        weights=_weights_difference(outcome.checkpoint, baseline.checkpoint),
+        weights=(difference / norm) ** 0.5,
         metrics=_worst(
             abs(a[name] - b[name]) / max(1.0, abs(a[name]))
             for a, b in pairs
@@ -308,23 +318,6 @@ def outcome_table(differences: Sequence[Difference], tolerance: float) -> str:
         values = "  ".join(f"{getattr(d, c):14.1e}" for c in columns)
         lines.append(f"{d.name:{width}}  {values}  {'same' if d.is_within(tolerance) else 'DIFFERS'}")
     return "\n".join(lines)
-
-
-def _weights_difference(new: Path, old: Path) -> float:
-    """Return the norm of the difference of two checkpoints, relative to the norm of the second one, tensor by
-    tensor.
-    """
-    from grpo_mega.formats.reader import open_hf_reader
-
-    difference = norm = 0.0
-    with open_hf_reader(new) as new_reader, open_hf_reader(old) as old_reader:
-        for name in sorted(old_reader.names):
-            shape = old_reader.shape(name)
-            box = Box(name, (0,) * len(shape), shape)
-            was = old_reader.read(box).double()
-            difference += float((new_reader.read(box).double() - was).norm() ** 2)
-            norm += float(was.norm() ** 2)
-    return (difference / norm) ** 0.5
 
 
 def _largest(new: dict[SampleKey, Tensor], old: dict[SampleKey, Tensor]) -> float:

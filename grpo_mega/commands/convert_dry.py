@@ -15,7 +15,6 @@ from pathlib import Path
 
 from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES
-from grpo_mega.weights.boxes import LocalTensor
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
 from grpo_mega.weights.spec import Family, ModelShape, read_config
@@ -84,21 +83,19 @@ def lines(family: Family, shape: ModelShape, layout: MegatronLayout, counts: Cou
         label = f"pp{pp_rank} ep{place[1]} tp{tp_rank} " if shape.num_experts else f"pp{pp_rank} tp{tp_rank} "
         held = 0
         for block in megatron_blocks(family, shape, layout, rank, fused_norms=True):
-            templates = [_line(label, local, tensor) for local, tensor in block.tensors.items()]
+            templates = []  # the line of each tensor; layer and expert numbers are global, in Megatron's names too
+            for local, tensor in block.tensors.items():
+                chunk, _, name = local.partition(".")
+                sources = []
+                for piece in tensor.pieces:
+                    slices = ", ".join(f"{a}:{b}" for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+                    at = f" at {','.join(map(str, piece.offset))}" if any(piece.offset) else ""
+                    sources.append(f"{piece.box.tensor}[{slices}]{at}")
+                source = "; ".join(sources) or "padding"
+                templates.append(f"{label}{chunk} {name} {list(tensor.shape)} <- {source}")
             times = len(block.layers) * len(block.experts)
             counts.tensors += len(templates) * times
             counts.slices += times * sum(len(tensor.pieces) for tensor in block.tensors.values())
             held += times * sum(prod(tensor.shape) for tensor in block.tensors.values())
             yield from (one.format(i=i, e=e) for i in block.layers for e in block.experts for one in templates)
         counts.largest = max(counts.largest, held)
-
-
-def _line(label: str, local: str, tensor: LocalTensor) -> str:
-    """Return the line of a tensor. Layer and expert numbers in names are global, in Megatron's names too."""
-    chunk, _, name = local.partition(".")
-    sources = []
-    for piece in tensor.pieces:
-        slices = ", ".join(f"{a}:{b}" for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-        place = f" at {','.join(map(str, piece.offset))}" if any(piece.offset) else ""
-        sources.append(f"{piece.box.tensor}[{slices}]{place}")
-    return f"{label}{chunk} {name} {list(tensor.shape)} <- {'; '.join(sources) or 'padding'}"

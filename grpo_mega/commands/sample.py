@@ -15,7 +15,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ from grpo_mega.text import json_line, well_formed
 from grpo_mega.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from grpo_mega.rollout.engine import Sampling, StopWhenAsked
+    from grpo_mega.rollout.engine import Sampling
     from grpo_mega.run.job import Job
     from grpo_mega.types import Sample
 
@@ -192,7 +192,22 @@ def sample_request(request: SampleRequest) -> None:
             if job.is_main:
                 for group in groups:
                     print(group_text(group, job.rollouts.decode), flush=True)
-                    rows += [_row(sample, job.rollouts.decode) for sample in group.samples]
+                    rows += [
+                        {
+                            "id": sample.prompt.id,
+                            "prompt": sample.prompt.text,
+                            "gold": sample.prompt.answer or None,
+                            "index": sample.index,
+                            "response": job.rollouts.decode(sample.response_ids),
+                            "token_ids": list(map(int, sample.response_ids)),
+                            "logprobs": list(map(float, sample.rollout_logprobs)),
+                            "finish_reason": sample.finish_reason,
+                            "reward": _reward(sample),
+                            "scores": sample.scores,
+                            "verdicts": sample.verdicts,
+                        }
+                        for sample in group.samples
+                    ]
         if job.is_main:
             if request.out is not None:
                 write_atomically(request.out, "".join(map(json_line, rows)).encode())
@@ -244,22 +259,6 @@ def _logprob(sample: Sample) -> str:
     total, length = sum(sample.rollout_logprobs), sample.response_len
     ended = {"stop": "complete", "length": "cut off"}.get(sample.finish_reason or "", "ended by you")
     return f"log-prob {total:.3f}, {total / max(1, length):.3f} per token, {length} tokens, {ended}"
-
-
-def _row(sample: Sample, decode: Any) -> dict[str, Any]:
-    return {
-        "id": sample.prompt.id,
-        "prompt": sample.prompt.text,
-        "gold": sample.prompt.answer or None,
-        "index": sample.index,
-        "response": decode(sample.response_ids),
-        "token_ids": list(map(int, sample.response_ids)),
-        "logprobs": list(map(float, sample.rollout_logprobs)),
-        "finish_reason": sample.finish_reason,
-        "reward": _reward(sample),
-        "scores": sample.scores,
-        "verdicts": sample.verdicts,
-    }
 
 
 def summary(request: SampleRequest, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -322,42 +321,38 @@ class Chat:
 
     def reply(self, text: str) -> None:
         """Print the model's reply to a message of the user. Ctrl-C ends the reply, and its text so far is kept."""
-        from grpo_mega.rollout.engine import StopWhenAsked
+        from grpo_mega.rollout.engine import RolloutRequest, StopWhenAsked
 
-        stop = StopWhenAsked(self._job.rollouts.rendezvous)
-        with interrupts.handled(lambda number: stop.ask(), (signal.SIGINT,)):
-            self._reply(text, stop)
-        stop.close()
-
-    def _reply(self, text: str, stop: StopWhenAsked) -> None:
-        from grpo_mega.rollout.engine import RolloutRequest
-
-        limit = self._job.config.data.max_prompt_length
-        self._messages.append({"role": "user", "content": text})
-        rendered, token_ids = self._render()
-        if len(token_ids) > limit and len(self._messages) > len(self._system) + 1:
-            print(
-                f"the conversation has {len(token_ids)} tokens, above data.max_prompt_length={limit}; it starts again"
-                " with this message"
-            )
-            self._messages = [*self._system, self._messages[-1]]
+        with (
+            closing(StopWhenAsked(self._job.rollouts.rendezvous)) as stop,
+            interrupts.handled(lambda number: stop.ask(), (signal.SIGINT,)),
+        ):
+            limit = self._job.config.data.max_prompt_length
+            self._messages.append({"role": "user", "content": text})
             rendered, token_ids = self._render()
-        if len(token_ids) > limit:
-            print(f"the message has {len(token_ids)} tokens, above data.max_prompt_length={limit}; shorten it")
-            self._messages.pop()
-            return
-        print("\nmodel: ", end="", flush=True)
-        before = Group(Prompt(self._num_replies, rendered, token_ids, ""), [])
-        self._num_replies += 1
-        shown = ReplyStream(self._job.rollouts.decode)
-        request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop, on_tokens=shown.show)
-        group = self._job.colocation.engine.generate(request).get(0, before)
-        reply = [token for sample in group.samples for token in sample.response_ids]
-        shown.finish(reply)
-        content = self._job.rollouts.decode(reply)
-        figures = [_logprob(sample) for sample in group.samples] or ["ended by you, before the first token"]
-        print(f"\n[{figures[0]}]", flush=True)
-        self._messages.append({"role": "assistant", "content": content})
+            if len(token_ids) > limit and len(self._messages) > len(self._system) + 1:
+                print(
+                    f"the conversation has {len(token_ids)} tokens, above data.max_prompt_length={limit}; it starts"
+                    " again with this message"
+                )
+                self._messages = [*self._system, self._messages[-1]]
+                rendered, token_ids = self._render()
+            if len(token_ids) > limit:
+                print(f"the message has {len(token_ids)} tokens, above data.max_prompt_length={limit}; shorten it")
+                self._messages.pop()
+                return
+            print("\nmodel: ", end="", flush=True)
+            before = Group(Prompt(self._num_replies, rendered, token_ids, ""), [])
+            self._num_replies += 1
+            shown = ReplyStream(self._job.rollouts.decode)
+            request = RolloutRequest({0: before}, self._sampling, self._step, stop=stop, on_tokens=shown.show)
+            group = self._job.colocation.engine.generate(request).get(0, before)
+            reply = [token for sample in group.samples for token in sample.response_ids]
+            shown.finish(reply)
+            content = self._job.rollouts.decode(reply)
+            figures = [_logprob(sample) for sample in group.samples] or ["ended by you, before the first token"]
+            print(f"\n[{figures[0]}]", flush=True)
+            self._messages.append({"role": "assistant", "content": content})
 
     def _render(self) -> tuple[str, tuple[int, ...]]:
         """Return the conversation as text and as tokens."""

@@ -66,7 +66,14 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     _batch(values, keys, max(1, dp_size))
     num_updates = _get(keys, "batch.mini_batches") * _get(keys, "batch.epochs")  # optimizer steps per rollout
     _reference(values, keys, num_updates)
-    _length(values, keys, num_updates)
+    if values.get("max_steps", -1) > 0:
+        keys["steps"] = math.ceil(values["max_steps"] / num_updates)
+    else:
+        epochs = values.get("num_train_epochs", 1.0)
+        if not epochs > 0:
+            raise ConfigError(f"--num_train_epochs {epochs:g} is not above 0; raise it, or give --max_steps")
+        num_prompts = sum(1 for _ in read_rows(keys["data.train"]))
+        keys["steps"] = max(1, math.floor(epochs * num_prompts / _get(keys, "batch.prompts_per_step")))
     _optimizer(values, keys, num_updates)
     _intervals(values, keys, num_updates)
     raw = configs.nested(keys)
@@ -275,17 +282,6 @@ def _reference(values: Values, keys: Keys, num_updates: int) -> None:
     for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
         if name in values:
             raise ConfigError(f"--{name} {values[name]:g} needs --sync_ref_model true; give it, or leave {name} out")
-
-
-def _length(values: Values, keys: Keys, num_updates: int) -> None:
-    if values.get("max_steps", -1) > 0:
-        keys["steps"] = math.ceil(values["max_steps"] / num_updates)
-        return
-    epochs = values.get("num_train_epochs", 1.0)
-    if not epochs > 0:
-        raise ConfigError(f"--num_train_epochs {epochs:g} is not above 0; raise it, or give --max_steps")
-    num_prompts = sum(1 for _ in read_rows(keys["data.train"]))
-    keys["steps"] = max(1, math.floor(epochs * num_prompts / _get(keys, "batch.prompts_per_step")))
 
 
 def _optimizer(values: Values, keys: Keys, num_updates: int) -> None:

@@ -225,7 +225,15 @@ def _lines_of(schema: type[BaseModel], key: str, problem: ErrorDetails) -> list[
     if key in _RENAMED:
         return [f"{key} is called {_RENAMED[key]} now; rename the key"]
     if problem["type"] == "extra_forbidden":
-        return [f"unknown key {key!r}; {_nearest(schema, problem['loc'])}"]
+        section, leaf = _section_at(schema, problem["loc"][:-1]), str(problem["loc"][-1])
+        assert section is not None
+        names = list(section.model_fields)
+        others = {name: inner_section(field.annotation) for name, field in schema.model_fields.items()}
+        homes = [f"{name}.{leaf}" for name, other in others.items() if other is not None and leaf in other.model_fields]
+        close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
+        close = close or homes or difflib.get_close_matches(leaf, names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
+        return [f"unknown key {key!r}; {hint}"]
     if problem["type"] == "missing":
         return [f"{key} is missing; it has no default"]
     message = problem["msg"].removeprefix("Value error, ")
@@ -254,17 +262,6 @@ def _form(schema: type[BaseModel], problem: ErrorDetails) -> str:
         return value if problem["type"] == "tuple_type" else f"{{NAME: {value}}}"
     required = (name for name, field in section.model_fields.items() if field.is_required())
     return f"{{{next(required, next(iter(section.model_fields)))}: {value}}}"
-
-
-def _nearest(schema: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    section, leaf = _section_at(schema, location[:-1]), str(location[-1])
-    assert section is not None
-    names = list(section.model_fields)
-    others = {name: inner_section(field.annotation) for name, field in schema.model_fields.items()}
-    homes = [f"{name}.{leaf}" for name, other in others.items() if other is not None and leaf in other.model_fields]
-    close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
-    close = close or homes or difflib.get_close_matches(leaf, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(names)}"
 
 
 def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:

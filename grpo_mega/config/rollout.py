@@ -241,15 +241,6 @@ class RolloutConfig(Section):
                 ),
             ),
         )
-        yield from self._agent_problems()
-        if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
-            yield (
-                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn};"
-                " raise it"
-            )
-
-    def _agent_problems(self) -> Iterator[str]:
-        """Yield the broken rules of agents and tools."""
         for name in {name for name in self.tools if self.tools.count(name) > 1}:
             yield f"rollout.tools names {name!r} twice; give it once"
         key = "rollout.agent" if self.agent is not None else "rollout.tools"
@@ -266,6 +257,11 @@ class RolloutConfig(Section):
             ("routing_replay", is_plain, f": must not be set with {key}; leave one out"),
             ("tools", self.agent is None, ": must not be set with rollout.agent, which has its own; leave one out"),
         )
+        if self.mismatch_stop is not None and self.mismatch_stop < self.mismatch_warn:
+            yield (
+                f"rollout.mismatch_stop={self.mismatch_stop} is below rollout.mismatch_warn={self.mismatch_warn};"
+                " raise it"
+            )
 
 
 class SyncConfig(Section):

@@ -134,6 +134,11 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     changed = None
     with suppress(ConfigError):
         changed = configs.changed(configs.validate(raw))
+    experts = None  # {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        loads = read_json(run_dir / EXPERTS_FILE)
+        rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(loads["tokens"]) if tokens]
+        experts = {"step": int(loads["step"]), "rows": rows}
     messages, _ = read_lines(run_dir / MESSAGES_FILE)
     seconds = found.get("seconds/step", {})
     recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
@@ -146,7 +151,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
         "steps_done": done,
         "time_left": (num_steps - done) * median(recent) if is_live and num_steps and recent else None,
         "metrics": series(found),
-        "experts": _experts(run_dir / EXPERTS_FILE),
+        "experts": experts,
         "samples": samples(run_dir / SAMPLES_FILE),
         "heldout": heldout(run_dir),
         # Each row is a dotted key, its value as text, and whether it is the default; None if the config is not valid.
@@ -220,16 +225,6 @@ def _layout(raw: dict[str, Any], num_ranks: Any) -> list[list[str]]:
 def as_text(value: Any) -> str:
     """Return a value of the config as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _experts(path: Path) -> dict[str, Any] | None:
-    """Return {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model."""
-    try:
-        raw = read_json(path)
-        rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(raw["tokens"]) if tokens]
-        return {"step": int(raw["step"]), "rows": rows}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def samples(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ GUARDIAN = "grpo_mega.rewards.guardian"  # the fork server imports it first
 MEMORY_LIMIT_BYTES = 4 << 30  # address space limit of a forked process
 START_LIMIT_S = 300.0  # limit for the imports of a process; generous because network file systems are slow
 _MAX_ERROR_CHARS = 2000
+_MAX_STARTS, _PAUSE_S = 5, 0.2  # attempts to start a worker while the fork server keeps ending
 _END_LIMIT_S = 60.0  # limit for a killed process to end, which is slow after it has filled gigabytes
 
 Serve = Callable[["connection.Connection[Any, Any]"], None]  # runs until the owner's connection ends
@@ -169,6 +171,15 @@ class Worker:
                 status = forkserver.read_signed(self._status_fd)
                 return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return None
+
+
+def start_worker(server: ForkServer, job: "ForkedJob") -> Worker:
+    """Fork a worker, and wait until it is ready. If the fork server has ended, try again. Raise RewardError."""
+    for _ in range(_MAX_STARTS):
+        with contextlib.suppress(OSError, EOFError):
+            return Worker(server, job)
+        time.sleep(_PAUSE_S)  # the next attempt restarts the fork server
+    raise RewardError("the process that forks them has ended; its standard error says why")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ import contextlib
 import hashlib
 import pickle
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from grpo_mega.config.rewards import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards.api import RewardResult, Score, result_of
 from grpo_mega.rewards.checks import Check, Checks
-from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
+from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
 from grpo_mega.rewards.registry import ACCURACY, BUILT_IN, FINISH_REASON, JUDGED, OF_PROGRAMS, OF_SERVERS
@@ -45,8 +44,6 @@ COSINE, LENGTH = "cosine", "len"  # computed from the accuracy verdict
 # Seconds between looks at the progress while results are awaited, and between checks that an idle worker is still
 # alive.
 SECONDS_BETWEEN_LOOKS = 1.0
-# Attempts to start a worker while the fork server keeps ending, and the pause between two attempts.
-_MAX_STARTS, _PAUSE_S = 5, 0.2
 
 
 @dataclass
@@ -256,7 +253,12 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         try:
             is_replacement = False
             while self._failure is None:
-                worker = self._start(is_replacement)
+                worker = start_worker(self._server, CheckJob(self._code_dir, self._rewards, is_replacement))
+                with self._lock:
+                    self._pids.append(worker.pid)
+                    self._is_ready = True
+                    self._maybe_of_groups = worker.ready
+                    self._changed.notify_all()
                 try:
                     self._run_checks(worker)
                 finally:
@@ -268,20 +270,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._fail(f"reward workers cannot start: {error}")
         except Exception as error:
             self._fail(f"a thread of the reward pool ended with {type(error).__name__}: {error}")
-
-    def _start(self, is_replacement: bool) -> Worker:
-        """Return a worker that is ready. Raises RewardError if none can start."""
-        for _ in range(_MAX_STARTS):
-            with contextlib.suppress(OSError, EOFError):
-                worker = Worker(self._server, CheckJob(self._code_dir, self._rewards, is_replacement))
-                with self._lock:
-                    self._pids.append(worker.pid)
-                    self._is_ready = True
-                    self._maybe_of_groups = worker.ready
-                    self._changed.notify_all()
-                return worker
-            time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
-        raise RewardError("the process that forks them has ended; its standard error says why")
 
     def _run_checks(self, worker: Worker) -> None:
         """Send checks to the worker until the worker ends or the pool closes."""

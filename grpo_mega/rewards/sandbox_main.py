@@ -189,7 +189,16 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     done_end, done = os.pipe()
     word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
-        _run_in_child(program, request, streams, done, word)
+        with contextlib.suppress(BaseException):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            for target, fd in enumerate(streams):
+                os.dup2(fd, target)
+            os.dup2(done, 3)
+            os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            _drop_rights(request)
+            os._exit(_execute(program, word))
+        os._exit(1)
     os.close(done)
     with select.epoll() as poll:
         descriptor = os.pidfd_open(pid)
@@ -229,25 +238,13 @@ def _kill_others(*, has_namespace: bool) -> None:
             os.waitpid(-1, 0)
 
 
-def _run_in_child(program: str, request: dict[str, Any], streams: list[int], done: int, word: bytes) -> NoReturn:
-    """Give up all rights, run the program, and end the process."""
-    with contextlib.suppress(BaseException):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        for target, fd in enumerate(streams):
-            os.dup2(fd, target)
-        os.dup2(done, 3)
-        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _drop_rights(request)
-        os._exit(_execute(program, word))
-    os._exit(1)
-
-
 def _drop_rights(request: dict[str, Any]) -> None:
     """Become nobody without capabilities, within the limits of the request."""
     is_root, processes = os.geteuid() == 0, MAX_PROCESSES
-    if not request["isolates"]:
-        processes += 0 if is_root else _num_tasks()
+    if not request["isolates"] and not is_root:
+        for folder in Path("/proc").glob("[0-9]*"):  # the limit counts all threads of this user on the machine
+            with contextlib.suppress(OSError):
+                processes += len(os.listdir(folder / "task")) if folder.stat().st_uid == os.geteuid() else 0
     user = NOBODY if request["isolates"] or not is_root else 1_900_000_000 + os.getpid()
     if is_root:
         if not request["isolates"]:
@@ -271,15 +268,6 @@ def _drop_rights(request: dict[str, Any]) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def _num_tasks() -> int:
-    """Return the number of threads of this user on the machine."""
-    total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            total += len(os.listdir(folder / "task")) if folder.stat().st_uid == os.geteuid() else 0
-    return total
-
-
 def _execute(program: str, word: bytes) -> int:
     """Run the program like a script. Return its exit status."""
     sys.argv[:], names = ["program.py"], {"__name__": "__main__", "__builtins__": __builtins__}
@@ -294,20 +282,15 @@ def _execute(program: str, word: bytes) -> int:
         return _OUT_OF_MEMORY
     except BaseException as error:
         traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-        status = _REFUSED if _is_denied(error) else 1
+        cause = getattr(error, "reason", error)  # the cause of urllib's errors
+        is_denied = type(cause).__name__ == "gaierror" or getattr(cause, "errno", None) in _DENIED
+        status = _REFUSED if is_denied or str(error) == "can't start new thread" else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     if status == 0:
         os.write(3, word)
     return status
-
-
-def _is_denied(error: BaseException) -> bool:
-    """Return True if the sandbox is the likely cause of an exception."""
-    cause = getattr(error, "reason", error)  # the cause of urllib's errors
-    is_network = type(cause).__name__ == "gaierror"
-    return is_network or getattr(cause, "errno", None) in _DENIED or str(error) == "can't start new thread"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,14 @@ _PLAIN = str.maketrans(
         "−": "-",
     }
 )
+_MYRIADS = {"\u4e07": 4, "\u842c": 4, "\ub9cc": 4, "\u4ebf": 8, "\u5104": 8, "\uc5b5": 8}
+
+
+def _of_myriads(match: re.Match[str]) -> str:
+    value = Fraction(match[1]) * 10 ** _MYRIADS[match[2]] + int(match[3] or 0)
+    return str(value) if value.denominator == 1 else match[0]
+
+
 _MARKUP = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -36,7 +44,7 @@ _MARKUP = tuple(
         (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
         (
             r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?",
-            lambda match: _of_myriads(match),
+            _of_myriads,
         ),
         # The next rule removes Indian thousands separators.
         (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),
@@ -68,7 +76,6 @@ _CONTINENTAL = re.compile(
 _ENGLISH = re.compile(r"\b(?:the|is|are|of|so|and|we|that|this|with)\b")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d+(?!\d|,\d|\)|\])|\\overline)(?<![(\[]\d,)")
 _DOT_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]\d|\d)")
-_MYRIADS = {"\u4e07": 4, "\u842c": 4, "\ub9cc": 4, "\u4ebf": 8, "\u5104": 8, "\uc5b5": 8}
 
 _SCALES = "thousand|million|billion|trillion"
 _DEGREES = r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\s?degrees?\b)"
@@ -121,6 +128,13 @@ _REALS = re.compile(
     r"(?:x ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\u211d)|(?:all |the )?(?:set of )?(?:all )?real(?: number)?s",
     re.IGNORECASE,
 )
+
+
+def _permutations(match: re.Match[str]) -> str:
+    n, k = (int(group) for group in match.groups() if group is not None)
+    return rf"\frac{{{n}!}}{{{n - k}!}}" if n >= k else match[0]
+
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -152,7 +166,7 @@ _REWRITES = tuple(
         ),
         (
             rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}",
-            lambda match: _permutations(match),
+            _permutations,
         ),
         (r"^(\d+) to (\d+)$", r"\1:\2"),
         (r"(?<=[^\s]) (?:veya|oder|ou|o|oppure|lub|или|または|或) (?=[A-Za-z] ?=|-?\d)", " or "),
@@ -225,11 +239,6 @@ def is_single_word(text: str) -> bool:
     return is_known or any(words.fullmatch(text) for words, _ in _TRANSLATIONS)
 
 
-def _of_myriads(match: re.Match[str]) -> str:
-    value = Fraction(match[1]) * 10 ** _MYRIADS[match[2]] + int(match[3] or 0)
-    return str(value) if value.denominator == 1 else match[0]
-
-
 def _reversed_brackets(text: str) -> str:
     r"""Rewrite ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
     opening, closing = text.find("["), text.find("]")
@@ -249,8 +258,3 @@ def _reversed_brackets(text: str) -> str:
         return f"{'(' if left == ']' else '['}{first},{second}{')' if right == '[' else ']'}"
 
     return _INTERVAL.sub(interval, text)
-
-
-def _permutations(match: re.Match[str]) -> str:
-    n, k = (int(group) for group in match.groups() if group is not None)
-    return rf"\frac{{{n}!}}{{{n - k}!}}" if n >= k else match[0]

@@ -22,13 +22,12 @@ from typing import Any
 
 from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.errors import EngineError, RewardError
-from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded
+from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
 from grpo_mega.rollout.sessions.agent_job import AgentJob
 from grpo_mega.rollout.sessions.agent_job import AgentResult as AgentResult
 
 GRACE_S = 0.5  # least time that a sample has to end after its deadline or a kill
 _LOOK_S = 0.1  # seconds between looks at deadlines
-_MAX_STARTS, _PAUSE_S = 5, 0.2  # attempts to start a worker while the fork server keeps ending
 
 
 @dataclass
@@ -71,7 +70,8 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
         """Start the agent function of a sample. `prompt` comes from chat.prompt_values. Raises EngineError."""
         with self._changed:
-            self._raise_failure()
+            if self._failure is not None:
+                raise EngineError(self._failure)
             slot = min(self._slots, key=lambda one: len(one.ends))
             slot.ends[session_id] = self._latest_end()
             slot.outbox.put(("start", session_id, base_url, api_key, prompt))
@@ -98,10 +98,6 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def _latest_end(self) -> float:
         return time.monotonic() + self._timeout_s + self._grace_s
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
-
     def _fail(self, text: str) -> None:
         with self._changed:
             self._failure = self._failure or text
@@ -113,7 +109,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         """Keep one worker running, and replace it when it ends."""
         try:
             while self._failure is None:
-                worker, outbox = self._fork(), slot.outbox
+                worker, outbox = start_worker(self._server, self._job), slot.outbox
                 with self._changed:
                     slot.ends = dict.fromkeys(slot.ends, self._latest_end())  # they start now
                 sender = threading.Thread(target=_send_all, args=(worker, outbox), daemon=True)
@@ -130,19 +126,16 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         except Exception as error:
             self._fail(f"a thread of the agent workers ended with {type(error).__name__}: {error}")
 
-    def _fork(self) -> Worker:
-        for _ in range(_MAX_STARTS):
-            with contextlib.suppress(OSError, EOFError):
-                return Worker(self._server, self._job)
-            time.sleep(_PAUSE_S)  # the fork server has ended; the next attempt restarts it
-        raise RewardError("the process that forks them has ended; its standard error says why")
-
     def _receive_all(self, worker: Worker, slot: _Slot) -> None:
         """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
         problem = "the worker was killed, because another sample ignored its deadline"
         with contextlib.suppress(WorkerEnded):
             try:
-                while self._failure is None and not self._is_overdue(slot):
+                while self._failure is None:
+                    with self._changed:
+                        is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
+                    if is_overdue:
+                        break
                     if (result := worker.receive(_LOOK_S)) is not None:
                         self._end(slot, result)
             except WorkerEnded as ended:
@@ -156,10 +149,6 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                 self._end(slot, AgentResult(session_id, None, error, "deadline"))
             else:
                 self._end(slot, AgentResult(session_id, None, problem, "died"))
-
-    def _is_overdue(self, slot: _Slot) -> bool:
-        with self._changed:
-            return any(end <= time.monotonic() for end in slot.ends.values())
 
     def _end(self, slot: _Slot, result: AgentResult) -> None:
         with self._changed:

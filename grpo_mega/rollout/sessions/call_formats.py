@@ -147,7 +147,10 @@ class _Xml:
             raise ValueError("the name of the function is missing")
         name, place, arguments = match[1], match.end(), dict[str, Any]()
         while match := re.compile(self.argument, re.DOTALL).match(text, place):
-            arguments[match[1]] = _typed(match[2], _schema_of(tools, name, match[1]))
+            schema: Any = next((tool["function"] for tool in tools or () if tool["function"]["name"] == name), {})
+            for key in ("parameters", "properties", match[1]):
+                schema = schema.get(key) if isinstance(schema, dict) else None
+            arguments[match[1]] = _typed(match[2], schema if isinstance(schema, dict) else {})
             place = match.end()
         if (rest := text[place:].strip()) != self.end:
             wanted = f"an argument or {self.end}" if self.end else "an argument"
@@ -160,16 +163,11 @@ class _Xml:
         return "".join([self.name_form.format(name), *(self.argument_form.format(*text) for text in texts), self.end])
 
 
-def _schema_of(tools: Tools, name: str, argument: str) -> Mapping[str, Any]:
-    """Return the JSON schema of an argument; {} if the tools do not describe it."""
-    value: Any = next((tool["function"] for tool in tools or () if tool["function"]["name"] == name), {})
-    for key in ("parameters", "properties", argument):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument. It is a text if the schema says so, or if the text is no JSON."""
+    """Return the value of an argument. It is a text if the schema says so, or if the text is no JSON.
+
+    The schema is {} if the tools do not describe the argument.
+    """
     alternatives = [one for one in schema.get("anyOf") or [schema] if isinstance(one, dict)]
     kinds = [one.get("type") for one in alternatives]
     types = [kind for one in kinds for kind in (one if isinstance(one, list) else [one])]

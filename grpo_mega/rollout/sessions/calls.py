@@ -30,25 +30,24 @@ class ParsedTurn:
 
 class CallParser:
     def __init__(self, template: Template, decode: Decode, tool_format: str = "auto") -> None:
-        """`tool_format` "auto": the format in which the template renders a call, or hermes if it renders none."""
+        """`tool_format` "auto": the first format whose parser reads a call that the template renders, else hermes."""
         self._tokenizer, self.decode = template.tokenizer, decode
         self._starts_in_thought = any(not tag.startswith("</") for tag in TAG.findall(template.prefill)[-1:])
-        self.format = tool_format
+        self.format = "hermes" if tool_format == "auto" else tool_format
         if tool_format == "auto":
-            self.format = next((name for name in FORMATS if self._reads(name, template)), "hermes")
+            wanted = ("f", {"a": 12, "b": ["c"]})
+            function = {"name": wanted[0], "arguments": wanted[1]}
+            text = template.render_call([{"type": "function", "id": "callqzxv0", "function": function}])
+            text = min((text.partition(stop)[0] for stop in template.stop_texts), key=len, default=text)
+            for name, known in FORMATS.items():
+                content, *pieces = text.split(known.opening)
+                found = known.read(content, pieces, None)
+                if not found.invalid and found.calls == [wanted]:
+                    self.format = name
+                    break
         self._format = FORMATS[self.format]
         ids = self._tokenizer(self._format.opening, add_special_tokens=False)["input_ids"]
         self._opening_id = ids[0] if len(ids) == 1 else None
-
-    def _reads(self, name: str, template: Template) -> bool:
-        """Return True if the parser of a format reads the call that the template writes."""
-        wanted = ("f", {"a": 12, "b": ["c"]})
-        function = {"name": wanted[0], "arguments": wanted[1]}
-        text = template.render_call([{"type": "function", "id": "callqzxv0", "function": function}])
-        text = min((text.partition(stop)[0] for stop in template.stop_texts), key=len, default=text)
-        content, *pieces = text.split(FORMATS[name].opening)
-        found = FORMATS[name].read(content, pieces, None)
-        return not found.invalid and found.calls == [wanted]
 
     def parse(self, token_ids: Sequence[int], tools: Tools = None) -> ParsedTurn:
         """Return the text and the calls of a turn. If a call cannot be parsed, the content is the whole text.

@@ -105,7 +105,14 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
             opened = self._find(request)
-            body = await _json(request)
+            try:
+                body = json.loads(await request.read())
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"the body is not JSON ({error})") from None
+            except web.HTTPRequestEntityTooLarge:
+                raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413) from None
+            if not isinstance(body, dict):
+                raise RequestError("the body must be a JSON object")
             try:
                 chat = self._read(body)
             except RecursionError:
@@ -118,7 +125,8 @@ class Gateway:
             return _refusal(error)
         head = {"id": opened.answer_id(turn), "created": int(time.time()), "model": MODEL}
         if not body.get("stream"):
-            return web.json_response(head | _answer(turn))
+            choice = {"index": 0, "message": turn.answer, "logprobs": None, "finish_reason": turn.finish_reason}
+            return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": _usage(turn)})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         with contextlib.suppress(ConnectionError):  # the client is gone, and may ask again
             await response.prepare(request)
@@ -175,13 +183,20 @@ class Gateway:
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise RequestError(f"max_tokens={most!r}: must be a number of at least 1")
-        return ChatRequest.read(body.get("messages"), _tools(body.get("tools")), most, self._stop_ids(body.get("stop")))
-
-    def _stop_ids(self, stop: Any) -> frozenset[int]:
+        tools: list[dict[str, Any]] | None = None
+        if (given := body.get("tools")) not in (None, []):
+            functions = [
+                tool.get("function") if isinstance(tool, dict) else None
+                for tool in (given if isinstance(given, list) else [None])
+            ]
+            if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
+                raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
+            tools = well_formed_json(given)
+        stop = body.get("stop")
         texts = [stop] if isinstance(stop, str) else stop or []
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise RequestError("stop: must be a text or a list of texts")
-        ids: set[int] = set()
+        stop_ids: set[int] = set()
         for text in map(well_formed_json, texts):
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(tokens) != 1:
@@ -189,35 +204,12 @@ class Gateway:
                     f"stop={text!r}: must be one token of the model, because generation stops at tokens; leave it out",
                     code="unsupported_parameter",
                 )
-            ids.add(tokens[0])
-        return frozenset(ids)
+            stop_ids.add(tokens[0])
+        return ChatRequest.read(body.get("messages"), tools, most, frozenset(stop_ids))
 
 
 def ended_error() -> RequestError:
     return RequestError("the session has ended", code="session_ended", status=410)
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON ({error})") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413) from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    return body
-
-
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if tools in (None, []):
-        return None
-    listed = tools if isinstance(tools, list) else [None]
-    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in listed]
-    if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-        raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
-    cleaned: list[dict[str, Any]] = well_formed_json(tools)
-    return cleaned
 
 
 def _refusal(error: RequestError) -> web.Response:
@@ -228,11 +220,6 @@ def _refusal(error: RequestError) -> web.Response:
 def _usage(turn: Turn) -> dict[str, int]:
     prompt, completion = len(turn.request.context_ids), len(turn.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _answer(turn: Turn) -> dict[str, Any]:
-    choice = {"index": 0, "message": turn.answer, "logprobs": None, "finish_reason": turn.finish_reason}
-    return {"object": "chat.completion", "choices": [choice], "usage": _usage(turn)}
 
 
 def _chunks(turn: Turn, *, with_usage: bool) -> Iterator[dict[str, Any]]:

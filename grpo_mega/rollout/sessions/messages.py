@@ -36,30 +36,27 @@ def clean(message: Any, place: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{place}: must be an object with a role of {', '.join(ROLES)}")
     kept = {k: well_formed_json(v) for k, v in message.items() if k not in _ANSWER_KEYS and v not in (None, [], {})}
-    kept["content"] = _text_of(kept.get("content", ""), f"{place}.content")
+    content = kept.get("content", "")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        raise RequestError(f"{place}.content: must be a text, or a list of text parts")
+    kept["content"] = "".join(part["text"] for part in parts)
     if "tool_calls" in kept:
         if message["role"] != "assistant" or not isinstance(kept["tool_calls"], list):
             raise RequestError(f"{place}.tool_calls: must be a list in an assistant message")
-        kept["tool_calls"] = [_clean_call(call, f"{place}.tool_calls") for call in kept["tool_calls"]]
+        calls: list[dict[str, Any]] = []
+        for call in kept["tool_calls"]:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise RequestError(f"{place}.tool_calls: each call must have a function with a name")
+            arguments = function.get("arguments", {})
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError, RecursionError):  # such a text stays a text
+                    arguments = well_formed_json(json.loads(arguments or "{}"))
+            named = {"name": function["name"], "arguments": arguments}
+            calls.append({"type": "function", **call, "function": named})
+        kept["tool_calls"] = calls
     return kept
-
-
-def _text_of(content: Any, place: str) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        raise RequestError(f"{place}: must be a text, or a list of text parts")
-    return "".join(part["text"] for part in parts)
-
-
-def _clean_call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{place}: each call must have a function with a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # such a text stays a text
-            arguments = well_formed_json(json.loads(arguments or "{}"))
-    return {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def well_formed_json(value: Any) -> Any:
@@ -103,18 +100,18 @@ def forms(messages: Sequence[Message], name: str) -> list[Message]:
 
     A chat template treats both lists alike, because it reads roles, thoughts, tool calls, and whether there is text.
     """
-    return [_form(message, f"{name}{number:05d}") for number, message in enumerate(messages)]
-
-
-def _form(message: Message, name: str) -> Message:
-    parts = TAG.split(message["content"]) if message["role"] == "assistant" else [message["content"]]
-    texts = [part if place % 2 else mark(f"{name}p{place}") if part.strip() else "" for place, part in enumerate(parts)]
-    form: Message = {"role": message["role"], "content": "\n".join(text for text in texts if text)}
-    if "tool_calls" in message:
-        function = {"name": "f", "arguments": {"a": mark(f"{name}call")}}
-        form["tool_calls"] = [{"id": _CALL_ID, "type": "function", "function": function}]
-    others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
-    return form | {key: _CALL_ID if key == "tool_call_id" else mark("other") for key in others}
+    found = []
+    for number, message in enumerate(messages):
+        title, content = f"{name}{number:05d}", message["content"]
+        parts = TAG.split(content) if message["role"] == "assistant" else [content]
+        texts = [part if i % 2 else mark(f"{title}p{i}") if part.strip() else "" for i, part in enumerate(parts)]
+        form: Message = {"role": message["role"], "content": "\n".join(text for text in texts if text)}
+        if "tool_calls" in message:
+            function = {"name": "f", "arguments": {"a": mark(f"{title}call")}}
+            form["tool_calls"] = [{"id": _CALL_ID, "type": "function", "function": function}]
+        others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
+        found.append(form | {key: _CALL_ID if key == "tool_call_id" else mark("other") for key in others})
+    return found
 
 
 def mark(name: str) -> str:

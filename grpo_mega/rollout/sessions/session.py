@@ -199,7 +199,8 @@ class Session:
         contexts: list[Context] = []
         spans: list[Span] = []
         rewards: list[float | None] = []
-        for segment in self._segments():
+        segments = self._segments()
+        for segment in segments:
             first = segment[0].request.context_ids
             if ids or first != tuple(self.prompt.token_ids):
                 contexts.append(Context(len(ids), first))
@@ -217,6 +218,7 @@ class Session:
                     start = spans.pop().start
                 spans.append(Span(turn.result.version, start, len(ids)))
         has_rewards = any(reward is not None for reward in rewards)
+        last = segments[-1][-1] if segments else None
         return Sample(
             self.prompt,
             self.key[1],
@@ -226,7 +228,7 @@ class Session:
             spans or [Span(self.step, 0, 0)],
             sampled=sampled,
             contexts=contexts,
-            messages=self._last_messages(),
+            messages=[] if last is None else [*last.messages, clean(last.answer, "answer")],
             step_ends=[end - 1 for _, end in sampled] if has_rewards else [],
             step_rewards=[reward or 0.0 for reward in rewards] if has_rewards else [],
         )
@@ -242,13 +244,6 @@ class Session:
                 else:
                     chain.append(turn)
         return segments
-
-    def _last_messages(self) -> list[Message]:
-        segments = self._segments()
-        if not segments:
-            return []
-        last = segments[-1][-1]
-        return [*last.messages, clean(last.answer, "answer")]
 
 
 def _limit_error(limit: str) -> RequestError:

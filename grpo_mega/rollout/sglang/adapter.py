@@ -84,9 +84,8 @@ class AdapterUpdate:
                 "target_modules": [*lora.modules],
             },
             "serialized_named_tensors": [data] * self._tp,
-            "expected_checksums": {name: _sha256(tensor) for name, tensor in self._tensors.items()},
+            "expected_checksums": {
+                name: hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+                for name, tensor in self._tensors.items()
+            },
         }
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -27,7 +27,7 @@ from grpo_mega.distributed.environment import CORES_VARIABLE, loopback_sockets, 
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import NoReply, send
-from grpo_mega.observe.progress import Bar, phase
+from grpo_mega.observe.progress import phase
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang import server_main
@@ -234,37 +234,34 @@ class Server:
         """
         deadline_s = self._settings.rollout.start_deadline_s
         with phase("waiting for the SGLang server", self._settings.shows_progress, int(deadline_s), "seconds") as bar:
-            self._wait(deadline_s, bar)
-
-    def _wait(self, deadline_s: float, bar: Bar) -> None:
-        started_at, num_shown = time.monotonic(), 0
-        while not self._generates():
-            seconds = time.monotonic() - started_at
-            if not self.is_alive():
-                self.kill()
-                reason = self._reason()
-                if not _PORT_CONFLICT.search(reason) or self._num_starts == MAX_STARTS:
+            started_at, num_shown = time.monotonic(), 0
+            while not self._generates():
+                seconds = time.monotonic() - started_at
+                if not self.is_alive():
+                    self.kill()
+                    reason = self._reason()
+                    if not _PORT_CONFLICT.search(reason) or self._num_starts == MAX_STARTS:
+                        raise EngineError(
+                            f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}"
+                        )
+                    self.start()
+                elif seconds > deadline_s:
+                    self.kill()
                     raise EngineError(
-                        f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}"
+                        f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
+                        f" {self.tail()}"
                     )
-                self.start()
-            elif seconds > deadline_s:
-                self.kill()
-                raise EngineError(
-                    f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
-                    f" {self.tail()}"
-                )
-            bar.advance(int(seconds) - num_shown)
-            num_shown = int(seconds)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-        if self._settings.device_type == "cuda":  # a CPU compiles no kernels
-            rest_s = deadline_s - (time.monotonic() - started_at)
-            if self._ask("/generate", warm_up(self._settings), max(rest_s, SECONDS_FOR_A_TOKEN)) is None:
-                self.kill()
-                raise EngineError(
-                    f"the SGLang server of {self._settings.folder} generated no token for its longest prompt within"
-                    f" rollout.start_deadline_s={deadline_s:.0f} s; {self.tail()}"
-                )
+                bar.advance(int(seconds) - num_shown)
+                num_shown = int(seconds)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            if self._settings.device_type == "cuda":  # a CPU compiles no kernels
+                rest_s = deadline_s - (time.monotonic() - started_at)
+                if self._ask("/generate", warm_up(self._settings), max(rest_s, SECONDS_FOR_A_TOKEN)) is None:
+                    self.kill()
+                    raise EngineError(
+                        f"the SGLang server of {self._settings.folder} generated no token for its longest prompt within"
+                        f" rollout.start_deadline_s={deadline_s:.0f} s; {self.tail()}"
+                    )
 
     @property
     def headers(self) -> dict[str, str]:
