@@ -290,7 +290,11 @@ def _hybrid_layer(setup: PlannedJob, pp_rank: int, padding: float, full: Layer) 
     rows = (2 * shape.linear_k + shape.linear_v) // tp
     recurrence = figure(
         "linear attention keeps, per token",
-        lambda: padding * (heads * (1754 + 6.875 * k + 3 * v + k * v / 64) * 4 / b + 3 * rows) + 6 * heads * v,
+        lambda: (
+            padding * (heads * (392 + 10 * k + 3 * v + k * v / 64) * 4 / b + (1 + 8 / b) * rows)
+            + rows
+            + (2 + 8 / b) * heads * v
+        ),
         "",
     )
     q = shape.q // tp
