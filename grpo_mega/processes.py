@@ -174,10 +174,7 @@ def make_folder() -> tuple[Path, int]:
             problems.append(f"{base}: {error.strerror}")
             continue
         try:
-            path = folder / LONGEST_SOCKET.replace("/", "-")
-            with socket.socket(socket.AF_UNIX) as probe:  # raises OSError if the longest name does not fit
-                probe.bind(str(path))
-            path.unlink()
+            _check_socket(folder)
             return folder, lock
         except OSError as error:
             problems.append(f"{base}: {error.strerror or error}")
@@ -248,6 +245,14 @@ def _bases() -> list[Path]:
 
 def _prefix() -> str:
     return f"grpo-mega-{hashlib.blake2b(platform.node().encode(), digest_size=3).hexdigest()}-"
+
+
+def _check_socket(folder: Path) -> None:
+    """Raise OSError unless a socket with the longest name can be made below `folder`."""
+    path = folder / LONGEST_SOCKET.replace("/", "-")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(str(path))
+    path.unlink()
 
 
 def _lock(folder: Path) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
@@ -67,6 +68,8 @@ def check_attention(shape: ModelShape, dtype: torch.dtype, device: Device) -> No
     With some versions of cuDNN the output is right and the gradients are wrong, without an error: 9.14 on an H100 for
     heads of 256.
     """
+    if isinstance(torch.empty(0), FakeTensor):  # a rehearsal computes nothing
+        return
     group = shape.num_heads // shape.num_kv_heads
     for window in sorted({0, *shape.windows}):
         errors = attention_errors(group, shape.head_dim, shape.v_dim or shape.head_dim, window, dtype, device)

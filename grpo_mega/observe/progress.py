@@ -63,7 +63,8 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
 @contextmanager
 def phase(description: str, enabled: bool = True, total: int | None = None, unit: Unit = "items") -> Iterator[Bar]:
     """Show work that happens once and may take long. Without a terminal, its first line is its description."""
-    silence = threading.Timer(SECONDS_OF_SILENCE, print, [description], {"flush": True})
+    # One write with the end of the line: other threads print, too.
+    silence = threading.Timer(SECONDS_OF_SILENCE, print, [f"{description}\n"], {"end": "", "flush": True})
     silence.daemon = True
     if enabled and not consoles.get_console().is_terminal:
         silence.start()

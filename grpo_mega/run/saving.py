@@ -82,14 +82,7 @@ class Checkpoints:
             return
         self._check_weights_changed(policy, manifest)
         num_bytes = policy.state_bytes + sum(map(len, files.values()))
-        needed = torch.tensor([num_bytes])  # bytes of this rank, and of all ranks after the sum
-        dist.all_reduce(needed)
-        free = shutil.disk_usage(self.folder).free
-        if int(needed) > free:
-            raise ResumeError(
-                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB"
-                " free; free the disk and resume, or lower checkpoint.keep"
-            )
+        self._check_disk(num_bytes)
         target = self.folder / partial_name(manifest.step) / STATE
         target.mkdir(parents=True, exist_ok=True)
 
@@ -159,6 +152,17 @@ class Checkpoints:
                     shown = writer.num_done
                 if until is None and seconds_for_others is not None and writer.is_written.is_set():
                     until = time.monotonic() + seconds_for_others
+
+    def _check_disk(self, num_bytes: int) -> None:
+        """Raise ResumeError if the disk has no room for the state of all ranks. This rank's part has `num_bytes`."""
+        needed = torch.tensor([num_bytes])
+        dist.all_reduce(needed)
+        free = shutil.disk_usage(self.folder).free
+        if int(needed) > free:
+            raise ResumeError(
+                f"a checkpoint may need {int(needed) / 2**20:.0f} MiB, but {self.folder} has {free / 2**20:.0f} MiB"
+                " free; free the disk and resume, or lower checkpoint.keep"
+            )
 
     def _check_weights_changed(self, policy: Policy, manifest: Manifest) -> None:
         """Raise ResumeError if gradients did not change the weights since the last save. Warn if there were no

@@ -132,17 +132,9 @@ class SGLangEngine(Engine):
         All engines share a counter of groups. Each engine takes the next group while its schedule wants one, so no
         engine is idle while groups wait, and a slow engine takes fewer. When the phase stops, running samples are
         aborted, and the server is idle with an empty cache. If the server fails, even during the abort, only its
-        complete groups are returned. Raise EngineError before anything is sent if a prompt and its longest response
-        exceed the context length.
+        complete groups are returned.
         """
-        for prompt in (group.prompt for group in request.groups.values()):
-            longest = len(prompt.token_ids) + request.sampling.max_response_length
-            if longest > self._settings.context_length:
-                raise EngineError(
-                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of"
-                    f" {request.sampling.max_response_length} exceed the engine's {self._settings.context_length};"
-                    " lower data.max_prompt_length"
-                )
+        self._check_lengths(request)
         self._num_phases += 1
         server, session = self._server, self._session
         if server is None:
@@ -195,6 +187,19 @@ class SGLangEngine(Engine):
             else:
                 self._fail(f"{phase}: {event.error}")
         return False
+
+    def _check_lengths(self, request: RolloutRequest) -> None:
+        """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent
+        yet.
+        """
+        for prompt in (group.prompt for group in request.groups.values()):
+            longest = len(prompt.token_ids) + request.sampling.max_response_length
+            if longest > self._settings.context_length:
+                raise EngineError(
+                    f"prompt {prompt.id} of {len(prompt.token_ids)} tokens and a response of"
+                    f" {request.sampling.max_response_length} exceed the engine's {self._settings.context_length};"
+                    " lower data.max_prompt_length"
+                )
 
     def _check_alive(self, phase: str, heard: float, started_at: float, server: Server) -> float:
         """Check that the server is alive, and check its health if there was no event since `heard` for too long.
