@@ -14,9 +14,15 @@ from torch import Tensor
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.preflight import kernels
-from grpo_mega.preflight.kernels import Kernels
-from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples, packed
+from tests.helpers.gpu_policies import (
+    assert_close,
+    gradients_of,
+    logits_of,
+    make_policy,
+    make_samples,
+    packed,
+    use_local_layers,
+)
 from tests.helpers.models import VOCAB_SIZE, make_config
 
 SIZES = {
@@ -55,14 +61,6 @@ def plain_name(name: str) -> str:
     return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: str) -> None:
-    assert found.keys() == expected.keys() and any("A_log" in name for name in found)
-    wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
-    assert all(error < ALLOWED[dtype] for error in wrong.values()), {
-        n: e for n, e in wrong.items() if e >= ALLOWED[dtype]
-    }
-
-
 @pytest.mark.emulated
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ALLOWED)
@@ -72,8 +70,9 @@ def test_hybrid_layers_of_both_kinds_give_the_same_numbers(
     if not in_use(device).transformer_engine:
         pytest.skip("needs Transformer Engine")
     found = numbers(device, dtype, family)
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
-    assert_close(found, numbers(device, dtype, family), dtype)
+    use_local_layers(monkeypatch)
+    assert any("A_log" in name for name in found)
+    assert_close(found, numbers(device, dtype, family), ALLOWED[dtype])
 
 
 @pytest.mark.emulated
@@ -86,7 +85,7 @@ def test_a_checkpoint_of_transformer_engines_layers_restores_to_local_ones(
     policy = policy_of(device, family, "bfloat16")
     policy.update(policy.attach_logprobs(packed(policy, make_samples(6, VOCAB_SIZE))))
     policy.save(tmp_path)
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+    use_local_layers(monkeypatch)
     restored = policy_of(device, family, "bfloat16")
     restored.restore(tmp_path)
     saved, found = ({plain_name(n): p.detach() for n, p in one.tensors().items()} for one in (policy, restored))
@@ -102,4 +101,4 @@ def test_flas_kernels_give_the_numbers_of_plain_torch(
         pytest.skip("needs a GPU, and torch sees none here" if not device.is_cuda else "needs flash-linear-attention")
     found = numbers(device, dtype)
     monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", None)
-    assert_close(found, numbers(device, dtype), dtype)
+    assert_close(found, numbers(device, dtype), ALLOWED[dtype])

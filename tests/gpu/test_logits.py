@@ -21,12 +21,10 @@ from transformers import AutoConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.megatron.loaded_kernels import in_use
-from grpo_mega.preflight import kernels
-from grpo_mega.preflight.kernels import Kernels
 from grpo_mega.types import Routes
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
-from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample
+from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample, use_local_layers
 
 HERE = Path(__file__).parent
 FAMILIES = ("qwen2", "llama", "qwen3", "qwen2-windowed")
@@ -87,7 +85,7 @@ def test_the_layers_of_a_run_give_transformers_logits(family: str, theirs: Path,
 def test_layers_without_transformer_engine_give_transformers_logits(
     family: str, theirs: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
+    use_local_layers(monkeypatch)
     check(theirs, family, device)
 
 

@@ -17,9 +17,16 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.attention import PackedAttention, RMSNorm
 from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.preflight import kernels
-from grpo_mega.preflight.kernels import Kernels
-from tests.helpers.gpu_policies import gradients_of, logits_of, make_policy, make_samples, packed, precision_of
+from tests.helpers.gpu_policies import (
+    assert_close,
+    gradients_of,
+    logits_of,
+    make_policy,
+    make_samples,
+    packed,
+    precision_of,
+    use_local_layers,
+)
 from tests.helpers.models import VOCAB_SIZE, make_config
 
 pytestmark = pytest.mark.emulated
@@ -58,10 +65,6 @@ def policy_of(device: Device, family: str, sizes: Mapping[str, int], **sections:
     return make_policy(device, make_config(family, **(SIZES | FAMILIES[family] | sizes)), **sections)
 
 
-def use_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: Kernels(False, False, False, "none is wanted"))
-
-
 def state_of(policy: Policy) -> dict[str, Tensor]:
     return {plain_name(name): p.detach().cpu().clone() for name, p in policy.tensors().items()}
 
@@ -91,12 +94,8 @@ def test_both_kinds_of_layers_give_the_same_logits_and_gradients(
     found = numbers(device, family, dtype)
     use_local_layers(monkeypatch)
     expected = numbers(device, family, dtype)
-    assert found.keys() == expected.keys() and any("shared_experts" in name for name in found)
-    wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
-    print(sorted(wrong.items(), key=lambda item: -item[1])[:8])
-    assert all(error < ALLOWED[dtype] for error in wrong.values()), {
-        n: e for n, e in wrong.items() if e >= ALLOWED[dtype]
-    }
+    assert any("shared_experts" in name for name in found)
+    assert_close(found, expected, ALLOWED[dtype])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

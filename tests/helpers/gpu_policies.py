@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -126,6 +127,18 @@ def gradients_of(policy: Policy, samples: Sequence[Sample], token_budget: int = 
 def _gradient(parameter: Tensor) -> Tensor:
     gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
+
+
+def use_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build later policies without Transformer Engine."""
+    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: kernels.Kernels(False, False, False, "none is wanted"))
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: float) -> None:
+    """Compare tensors with the same names: `allowed` is the largest error relative to a tensor's norm."""
+    assert found.keys() == expected.keys()
+    wrong = {name: float((found[name] - e).norm() / e.norm()) for name, e in expected.items()}
+    assert all(error < allowed for error in wrong.values()), {n: e for n, e in wrong.items() if not e < allowed}
 
 
 def supported_precisions(device: Device) -> dict[str, str]:

@@ -101,7 +101,7 @@ def test_the_package_refuses_inputs_that_no_backend_takes() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_wrong_attention_is_refused_before_a_model_is_built(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One result of the kernels is wrong: the output, or the gradient of queries, keys or values."""
-    shape = ModelShape("qwen2", 2, 64, 128, 6, 2, 24, 304, False, windows=(0, 7))
+    shape = ModelShape("qwen2", 2, 64, 128, 6, 2, 24, 304, False, windows=(0, 1, 7))
     device = Device("cpu", torch.device("cpu"))
     loaded_kernels.attention_errors.cache_clear()
     loaded_kernels.check_attention(shape, torch.bfloat16, device)

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 
 from grpo_mega.distributed.environment import library_environment
 from tools.benchmarks import harness
-from tools.benchmarks.gpu.rank import run_sections
+from tools.benchmarks.gpu.rank import run_sections, value_text
 
 SECTIONS = ("mfu", "logprobs", "engine", "turns", "memory", "step", "lora")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
@@ -92,7 +92,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> list[str]:
     lines = [f"\n{about['card']}, {about['date']}; {versions}\n", _line(*TITLES), _line(*["---"] * len(TITLES))]
     verdicts = {True: "met", False: "missed", None: ""}
     for row in rows:
-        value = "none here" if row["value"] is None else f"{row['value']:,.4g} {row['unit']}"
+        value = value_text(row["value"], row["unit"])
         sign = "at most" if row["better"] == "less" else "at least"
         target = "" if row["target"] is None else f"{sign} {row['target']:g} {row['unit']}"
         name = f"{row['name']} ({row['note']})" if row["note"] else row["name"]

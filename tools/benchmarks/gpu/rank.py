@@ -37,11 +37,15 @@ class Figure:
         return self.value <= self.target if self.better == "less" else self.value >= self.target
 
     def line(self) -> str:
-        value = "none here" if self.value is None else f"{self.value:,.4g} {self.unit}"
-        return f"{self.section}: {self.case}: {self.name} {value}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.section}: {self.case}: {self.name} {value_text(self.value, self.unit)}{note}"
 
     def row(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.is_met}
+
+
+def value_text(value: float | None, unit: str) -> str:
+    return "none here" if value is None else f"{value:,.4g} {unit}"
 
 
 @dataclass(frozen=True)
