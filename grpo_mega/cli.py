@@ -1,4 +1,4 @@
-"""The command line of grpo-mega: one table of commands.
+"""The command line of grpo-mega: one table of commands, which the scripts of tools/ share (`run_script`).
 
 Nothing heavy is imported until a command runs. An error that the user can correct (UserError) is one line per broken
 rule on stderr and exit code 2. distributed/launch.py describes how a process becomes a rank of train, grpo, eval or
@@ -18,6 +18,7 @@ from typing import Any
 import grpo_mega
 from grpo_mega import console
 from grpo_mega.commands import options as of
+from grpo_mega.commands.options import Options, add_options, read_options
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 
 
@@ -107,14 +108,14 @@ def _rank(options: of.NoOptions) -> int:
     return 0
 
 
-def _in(command: str) -> Callable[[Any], int]:
-    """Return a function that imports a module of commands/ and calls its `run`, which returns the exit code."""
-    return lambda options: import_module(f"grpo_mega.commands.{command}").run(options)
+def _in(module: str, function: str = "run") -> Callable[[Any], int]:
+    """Return a function that imports a module of commands/ and calls the function, which returns the exit code."""
+    return lambda options: getattr(import_module(f"grpo_mega.commands.{module}"), function)(options)
 
 
 COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "init": (_in("init"), of.InitOptions, "write a first config for a model and a data set, with reasons"),
-    "sft": (_in("sft"), of.SftOptions, "fine-tune on demonstrations (SFT) with a YAML config"),
+    "sft": (_in("train", "run_sft"), of.SftOptions, "fine-tune on demonstrations (SFT) with a YAML config"),
     "train": (_in("train"), of.TrainOptions, "train with a YAML config"),
     "grpo": (
         _in("trl"),
@@ -125,10 +126,14 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
     "check": (_in("check"), of.CheckOptions, "verify that layouts give the same numbers as a single rank"),
     "eval": (_in("eval"), of.EvalOptions, "generate and score responses to held-out or other prompts"),
     "sample": (_in("sample"), of.SampleOptions, "sample scored responses to a prompt or a data set, or chat"),
-    "export": (_in("export"), of.ExportOptions, "write a checkpoint of a run as a Hugging Face folder"),
+    "export": (_in("convert", "run_export"), of.ExportOptions, "write a checkpoint of a run as a Hugging Face folder"),
     "convert": (_in("convert"), of.ConvertOptions, "convert a Hugging Face folder to a Megatron checkpoint, or back"),
     "verify": (_in("verify"), of.VerifyOptions, "compare two checkpoints: config, bits, and the output of every layer"),
-    "inspect": (_in("inspect"), of.InspectOptions, "describe a checkpoint: kind, family, parameters, dtype, step"),
+    "inspect": (
+        _in("verify", "run_inspect"),
+        of.InspectOptions,
+        "describe a checkpoint: kind, family, parameters, dtype, step",
+    ),
     "report": (_report, of.ReportOptions, "write a run's report.html and curves.png, or serve a live page"),
     "config": (_in("config"), of.KeyOptions, "print the keys of the config: type, default and description"),
     "rank": (_rank, of.NoOptions, None),  # launchers use it, so --help does not list it
@@ -137,3 +142,20 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def run_script(
+    doc: str | None, options: type[Options], act: Callable[[Options], int], arguments: list[str] | None
+) -> int:
+    """Parse the arguments (None: sys.argv), call `act`, and return its exit code."""
+    console.filter_output()
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, options)
+    try:
+        return act(read_options(options, parser.parse_args(arguments)))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

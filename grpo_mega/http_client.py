@@ -3,12 +3,18 @@
 A followed redirect would send the request's headers, including an API key, to an address that the user did not set. So
 a redirect is returned like any other reply. The request runs in a thread, because a socket's timeout limits neither a
 name lookup nor a reply that arrives byte by byte.
+
+`use_cache_if_unreachable` asks once if the Hugging Face hub answers, because its libraries retry for half a minute if
+it does not.
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
+import os
 import queue
+import sys
 import threading
 import time
 import urllib.error
@@ -91,3 +97,47 @@ def _exchange(request: urllib.request.Request, end: float, most_bytes: int) -> R
         len(body) <= most_bytes,
         f"{target.scheme}://{target.netloc.rpartition('@')[2]}" if target and target.netloc else "",
     )
+
+
+SECONDS_TO_ANSWER = 5.0
+VARIABLE = "HF_HUB_OFFLINE"
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def use_cache_if_unreachable() -> bool:
+    """Make the libraries of this process and its children use only their cache if the hub does not answer.
+
+    Return True if only the cache is used.
+    """
+    if os.environ.get(VARIABLE, "").upper() in ("1", "ON", "YES", "TRUE"):
+        return True
+    if answers(endpoint()):
+        return False
+    os.environ[VARIABLE] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):  # they have read the variable if they are imported
+        if name in sys.modules:
+            setattr(sys.modules[name], VARIABLE, True)
+    return True
+
+
+@functools.cache
+def answers(url: str) -> bool:
+    """Return True if a server answers within SECONDS_TO_ANSWER, with whatever status."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=SECONDS_TO_ANSWER):
+                found.append(True)
+        except urllib.error.HTTPError:
+            found.append(True)
+        except (OSError, ValueError):
+            found.append(False)
+
+    thread = threading.Thread(target=ask, daemon=True)  # a timeout does not end the resolution of a name
+    thread.start()
+    thread.join(SECONDS_TO_ANSWER)
+    return found == [True]

@@ -103,7 +103,7 @@ class Node:
 def torchrun_arguments() -> list[str]:
     environ = os.environ
     return [
-        "grpo_mega.distributed.agent",
+        "grpo_mega.distributed.rendezvous",
         f"--nnodes={environ['SLURM_NNODES']}",
         # Node N always has ranks N * RANKS_PER_NODE and up, regardless of the order in which nodes reach the
         # rendezvous.

@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def restored_environment() -> Iterator[None]:
-    """Restore the variables that a test's code sets for its own children (data/hub.py)."""
+    """Restore the variables that a test's code sets for its own children (http_client.py)."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):

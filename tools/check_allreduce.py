@@ -69,7 +69,7 @@ def main() -> int:
 
 def start_ranks(num_ranks: int) -> int:
     environ = os.environ
-    command = [sys.executable, "-m", "grpo_mega.distributed.agent", f"--nnodes={environ['SLURM_NNODES']}"]
+    command = [sys.executable, "-m", "grpo_mega.distributed.rendezvous", f"--nnodes={environ['SLURM_NNODES']}"]
     command += [f"--node-rank={environ['SLURM_NODEID']}", f"--nproc-per-node={num_ranks}"]
     command += [f"--master-addr={environ['MASTER_ADDR']}", f"--master-port={environ['MASTER_PORT']}", *sys.argv]
     return subprocess.run(command).returncode

@@ -31,10 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run this file
 
 from grpo_mega import console
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.messages import RequestError
-from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
-from grpo_mega.rollout.sessions.template import Template
-from grpo_mega.rollout.sessions.turns import TurnResult
+from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn, TurnResult
+from grpo_mega.rollout.sessions.template import RequestError, Template
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt, Sample
 from tools.chat_families import FAMILIES, stop_ids, tokenizer_of

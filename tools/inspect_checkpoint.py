@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from grpo_mega.commands.inspect import run
+from grpo_mega.cli import run_script
 from grpo_mega.commands.options import InspectOptions
-from grpo_mega.commands.script import run_script
+from grpo_mega.commands.verify import run_inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_script(__doc__, InspectOptions, run, arguments)
+    return run_script(__doc__, InspectOptions, run_inspect, arguments)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from grpo_mega.cli import run_script
 from grpo_mega.commands.options import VerifyOptions
-from grpo_mega.commands.script import run_script
 from grpo_mega.commands.verify import run
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm.correction import correct
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import k3, kl_penalty
+from grpo_mega.algorithm.token_weights import correct
 from grpo_mega.config import AlgorithmConfig
 
 
@@ -40,7 +40,7 @@ def policy_loss(inputs: LossInputs, a: AlgorithmConfig) -> LossOutputs:
     """Return one micro-batch's part of sum_t loss_weights_t keep_t (c_t l_t + kl_beta KL_t - entropy_bonus H_t).
 
     l_t is the objective's loss of a token. c_t and keep_t are the off-policy correction's weight and mask
-    (correction.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t),
+    (token_weights.py), both 1 without one. a.positive_nll adds positive_nll sum_t nll_weights_t keep_t (-logprobs_t),
     VAPO's imitation of right answers (arXiv 2504.05118, eqs. 9 and 10). A KL penalty in the reward (a.kl_in) adds
     nothing to the loss.
 

@@ -25,8 +25,7 @@ from grpo_mega.commands.options import CheckOptions
 from grpo_mega.commands.train import print_notes, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import uses_gpu
-from grpo_mega.distributed.interrupts import ends_at_first
-from grpo_mega.distributed.launch import current_rank, launch_processes
+from grpo_mega.distributed.launch import current_rank, ends_at_first, launch_processes
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.processes import private_folder
@@ -242,8 +241,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     """Write the case's outcome to `folder`. All ranks of the layout call this."""
     import torch
 
-    from grpo_mega.observe.progress import Pace
-    from grpo_mega.observe.timers import Timers
+    from grpo_mega.observe.progress import Pace, Timers
     from grpo_mega.run.batches import (
         assign_advantages,
         attach_logprobs,

@@ -26,8 +26,7 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
 from grpo_mega.commands.train import check_config, rank_imports
 from grpo_mega.config import Config
-from grpo_mega.distributed.interrupts import ends_at_first
-from grpo_mega.distributed.launch import current_rank, launch
+from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.paths import CONFIG_FILE, LOGS, STATE

@@ -15,11 +15,10 @@ from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.planner import report, this_machine
 from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob, plan_on
-from grpo_mega.planner.known_models import known_model, read_planned_model, read_teachers
 from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
-from grpo_mega.preflight.cards import ASSUMED, CPU, card_of
-from grpo_mega.preflight.model import Model
+from grpo_mega.preflight.machine import ASSUMED, CPU, card_of
+from grpo_mega.preflight.model import Model, known_model, read_planned_model, read_teachers
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 

@@ -33,9 +33,8 @@ from grpo_mega.commands.eval import (
 from grpo_mega.commands.options import SampleOptions
 from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
-from grpo_mega.distributed import interrupts
 from grpo_mega.distributed.environment import gpu_sign
-from grpo_mega.distributed.launch import current_rank
+from grpo_mega.distributed.launch import current_rank, ends_at_first, handled
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import CONFIG_FILE, read_json, write_atomically
 from grpo_mega.processes import private_folder
@@ -177,7 +176,7 @@ def _set_engine(raw: dict[str, Any], options: SampleOptions, is_chat: bool) -> N
 def sample_request(request: SampleRequest) -> None:
     """Sample as one rank. Rank 0 prints the responses, and writes request.out."""
     with ExitStack() as stack:
-        stack.enter_context(interrupts.ends_at_first("ending; nothing is written"))
+        stack.enter_context(ends_at_first("ending; nothing is written"))
         job = stack.enter_context(_ready_job(request))
         sampling = _sampling(job, request)
         prompts = prompts_of(job, request)[""]
@@ -277,7 +276,7 @@ def summary(request: SampleRequest, rows: Sequence[dict[str, Any]]) -> dict[str,
 def chat_request(request: SampleRequest) -> None:
     """Chat in the terminal, as the only rank."""
     with ExitStack() as stack:
-        with interrupts.ends_at_first("ending before the chat"):
+        with ends_at_first("ending before the chat"):
             job = stack.enter_context(_ready_job(request))
             chat = Chat(job, request)
         print(f"{QUIT} or Ctrl-D ends the chat, Ctrl-C ends a reply", flush=True)
@@ -325,7 +324,7 @@ class Chat:
 
         with (
             closing(StopWhenAsked(self._job.rollouts.rendezvous)) as stop,
-            interrupts.handled(lambda number: stop.ask(), (signal.SIGINT,)),
+            handled(lambda number: stop.ask(), (signal.SIGINT,)),
         ):
             limit = self._job.config.data.max_prompt_length
             self._messages.append({"role": "user", "content": text})

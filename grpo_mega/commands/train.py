@@ -1,7 +1,9 @@
-"""`grpo-mega train`, and what every command does before this process becomes a rank.
+"""`grpo-mega train`, and `grpo-mega sft`: what every command does before this process becomes a rank.
 
 Rank 0 or the launcher checks the config and claims the run's folder. Then distributed/launch.py runs `train_as_rank` on
 all ranks.
+
+`sft` is supervised fine-tuning on demonstrations. It takes the path of `train`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -18,12 +21,11 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega import processes
-from grpo_mega.commands.options import RewardOptions, TrainOptions
+from grpo_mega.commands.options import RewardOptions, SftOptions, TrainOptions
 from grpo_mega.config import Config
-from grpo_mega.config.rewards import ALIASES
+from grpo_mega.config.data import ALIASES, as_sft
 from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
-from grpo_mega.distributed.interrupts import ends_at_first
-from grpo_mega.distributed.launch import current_rank, launch
+from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, raise_all
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import LOGS
@@ -107,7 +109,7 @@ def rank_imports(config: Config) -> Iterator[None]:
         bind_to_gpu_cores(os.environ)
         with phase("importing torch, transformers and Megatron-core", config.log.progress and not current_rank()):
             # It imports Megatron, which reads the environment.
-            from grpo_mega.megatron.loaded_kernels import check_loads
+            from grpo_mega.megatron.runtime import check_loads
 
             check_loads()
             yield
@@ -160,3 +162,21 @@ def reward_override(
 
 def _spaced(values: Sequence[object]) -> str:
     return " ".join(map(str, values))
+
+
+def run_sft(options: SftOptions) -> int:
+    """Train with a config file and its overrides. Return the exit code."""
+    config = configs.validate(as_sft(configs.read(options.config, list(options.overrides))))
+    return train(with_steps(config), options.resume, options.argv)
+
+
+def with_steps(config: Config) -> Config:
+    """Return the config with the steps of data.epochs, if it is set. Its last step may start another epoch."""
+    if config.data.epochs is None:
+        return config
+    from grpo_mega.data.rows import read_rows  # imports numpy
+
+    num_rows = sum(1 for source in config.data.train for _ in read_rows(source.path))
+    num_rows -= config.data.heldout_size or round((config.data.heldout_fraction or 0.0) * num_rows)
+    steps = max(1, math.ceil(config.data.epochs * num_rows / config.batch.prompts_per_step))
+    return config.model_copy(update={"steps": steps})

@@ -1,6 +1,10 @@
-"""`grpo-mega verify A B`: compare two checkpoints, each a Hugging Face folder or a Megatron checkpoint.
+"""`grpo-mega verify A B`: compare two checkpoints, and `grpo-mega inspect PATH`: describe one.
 
-It compares config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory,
+`inspect` reads only headers, and imports no torch. PATH is a Hugging Face folder, a converted checkpoint, or a run's
+folder or checkpoint.
+
+`verify` compares two folders of either kind:
+config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory,
 it also compares the outputs of every layer on fixed prompts and names the first layer that differs. transformers runs a
 Hugging Face folder and Megatron-core runs a Megatron checkpoint, so a mapping that is wrong in both directions is found
 too. --no-logits leaves out the outputs. --config-a and --config-b are folders with config.json, for a checkpoint
@@ -9,15 +13,39 @@ without one. Exit code 0 if the checkpoints are the same, 1 if not, 2 if one of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from grpo_mega.commands.convert import check_workers
-from grpo_mega.commands.options import VerifyOptions
+from grpo_mega.commands.options import InspectOptions, VerifyOptions
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.progress import phase
 
 if TYPE_CHECKING:
     from grpo_mega.formats.detect import Checkpoint, FileDifference
+
+
+def run_inspect(options: InspectOptions) -> int:
+    """Print the description. Raise WeightMappingError if PATH is no checkpoint, or damaged."""
+    from grpo_mega.formats.detect import describe
+
+    description = describe(options.path, options.config)
+    if options.is_json:
+        print(json.dumps(description))
+        return 0
+    for name, value in description.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):<16} {formatted(name, value)}")
+    return 0
+
+
+def formatted(name: str, value: Any) -> str:
+    if name == "bytes":
+        return f"{value} ({value / 1e9:.2f} GB)"
+    if name == "parameters":
+        return f"{value} ({value / 1e9:.3f} billion)"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
 
 _SHOWN = 10  # largest number of names to print per kind
 

@@ -24,7 +24,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.processes import private_folder
-from grpo_mega.rollout.embedded.compat import scale_attention
+from grpo_mega.rollout.embedded.model import scale_attention
 from grpo_mega.weights.apply import load_shards
 
 TOLERANCE = 1e-4  # relative to a layer's largest output; fp32 errors are about 1e-6

@@ -21,10 +21,16 @@ from pydantic_core import ErrorDetails
 
 from grpo_mega.config.algorithm import AlgorithmConfig
 from grpo_mega.config.base import SEPARATOR, Section, inner_section
-from grpo_mega.config.data import DataConfig
-from grpo_mega.config.model import GuardConfig, LoraConfig, ModelConfig, PrecisionConfig, RouterConfig, TeacherConfig
-from grpo_mega.config.optimizer import OptimizerConfig
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import DataConfig, RewardsConfig
+from grpo_mega.config.model import (
+    GuardConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RouterConfig,
+    TeacherConfig,
+)
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 from grpo_mega.config.run import (
     BatchConfig,

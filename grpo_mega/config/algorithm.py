@@ -31,7 +31,7 @@ KL_CLAMP = 10.0
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see algorithm/correction.py."""
+    """Off-policy correction by the mismatch ratio exp(old_logprobs - rollout_logprobs); see token_weights.py."""
 
     importance: Literal["none", "token", "sequence", "icepop"] = Field(
         default="none",

@@ -1,4 +1,4 @@
-"""The sections of the config for the policy, its routers, the teachers, FP8 and the guard."""
+"""The sections of the config for the policy, its routers, its optimizer, the teachers, FP8 and the guard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,61 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_mega.config.base import LIST, FilePath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from grpo_mega.config.base import (
+    LIST,
+    FilePath,
+    Momentum,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = Field(default=1e-6, description="Peak learning rate.")
+    min_lr: NonNegativeFloat = Field(
+        default=0.0, description="Learning rate at the end of the linear or cosine schedule."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Schedule of the learning rate after the warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="Number of optimizer steps in which the learning rate rises linearly to lr."
+    )
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay of matrices and embeddings. Norms and biases have none."
+    )
+    betas: Annotated[tuple[Momentum, Momentum], LIST] = Field(
+        default=(0.9, 0.95), description="Decay rates of Adam's two moments."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="Number that Adam adds to the denominator.")
+    clip_grad: NonNegativeFloat = Field(
+        default=1.0, description="Maximum global L2 norm of the gradient. 0 does not clip."
+    )
+    moments_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Dtype of Adam's moments. bfloat16 needs Transformer Engine's precision-aware Adam.",
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description=(
+            "Keep Adam's float32 masters and moments in host memory, and take optimizer steps on the CPU (Megatron's "
+            "hybrid optimizer). Frees 12 bytes per weight of a rank's share on the device, and makes updates slower. "
+            "Use it only if nothing else fits: `grpo-mega plan` shows memory and time. Needs model.dtype=bfloat16."
+        ),
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}; lower it"
+        if self.cpu_offload and self.moments_dtype != "float32":
+            yield (
+                f"optimizer.moments_dtype={self.moments_dtype}: must be float32 with optimizer.cpu_offload, because"
+                " torch's Adam takes the steps; leave one of them out"
+            )
+
 
 RecomputedPart = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act"]
 
@@ -50,7 +104,7 @@ class RouterConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train an adapter of low rank on the linear layers instead of the weights; see weights/lora.py."""
+    """Train an adapter of low rank on the linear layers instead of the weights; see weights/derived.py."""
 
     rank: Annotated[int, Field(gt=0, le=65536)] = Field(default=16, description="Columns of B, and rows of A.")
     alpha: PositiveFloat = Field(default=32.0, description="The adapter's output is multiplied by alpha / rank.")

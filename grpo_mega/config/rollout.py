@@ -12,7 +12,7 @@ from pydantic import Field
 
 from grpo_mega.config.base import LIST, Fraction, NonNegativeInt, NumRanks, PositiveFloat, PositiveInt, Seconds, Section
 
-BUILT_IN_TOOLS = {"python": "grpo_mega.rewards.sandbox.python"}  # functions of rollout.tools by name
+BUILT_IN_TOOLS = {"python": "grpo_mega.rewards.code.python"}  # functions of rollout.tools by name
 
 
 class RolloutConfig(Section):

@@ -27,10 +27,8 @@ from grpo_mega.config.base import (
     any_divisor,
     tokens_on_rank,
 )
-from grpo_mega.config.data import DataConfig
-from grpo_mega.config.model import ModelConfig, PrecisionConfig, TeacherConfig
-from grpo_mega.config.optimizer import OptimizerConfig
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import DataConfig, RewardsConfig
+from grpo_mega.config.model import ModelConfig, OptimizerConfig, PrecisionConfig, TeacherConfig
 from grpo_mega.config.rollout import RolloutConfig, SyncConfig
 
 

@@ -30,8 +30,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from grpo_mega import http_client
 from grpo_mega.config.data import DataConfig, DataSource
-from grpo_mega.data import hub
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import parse_json
 from grpo_mega.text import find_surrogate
@@ -381,14 +381,14 @@ def _read_hub(path: str) -> Iterator[DataRow]:
     match = _HUB.fullmatch(path)
     if match is None:
         raise ConfigError(f"data set {path!r} is not of the form hub:owner/name[:config][@split]")
-    is_offline = hub.use_cache_if_unreachable()
+    is_offline = http_client.use_cache_if_unreachable()
     import datasets
 
     try:
         rows = datasets.load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
     except Exception as error:  # datasets passes on the errors of its loaders and of the network
         remedy = "check name, config, split and network, or download it and name the folder"
-        why = f"{hub.endpoint()} is not reachable, and the cache lacks it" if is_offline else _text(error)
+        why = f"{http_client.endpoint()} is not reachable, and the cache lacks it" if is_offline else _text(error)
         raise ConfigError(f"data set {path} cannot be loaded ({why}); {remedy}") from None
     yield from _numbered(path, iter(rows))
 

@@ -11,6 +11,11 @@ process group, and the group is killed when the rank is gone. The kernel kills e
 
 The launcher reads the memory of its ranks every second. If a rank is killed by SIGKILL, which the kernel sends when
 memory runs out, the line reports how much the rank held.
+
+Ctrl-C is answered at once, whatever the main thread does. Python calls the handler of a signal in the main thread,
+after a running call of a library returns. A collective may wait for minutes. So Python also writes the signal's number
+to a socket at once, and a thread reads it. The first rank answers on the terminal. Processes that this process forks do
+not write to the socket.
 """
 
 from __future__ import annotations
@@ -24,20 +29,95 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, TypeVar
+from typing import IO, NoReturn, TypeVar
 
 from grpo_mega import processes
-from grpo_mega.distributed.interrupts import show_cursor
-from grpo_mega.distributed.memory import GIB, host_room, resident_bytes
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
-from grpo_mega.processes import die_with_parent
+from grpo_mega.processes import GIB, die_with_parent, host_room, resident_bytes
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def handled(handle: Callable[[int], None], numbers: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
+    """Call `handle` with the number of each of these signals, in a thread, during the context.
+
+    Only the main thread may enter the context. The signals do not interrupt it.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    # Only a signal with a handler is written to the socket, so each gets one that does nothing.
+    earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def read() -> None:
+        while caught := reader.recv(1):
+            if caught[0] in numbers:
+                handle(caught[0])
+        reader.close()
+
+    thread = threading.Thread(target=read, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_fd)
+        writer.close()
+        thread.join()
+
+
+def ends_at_first(what: str, numbers: Collection[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
+    """Return a context in which the first signal ends the process. `what` tells the user of a Ctrl-C what happens."""
+
+    def end(number: int) -> None:
+        if number == signal.SIGINT:
+            answer(what)
+        end_now()
+
+    return handled(end, numbers)
+
+
+def answer(text: str) -> None:
+    """Print a line on the terminal, if this is the first rank or no rank."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            print(f"\ngrpo-mega: {text}", file=sys.stderr, flush=True)
+
+
+def end_now() -> NoReturn:
+    """End this process as if it was killed, but remove its temporary folders. Its child processes end with it."""
+    try:
+        processes.remove_own_folders()
+        show_cursor()
+    finally:
+        os._exit(EXIT_INTERRUPTED)
+
+
+def show_cursor() -> None:
+    """Show the cursor of the terminal, because a progress bar hides it and may have been killed."""
+    with suppress(OSError):
+        if os.isatty(sys.stdout.fileno()):
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")
+
+
+def _forget() -> None:
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget)
+
 
 KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
 REQUEST = Path("/dev/stdin")  # opening it starts at the beginning in every rank, although all ranks share the file

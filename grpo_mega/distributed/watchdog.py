@@ -7,11 +7,17 @@ sends no heartbeat, in any phase. Each rank answers from its watch thread with i
 position in the code, and writes the stacks of all its threads to RUN_DIR/hang/rank_N.txt. A rank that does not answer
 is dead, stopped, or stuck outside of Python. The rank that asked prints the answers, groups equal ones, and exits with
 EXIT_HANG. Launchers then end the other ranks. Nothing is saved, because a stuck policy may be half updated.
+
+`recorder()` records the last collective of this rank: each function of torch.distributed records its start and its end.
+It wraps the functions once and permanently. It must run before a library imports them by name, as Megatron does. A
+record costs about a microsecond.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
 import os
 import platform
 import signal
@@ -19,24 +25,92 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
 from grpo_mega.config import Config
-from grpo_mega.distributed import interrupts
+from grpo_mega.distributed.launch import answer, end_now, handled
 from grpo_mega.distributed.messages import seal_value, unseal_value
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.errors import EngineError
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 from grpo_mega.paths import HANG, STOP_FILE
+
+NAMES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_object"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast"),
+    *("barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.last_beat = time.monotonic()  # time of the last progress
+        self._on_beat: Callable[[str], None] | None = None
+        self._name, self._arguments, self._is_done = "nothing yet", "", True
+
+    def beat(self, kind: str = "") -> None:
+        """Record progress without a collective, such as the start of a "forward" pass. `kind` is for listeners.
+
+        Only the main thread may call it, or a thread of autograd while the main thread waits for it. Work of a
+        background thread counts as progress only if the main thread waits for the work and calls this. Otherwise the
+        work would hide a stuck collective.
+        """
+        self.last_beat = time.monotonic()
+        if self._on_beat is not None:
+            self._on_beat(kind)
+
+    @contextlib.contextmanager
+    def heard(self, on_beat: Callable[[str], None]) -> Iterator[None]:
+        """Call `on_beat(kind)` at every beat during the context."""
+        self._on_beat = on_beat
+        try:
+            yield
+        finally:
+            self._on_beat = None
+
+    def last(self) -> str:
+        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has
+        returned.
+        """
+        return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
+            group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
+            of = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+            over = f" over {group.size() if group is not None else 'all'} ranks"
+            self._name, self._arguments, self._is_done = name, of + over, False
+            self.last_beat = time.monotonic()
+            result = function(*args, **kwargs)
+            self._is_done = True
+            return result
+
+        return noted
+
+
+@functools.cache
+def recorder() -> Recorder:
+    """Return the recorder of this process. The first call wraps torch.distributed's functions."""
+    result = Recorder()
+    for name in NAMES:
+        setattr(dist, name, result.wrap(getattr(dist, name)))
+    for name in ("isend", "irecv"):  # P2POp compares with the functions of its module
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
+    return result
+
 
 EXIT_HANG = 3
 LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
@@ -63,11 +137,11 @@ class StopRequest:
         def handle(number: int) -> None:
             if number == signal.SIGINT:
                 if self._is_raised:
-                    interrupts.end_now()
-                interrupts.answer(describe())
+                    end_now()
+                answer(describe())
             self._is_raised = True
 
-        return interrupts.handled(handle)
+        return handled(handle)
 
     def requested(self) -> bool:
         """Return True if any rank got a signal or sees the file. The result is identical on all ranks."""

@@ -22,8 +22,8 @@ from grpo_mega.formats.hf_files import (
 from grpo_mega.formats.slices import FROM_TORCH
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import Box, Index, whole
+from grpo_mega.weights.derived import adapter_family, adapter_name, module_names
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.lora import adapter_family, adapter_name, module_names
 from grpo_mega.weights.spec import FLOAT32, Family, ModelShape, read_config
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.formats.dcp_read import load_metadata
 
 CPU = torch.device("cpu")

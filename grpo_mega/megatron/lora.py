@@ -33,7 +33,7 @@ from grpo_mega.megatron.model import shards_of
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.apply import load_shards
 from grpo_mega.weights.boxes import Box, Index, LocalTensor, RankShards, region
-from grpo_mega.weights.lora import adapter_family
+from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.spec import Family, ModelShape
 
 _EXPERTS = ".mlp.experts."

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mega.algorithm.losses import LossOutputs
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.megatron.attention import HybridPackedSeqParams, LatentPackedSeqParams, pack_params, window_of
 from grpo_mega.megatron.routers import Routers
 from grpo_mega.types import PackedBatch

@@ -23,14 +23,12 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import adapted_beta, vocab_parallel_kl
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
-from grpo_mega.batching import flops
 from grpo_mega.batching.layout import segments, sequences, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
-from grpo_mega.megatron.frozen import Reference, Teacher
 from grpo_mega.megatron.lora import Lora
 from grpo_mega.megatron.model import (
     biases_of,
@@ -41,7 +39,7 @@ from grpo_mega.megatron.model import (
     shards_of,
     uses_transformer_engine,
 )
-from grpo_mega.megatron.offload import PolicyMemory
+from grpo_mega.megatron.offload import PolicyMemory, Reference, Teacher
 from grpo_mega.megatron.pipeline import Pipeline
 from grpo_mega.megatron.precision import (
     DTYPES,
@@ -57,6 +55,7 @@ from grpo_mega.megatron.precision import (
 from grpo_mega.megatron.routers import Replay, Routers
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
+from grpo_mega.planner.state import tokens_per_pair
 from grpo_mega.preflight.precision import length_multiple
 from grpo_mega.types import PackedBatch, StepMetrics
 from grpo_mega.weights.apply import load_shards
@@ -121,7 +120,7 @@ class Policy:
             length_multiple=length_multiple(self._config.precision, layout.tp),
             # Interleaved pipelines need whole rounds of micro-batches.
             micro_batch_multiple=layout.pp if layout.vpp > 1 else 1,
-            tokens_per_pair=flops.tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
+            tokens_per_pair=tokens_per_pair(self._shape, self.models[0].config.moe_router_topk),
             share_prompts=self._config.batch.share_prompts,
             keeps_samples_whole=self._config.algorithm.has_sequence_sums,
             cp_size=layout.cp,

@@ -34,9 +34,9 @@ from grpo_mega import console
 from grpo_mega.config import OptimizerConfig, PrecisionConfig
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.communication import communication, groups
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import state_of
+from grpo_mega.planner.timing import communication, groups
 
 COMMUNICATION, ACTIVATIONS = 0.03, 0.10  # tolerances relative to the rehearsed number; state is exact
 SEGMENTS = 8  # samples of equal length per micro-batch

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.dcp_read import COMMON, METADATA, check_extra_state, load_metadata
 from grpo_mega.megatron import compat

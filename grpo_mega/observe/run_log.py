@@ -25,8 +25,15 @@ from grpo_mega.console import get_console
 from grpo_mega.observe.curves import by_step, curves
 from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.rules import Monitor
-from grpo_mega.observe.trackers import TensorBoardWriter, WandbWriter
-from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter, Level, ReportWriter, Writer
+from grpo_mega.observe.writers import (
+    ConsoleWriter,
+    JsonLinesWriter,
+    Level,
+    ReportWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+)
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import well_formed
 from grpo_mega.types import Group, StepMetrics

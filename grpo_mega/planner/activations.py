@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from grpo_mega.planner.figures import TracedNumber, Trust, figure, product
-from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.job import PlannedJob, TracedNumber, Trust, figure, product
 from grpo_mega.weights.spec import BLOCK
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)

@@ -13,8 +13,7 @@ from functools import cached_property
 from math import floor
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.figures import GIB, TracedNumber, Trust, figure, product, total
-from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.job import GIB, PlannedJob, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
 

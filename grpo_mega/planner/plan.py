@@ -17,9 +17,7 @@ from typing import Any
 from grpo_mega import config as configs
 from grpo_mega.config.base import divisors, tokens_on_rank
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.communication import Link, communication
-from grpo_mega.planner.figures import TracedNumber, total
-from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.job import PlannedJob, TracedNumber, total
 from grpo_mega.planner.memory import (
     EngineMemory,
     HostMemory,
@@ -31,7 +29,7 @@ from grpo_mega.planner.memory import (
     stage_memory,
 )
 from grpo_mega.planner.state import State
-from grpo_mega.planner.timing import Timing, timing
+from grpo_mega.planner.timing import Link, Timing, communication, timing
 from grpo_mega.preflight import job_problems
 from grpo_mega.weights.layout import engine_shards, hf_shards, leader_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers

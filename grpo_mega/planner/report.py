@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from grpo_mega.planner.communication import groups
-from grpo_mega.planner.figures import TracedNumber
+from grpo_mega.planner.job import TracedNumber
 from grpo_mega.planner.memory import PHASES
 from grpo_mega.planner.plan import MARGIN, Option, Plan, first_changes, other_placement
+from grpo_mega.planner.timing import groups
 from grpo_mega.preflight import Findings
 
 WIDTH, LABEL_WIDTH = 100, 26
@@ -236,7 +236,7 @@ def plan_text(plan: Plan, findings: Findings, options: Sequence[Option] | None, 
             f" {card.network_bytes / 1e9:g}, host {card.host_bytes / 1e9:g}"
         )
         rows = [f"{name:22} {value:<8g} {why}" for name, value, why in plan.setup.assumed.rows()]
-        parts.append([_head("Assumptions", "preflight/cards.py"), *_wrapped([*rows, rates], "  ")])
+        parts.append([_head("Assumptions", "preflight/machine.py"), *_wrapped([*rows, rates], "  ")])
     text = "\n\n".join("\n".join(lines) for lines in parts if lines)
     for words, without_gpu in WITHOUT_GPU.items() if card.is_cpu else ():
         text = text.replace(words, without_gpu)

@@ -21,16 +21,15 @@ from dataclasses import dataclass, replace
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
 from grpo_mega.distributed.launch import num_cores
-from grpo_mega.distributed.memory import GIB, HostRoom, host_room
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.job import PlannedJob, plan_on
-from grpo_mega.planner.known_models import read_teachers
 from grpo_mega.planner.memory import host_memory
 from grpo_mega.planner.plan import Plan
 from grpo_mega.preflight import Findings, Machine, job_problems, start_notes
 from grpo_mega.preflight import find_all as find_broken_rules
-from grpo_mega.preflight.cards import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
-from grpo_mega.preflight.model import Model, read_model
+from grpo_mega.preflight.machine import CARDS, CPU, CPU_ASSUMED, Card, CpuAssumptions
+from grpo_mega.preflight.model import Model, read_model, read_teachers
+from grpo_mega.processes import GIB, HostRoom, host_room
 from grpo_mega.weights.spec import ModelShape
 
 MEMORY = "memory"  # start of the findings on memory

@@ -7,7 +7,7 @@ device. A rule that needs only the config is in `config/`.
 """
 
 from grpo_mega.preflight.findings import Findings, check_config, find_all, find_problems, job_problems, start_notes
-from grpo_mega.preflight.kernels import Machine, this_machine
+from grpo_mega.preflight.machine import Machine, this_machine
 from grpo_mega.preflight.precision import resolve_dtype
 
 __all__ = [

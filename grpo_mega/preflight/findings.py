@@ -26,9 +26,8 @@ from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
 from grpo_mega.errors import UserError, raise_all, with_error
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
-from grpo_mega.preflight.agents import agent_problems
-from grpo_mega.preflight.kernels import Machine
 from grpo_mega.preflight.layout import (
+    agent_problems,
     compiler_problems,
     context_problems,
     engine_problems,
@@ -40,6 +39,7 @@ from grpo_mega.preflight.layout import (
     window_problems,
     world_size_problems,
 )
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import (
     Model,
     check_model_files,
@@ -60,8 +60,9 @@ from grpo_mega.preflight.precision import (
     latent_problems,
 )
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
-from grpo_mega.rewards import registry, sandbox
-from grpo_mega.rewards.import_check import import_problems
+from grpo_mega.rewards import registry
+from grpo_mega.rewards.code import missing_sandbox
+from grpo_mega.rewards.worker import import_problems
 from grpo_mega.weights.hf_config import resolve_config
 from grpo_mega.weights.spec import ModelShape, read_config
 
@@ -283,7 +284,7 @@ def sandbox_notes(config: Config) -> list[str]:
     """Return the note that programs of the model are not isolated on this machine."""
     programs = [f"rewards.functions: {f.name}" for f in config.rewards.functions if f.name in registry.OF_PROGRAMS]
     programs += ["rollout.tools: python"] if "python" in config.rollout.tools else []
-    reason = sandbox.missing() if programs else None
+    reason = missing_sandbox() if programs else None
     if reason is None:
         return []
     return [

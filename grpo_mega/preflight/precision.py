@@ -13,7 +13,7 @@ from functools import partial
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config, LayoutConfig, OptimizerConfig, PrecisionConfig, RolloutConfig
-from grpo_mega.preflight.kernels import (
+from grpo_mega.preflight.machine import (
     FLASH_ATTENTION,
     FUSED_PACKED,
     PACKED_A2A,

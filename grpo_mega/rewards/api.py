@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from grpo_mega.config.rewards import step_separator
+from grpo_mega.config.data import step_separator
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 

@@ -1,7 +1,7 @@
 """Find reward functions by name: one of BUILT_IN, or a user function by the rule of user_code.py.
 
 `check` imports no user code, so a misspelt name or option is refused before anything starts. `bind` imports the
-function's module. A user's function is user code, so only workers and the child of import_check.py do it. Options are
+function's module. A user's function is user code, so only workers and the child of worker.py do it. Options are
 the keyword arguments that a function takes after (prompt, response, answer, extras), or in addition to the arguments
 that `call_group` passes. A function that takes `step_splitter` gets rewards.step_splitter unless its options set
 another.

@@ -46,7 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Read a request, run its programs, and write the answer. sandbox.py describes both."""
+    """Read a request, run its programs, and write the answer. code.py describes both."""
     request = json.load(sys.stdin)
     sys.path.remove(sys.argv[1])
     (answer_end, answer), (ready_end, ready), (go, go_end) = os.pipe(), os.pipe(), os.pipe()

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import SyncError
-from grpo_mega.observe.progress import progress
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers, progress
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
-from grpo_mega.rollout import exchange
-from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.backlog import Backlog, gather_samples
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, StopCondition, StopWhenTrainersArrive
 from grpo_mega.rollout.routes import cut
 from grpo_mega.types import Group, Sample, StepMetrics
@@ -196,7 +194,7 @@ class Rollouts:
             # Routes of other groups may be continued by any rank. Engine ranks do not take part in the update.
             staying = () if self.config.layout.engine_ranks else phase.kept
             key = self.rendezvous.unique_key("exchange")
-            found = exchange.gather(mine, prompts, VERDICTS, key, self.ranks, without_routes=staying)
+            found = gather_samples(mine, prompts, VERDICTS, key, self.ranks, without_routes=staying)
         rest = dict(enumerate(phase.before)) | found
         kept = [rest.pop(index) for index in phase.kept]
         has_earlier = any(group.samples for group in phase.before)

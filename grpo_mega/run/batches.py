@@ -17,25 +17,23 @@ from torch import Tensor
 
 from grpo_mega.algorithm import advantages
 from grpo_mega.algorithm.advantages import WITHOUT_BASELINE
-from grpo_mega.algorithm.correction import mean_importance
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import kl_penalty
 from grpo_mega.algorithm.losses import choose_by_covariance
-from grpo_mega.algorithm.token_weights import contributes_to_loss, mini_batch_weights, positive_weights
+from grpo_mega.algorithm.token_weights import contributes_to_loss, mean_importance, mini_batch_weights, positive_weights
 from grpo_mega.batching import pack as packing
 from grpo_mega.batching.layout import from_samples, response_places, routes_row, sampled_mask
 from grpo_mega.config import AlgorithmConfig, Config
 from grpo_mega.data.rows import find_value
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import MismatchError
-from grpo_mega.megatron.frozen import Teacher
+from grpo_mega.megatron.offload import Teacher
 from grpo_mega.megatron.pipeline import BACKWARD, FORWARD
 from grpo_mega.megatron.policy import OPTIMIZER, Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import K3_STALE
-from grpo_mega.observe.progress import Pace, progress
-from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout.exchange import send_routes
+from grpo_mega.observe.progress import Pace, Timers, progress
+from grpo_mega.rollout.backlog import send_routes
 from grpo_mega.rollout.routes import is_intact, num_recorded
 from grpo_mega.rollout.sglang.session import served_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics

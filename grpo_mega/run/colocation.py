@@ -28,8 +28,7 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.observe.progress import progress
-from grpo_mega.observe.timers import FreeMemory, Timers
+from grpo_mega.observe.progress import FreeMemory, Timers, progress
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.apply import buckets
 from grpo_mega.weights.plan import TransferPlan

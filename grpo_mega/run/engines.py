@@ -21,26 +21,24 @@ from grpo_mega.errors import raise_all
 from grpo_mega.megatron.model import shards_of, uses_transformer_engine
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.timers import GIB, FreeMemory
+from grpo_mega.observe.progress import GIB, FreeMemory
 from grpo_mega.paths import ENGINES
 from grpo_mega.planner.this_machine import free_on_gpu
-from grpo_mega.preflight.agents import tool_schemas
-from grpo_mega.preflight.kernels import Machine
-from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems
+from grpo_mega.preflight.layout import compiler_problems, padding_problems, served_card_problems, tool_schemas
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import Model, experts_per_token, sends_adapter
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Engine, NoEngine
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.conversations import Conversations
-from grpo_mega.rollout.sglang.adapter import ServedLora
-from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets
+from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, ServedLora
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
+from grpo_mega.weights.derived import adapter_family, module_names, whole_layers
 from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards, leader_shards
-from grpo_mega.weights.lora import adapter_family, module_names, whole_layers
 from grpo_mega.weights.plan import plan_transfers
 
 

@@ -1,9 +1,9 @@
 """Evaluation: how well the engine's policy answers sets of prompts, greedily and by sampling.
 
     score       share of greedy answers with full marks from every reward function that applies
-    mean@n, pass@k, majority@k      values over n sampled answers per prompt, see observe/pass_at_k.py. If `accuracy` is
+    mean@n, pass@k, majority@k      values over n sampled answers per prompt, see observe/metrics.py. If `accuracy` is
                 one of the rewards, it decides if an answer is correct. Otherwise an answer is correct if it has full
-                marks. Answers vote by their text, normalized by rewards/math/normalize.py
+                marks. Answers vote by their text, normalized by rewards/math/answer.py
     reward_errors       number of answers with a failed reward function, if there are any; a warning has the first error
 
 A training run logs them as "eval/score" and "eval/pass@4". If sets have names, it logs "eval/NAME/score", and
@@ -24,8 +24,7 @@ from typing import Any
 
 from grpo_mega.config import RewardsConfig
 from grpo_mega.data.load import text_hash
-from grpo_mega.observe.metrics import has_full_marks, heldout_metrics
-from grpo_mega.observe.pass_at_k import Tally, sampled_metrics, tally
+from grpo_mega.observe.metrics import Tally, has_full_marks, heldout_metrics, sampled_metrics, tally
 from grpo_mega.paths import heldout_file, write_atomically
 from grpo_mega.rewards.math.accuracy import read_answer
 from grpo_mega.rewards.math.answer import whole_turn

@@ -48,7 +48,7 @@ from grpo_mega.paths import (
     rank_log,
     write_atomically,
 )
-from grpo_mega.preflight.kernels import installed_version
+from grpo_mega.preflight.machine import installed_version
 from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml

@@ -17,27 +17,24 @@ import torch.distributed as dist
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.data.demonstrations import load_demonstrations
-from grpo_mega.data.load import RunData, load_data
-from grpo_mega.data.sampler import Sampler
+from grpo_mega.data.chat import load_demonstrations
+from grpo_mega.data.load import RunData, Sampler, load_data
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
-from grpo_mega.distributed.recorder import recorder
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.distributed.watchdog import HangWatch, StopRequest
+from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, RefreshError, ResumeError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
-from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.progress import Pace, phase, progress
+from grpo_mega.megatron.runtime import Runtime, in_use
+from grpo_mega.observe.progress import Pace, Timers, phase, progress
 from grpo_mega.observe.report import as_text
+from grpo_mega.observe.rules import Health
 from grpo_mega.observe.run_log import RunLog, open_run_log
-from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
-from grpo_mega.preflight.agents import tool_schemas
+from grpo_mega.preflight.layout import tool_schemas
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -55,7 +52,6 @@ from grpo_mega.run.engines import (
     open_conversations,
 )
 from grpo_mega.run.folder import adopt, trim
-from grpo_mega.run.health import Health
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.data.chat import find_turn_end
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
 from grpo_mega.formats import adapter
 from grpo_mega.formats.adapter import MAX_SHARD_BYTES
@@ -47,7 +47,7 @@ from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import publish_folder
 from grpo_mega.formats.reader import CheckpointReader, joined, open_reader, random_reader
 from grpo_mega.megatron import optimizer as optimizers
-from grpo_mega.megatron.frozen import Teacher
+from grpo_mega.megatron.offload import Teacher
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.messages import seal_value, unseal_value
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.detect import Manifest
 from grpo_mega.observe.progress import progress

@@ -3,7 +3,7 @@
 The loss of a step is the mean negative log-likelihood of all trained tokens of its rows, in nats per token. It is the
 loss of train with advantages of 0 and positive_nll, so it depends on no layout, packing or micro-batch.
 
-A step trains batch.prompts_per_step rows in one optimizer step. The rows are the draws of data/sampler.py, a function
+A step trains batch.prompts_per_step rows in one optimizer step. The rows are the draws of data/load.py, a function
 of seed and step: each row once per epoch, and a step may take the last rows of an epoch and the first of the next.
 """
 
@@ -18,16 +18,15 @@ import torch
 
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
-from grpo_mega.data.demonstrations import Demonstration
+from grpo_mega.data.chat import Demonstration
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.metrics import mean_over_updates
-from grpo_mega.observe.progress import phase
+from grpo_mega.observe.progress import Timers, phase
 from grpo_mega.observe.report import read_lines
-from grpo_mega.observe.timers import Timers
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.observe.progress import Timers
 from grpo_mega.observe.run_log import RunLog
-from grpo_mega.observe.timers import Timers
 
 MAX_ALLOCATIONS = 200_000  # maximum number of allocations in a memory snapshot
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from grpo_mega.weights.boxes import Box, Index, RankShards, region
 from grpo_mega.weights.checksum import checksum
-from grpo_mega.weights.fp8_blocks import quantise
 from grpo_mega.weights.plan import TransferPlan
-from grpo_mega.weights.receive import Entry, subtensor, write_entries
+from grpo_mega.weights.receive import Entry, quantise, subtensor, write_entries
 from grpo_mega.weights.transfers import Transfer
 
 NUM_FLYING = 2  # rounds on their way between ranks: the next round is packed while the last one is received

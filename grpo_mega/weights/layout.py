@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal
 
 from grpo_mega.weights.boxes import ONCE, Block, RankShards, alone, expand, whole
-from grpo_mega.weights.served import served_family
+from grpo_mega.weights.derived import served_family
 from grpo_mega.weights.spec import Family, ModelShape, Row, Shard
 
 RankOrder = Literal["tp-dp-pp", "tp-pp-dp"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.cards import CARDS
+from grpo_mega.preflight.machine import CARDS
 from grpo_mega.weights.spec import ModelShape
 from tools.benchmarks import kills
 from tools.benchmarks.throughput import __main__ as bench_throughput

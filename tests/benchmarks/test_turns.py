@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo_mega.rollout.embedded import turns as turn_loop
+from grpo_mega.rollout.embedded import engine as turn_loop
 from tools.benchmarks import harness
 from tools.benchmarks.turns import __main__ as benchmark
 

@@ -18,13 +18,12 @@ from pyarrow import parquet
 
 from grpo_mega import cli
 from grpo_mega import config as configs
-from grpo_mega.distributed.memory import HostRoom
+from grpo_mega.commands.init import DataTokens, Setting, Target, choose
 from grpo_mega.errors import ConfigError
-from grpo_mega.planner.choose import DataTokens, Setting, Target, choose
-from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.this_machine import Rates, cpu_card
-from grpo_mega.preflight.cards import card_of
-from grpo_mega.preflight.model import model_of
+from grpo_mega.preflight.machine import card_of
+from grpo_mega.preflight.model import KNOWN_MODELS, model_of
+from grpo_mega.processes import HostRoom
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

@@ -15,7 +15,7 @@ from grpo_mega import cli
 from grpo_mega.commands import trl
 from grpo_mega.commands.options import RewardOptions, add_options, read_options
 from grpo_mega.commands.train import overrides_of
-from grpo_mega.commands.trl_flags import FLAGS, NOTED, REFUSED, parse_flags
+from grpo_mega.commands.trl import FLAGS, NOTED, REFUSED, parse_flags
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
 from grpo_mega.preflight.findings import reward_problems

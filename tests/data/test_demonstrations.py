@@ -10,7 +10,7 @@ import pytest
 from transformers import AddedToken, Qwen2Tokenizer
 
 from grpo_mega.config import DataConfig
-from grpo_mega.data.demonstrations import Demonstration, load_demonstrations
+from grpo_mega.data.chat import Demonstration, load_demonstrations
 from grpo_mega.errors import ConfigError
 from tests.helpers.models import CHARACTERS, EOS_ID, SPECIAL_TOKENS, make_tokenizer
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from grpo_mega.data import hub
+from grpo_mega import http_client
 from grpo_mega.data.rows import is_same, read_rows
 from grpo_mega.errors import ConfigError
 
@@ -88,7 +88,7 @@ def make_saved_splits(folder: Path) -> str:
 
 
 def make_hub_copy(folder: Path) -> str:
-    """Make a folder with the hub name. `datasets` uses it instead of the hub."""
+    """Make a folder with the hub name. `datasets` uses it instead of the http_client."""
     write_parquet(folder / "owner" / "test.parquet", ROWS)
     (folder / "owner").rename(folder / "name")
     (folder / "owner").mkdir()
@@ -147,7 +147,7 @@ def test_a_hub_name_has_owner_name_config_and_split(
         return ROWS
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "use_cache_if_unreachable", lambda: False)
+    monkeypatch.setattr(http_client, "use_cache_if_unreachable", lambda: False)
     assert rows_of(path) == ROWS
     assert asked == [arguments]
 
@@ -197,7 +197,7 @@ def test_a_hub_set_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch: p
         raise ConnectionError("Couldn't reach\nthe hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "use_cache_if_unreachable", lambda: False)
+    monkeypatch.setattr(http_client, "use_cache_if_unreachable", lambda: False)
     message = "data set hub:o/n cannot be loaded (ConnectionError: Couldn't reach the hub); check name"
     with pytest.raises(ConfigError, match=re.escape(message)):
         rows_of("hub:o/n")

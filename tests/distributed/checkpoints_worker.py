@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from grpo_mega.config import CheckpointConfig, ModelConfig, TeacherConfig
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ResumeError
 from grpo_mega.formats.detect import read_manifest
 from grpo_mega.run import model_files, saving

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import runtime as runtimes
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 from grpo_mega.run.batches import assign_advantages, attach_logprobs, pack
 from grpo_mega.run.model_files import build_policy, read_model_files
 from tests.distributed.layouts_worker import _gradient_differences

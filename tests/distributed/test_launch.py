@@ -14,7 +14,7 @@ import pytest
 
 from grpo_mega.config import load
 from grpo_mega.distributed.launch import launch, rank_environments, run_ranks
-from grpo_mega.distributed.memory import host_room
+from grpo_mega.processes import host_room
 
 LAUNCHER = "import sys; from pathlib import Path; from grpo_mega.distributed.launch import run_ranks; "
 LAUNCHER += "sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])))"

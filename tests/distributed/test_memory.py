@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.distributed.memory import HostRoom, host_room, resident_bytes
+from grpo_mega.processes import HostRoom, host_room, resident_bytes
 
 GIB = 2**30
 MEMINFO = (

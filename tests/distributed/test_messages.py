@@ -19,8 +19,7 @@ from torch.distributed import HashStore, TCPStore
 
 from grpo_mega.distributed.launch import KEY_VARIABLE, rank_environments
 from grpo_mega.distributed.messages import MAC_BYTES, run_key, seal, seal_value, shared_key, unseal, unseal_value
-from grpo_mega.distributed.process_groups import LOOPBACK, address_to_bind, bound_socket, open_store
-from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.distributed.rendezvous import LOOPBACK, Rendezvous, address_to_bind, bound_socket, open_store
 from grpo_mega.errors import ConfigError, EngineError
 
 REFUSED = r"^{}: has a value that no rank of this run wrote; keep other users and programs off the job's ports"

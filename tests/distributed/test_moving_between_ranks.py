@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mega.errors import SyncError
 from grpo_mega.formats.reader import open_hf_reader
-from grpo_mega.rollout import exchange
+from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 from grpo_mega.run.colocation import WeightSync
 from grpo_mega.types import Group, Prompt, Sample, Span
@@ -415,12 +415,12 @@ def test_gather_gives_every_rank_all_groups_in_order_with_missing_scores(rank: i
         prompts = [g.prompt for g in expected]
         groups = {index: expected[index] for index in range(rank, num_prompts, WORLD_SIZE)}
         found = list(
-            exchange.gather(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first").values()
+            gather_samples(groups, dict(enumerate(prompts)), ["correct", "wrong", "timeout"], "first").values()
         )
         for sample in (s for g in expected for s in g.samples):  # every rank stores samples in this form
             sample.response_ids = array("i", sample.response_ids)
             sample.rollout_logprobs = array("f", sample.rollout_logprobs)
         assert found == expected
         assert all(s.prompt is g.prompt is p for g, p in zip(found, prompts, strict=True) for s in g.samples)
-    others = exchange.gather(groups, dict(enumerate(prompts)), ["correct"], "second")
+    others = gather_samples(groups, dict(enumerate(prompts)), ["correct"], "second")
     assert {s.verdicts["format"] for g in others.values() for s in g.samples} == {"other"}

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.rollout import exchange
+from grpo_mega.rollout import backlog
+from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.run.batches import attach_routes, check_routes, share_live
 from grpo_mega.types import Group, PackedBatch, Prompt, Sample, Span
@@ -62,7 +63,7 @@ def test_a_rank_receives_only_the_experts_of_the_samples_that_it_trains(rank: in
     for number, layout in enumerate(LAYOUTS):
         runtime = Runtime(Device("cpu", torch.device("cpu")), layout, rank, None)  # type: ignore[arg-type]
         with counted("all_reduce") as gathered, counted("all_to_all_single") as received:
-            found = exchange.gather(mine, prompts, (), f"{number}", without_routes=range(NUM_TRAINED))
+            found = gather_samples(mine, prompts, (), f"{number}", without_routes=range(NUM_TRAINED))
             samples = [sample for group in found.values() for sample in group.samples]
             batches = packed(samples, layout, runtime)
             attach_routes(batches, samples, runtime)
@@ -91,7 +92,7 @@ def counted(name: str) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, name, counting)
-        patch.setattr(exchange, "_ROUND_BYTES", 2**14)  # several rounds
+        patch.setattr(backlog, "_ROUND_BYTES", 2**14)  # several rounds
         yield counts
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_mega import config as configs
-from grpo_mega.config.sft import as_sft
+from grpo_mega.config.data import as_sft
 from tests.helpers.models import make_model, make_tokenizer, save_checkpoint
 from tests.helpers.ranks import Results, launch
 

@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, signal, sys, time
 from datetime import timedelta
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 recorder()
 import torch, torch.distributed as dist
 from grpo_mega.run import saving
 from grpo_mega.run.saving import Checkpoints
 from grpo_mega.config import CheckpointConfig
 from grpo_mega.distributed.watchdog import HangWatch
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 from pathlib import Path
 from types import SimpleNamespace
 from tests.helpers.slow_policy import SlowPolicy, manifest
@@ -113,7 +113,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch.distributed as dist
 from grpo_mega.distributed.watchdog import HangWatch
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
 config = SimpleNamespace(run_dir=Path(sys.argv[1]), hang_deadline_s=1.0, deadline_of_phase={})

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf, frame_of
 from grpo_mega.formats.dcp_read import FoundTensor, find_tensor
-from grpo_mega.formats.dcp_write import frame_of
 from grpo_mega.formats.detect import find_checkpoint
 from tests.formats.families import CASES, assert_same_folder, edit_config, save, tensors_of
 

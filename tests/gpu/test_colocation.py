@@ -18,9 +18,9 @@ from grpo_mega.algorithm.losses import LossOutputs
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError
 from grpo_mega.formats.reader import random_reader
-from grpo_mega.megatron.frozen import Teacher
+from grpo_mega.megatron.offload import Teacher
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.observe.timers import FreeMemory, Timers
+from grpo_mega.observe.progress import FreeMemory, Timers
 from grpo_mega.run.batches import attach_teacher_logprobs
 from grpo_mega.run.colocation import Colocation
 from grpo_mega.types import PackedBatch

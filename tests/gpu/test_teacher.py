@@ -9,7 +9,7 @@ import torch
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.formats.reader import random_reader
-from grpo_mega.megatron.frozen import Teacher
+from grpo_mega.megatron.offload import Teacher
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.gpu_policies import SIZES, make_policy, make_samples, packed

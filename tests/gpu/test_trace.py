@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.observe.progress import Timers
 from grpo_mega.observe.run_log import RunLog
-from grpo_mega.observe.timers import Timers
 from grpo_mega.run.tracing import Tracer
 
 

@@ -21,7 +21,7 @@ from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.model import output_weight
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.preflight import kernels
+from grpo_mega.preflight import machine
 from grpo_mega.run.batches import attach_routes
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
@@ -30,7 +30,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.models import make_config
 from tools.benchmarks.gpu.rank import config_of
 
-IS_EMULATED = not torch.cuda.is_available() and kernels.choose_kernels(is_cuda=False).transformer_engine
+IS_EMULATED = not torch.cuda.is_available() and machine.choose_kernels(is_cuda=False).transformer_engine
 IS_REHEARSAL = not torch.cuda.is_available() and not IS_EMULATED
 GPU_SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -131,7 +131,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def use_local_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build later policies without Transformer Engine."""
-    monkeypatch.setattr(kernels, "choose_kernels", lambda **_: kernels.Kernels(False, False, False, "none is wanted"))
+    monkeypatch.setattr(machine, "choose_kernels", lambda **_: machine.Kernels(False, False, False, "none is wanted"))
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], allowed: float) -> None:
@@ -149,7 +149,7 @@ def supported_precisions(device: Device) -> dict[str, str]:
     found: dict[str, str] = {}
     for recipe in RECIPES:
         precision = PrecisionConfig(**precision_of(recipe))
-        version = kernels.transformer_engine_version()
+        version = machine.transformer_engine_version()
         problems = (
             *card_problems(precision, device.capability, device.name),
             *transformer_engine_problems(precision, version),

@@ -47,7 +47,7 @@ IMPORTS = (
     "grpo_mega.train",
     "grpo_mega.commands.eval",
     "grpo_mega.commands.check",
-    "grpo_mega.commands.export",
+    "grpo_mega.commands.convert",
     "grpo_mega.rollout.embedded.engine",
     "grpo_mega.preflight",
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import RewardsConfig
 from grpo_mega.rewards import RewardPool
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.types import Context, FinishReason, Prompt, Sample, Span
 
 Key = tuple[int, int]  # prompt index and sample index

@@ -13,9 +13,18 @@ from typing import Any
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.calls import CallParser
 from grpo_mega.rollout.sessions.conversations import Conversations, Workers
-from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn
+from grpo_mega.rollout.sessions.session import (
+    Asked,
+    ChatRequest,
+    Ended,
+    Failed,
+    Limits,
+    Session,
+    Turn,
+    TurnRequest,
+    TurnResult,
+)
 from grpo_mega.rollout.sessions.template import Template
-from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt
 from tools.chat_families import stop_ids, tokenizer_of

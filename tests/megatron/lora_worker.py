@@ -24,8 +24,7 @@ from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.planner.job import plan_on
 from grpo_mega.planner.memory import state_of
-from grpo_mega.preflight.cards import CARDS
-from grpo_mega.preflight.kernels import Machine
+from grpo_mega.preflight.machine import CARDS, Machine
 from grpo_mega.preflight.model import Model
 from grpo_mega.run import model_files
 from grpo_mega.types import PackedBatch

@@ -21,7 +21,7 @@ from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
 from grpo_mega.distributed import device as devices
-from grpo_mega.distributed.recorder import recorder
+from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.formats.reader import random_reader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import runtime as runtimes

@@ -18,8 +18,8 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.run.model_files import read_model_files
 from grpo_mega.weights.boxes import region
+from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.lora import adapter_family
 from grpo_mega.weights.spec import ModelShape
 from tests.distributed.layout_cases import as_samples
 from tests.helpers.models import make_model, save_checkpoint

@@ -16,7 +16,7 @@ from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.megatron.rehearsal import Comparison, default_ranks, rehearse, request_of
 from grpo_mega.planner.job import PlannedJob
-from grpo_mega.preflight.cards import card_of
+from grpo_mega.preflight.machine import card_of
 from grpo_mega.weights.layout import megatron_layout_problems
 from grpo_mega.weights.spec import ModelShape
 

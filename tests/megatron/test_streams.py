@@ -29,7 +29,7 @@ def run(case: str) -> None:
     import torch
 
     from grpo_mega.megatron import offload
-    from grpo_mega.megatron.frozen import Teacher
+    from grpo_mega.megatron.offload import Teacher
 
     numbers = torch.arange(7000, dtype=torch.float32)
     # A chunk is smaller than the weights, and the last one is short.

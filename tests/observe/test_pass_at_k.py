@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from grpo_mega.observe.pass_at_k import estimate_pass_at_k, majority_at_k, sampled_metrics, tally
+from grpo_mega.observe.metrics import estimate_pass_at_k, majority_at_k, sampled_metrics, tally
 
 Responses = list[tuple[str, bool]]  # (answer, whether it is correct)
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from grpo_mega.observe.timers import FreeMemory, Timers
+from grpo_mega.observe.progress import FreeMemory, Timers
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The test oracle of weights/fp8_blocks.py: one block after another, simple enough to check by eye."""
+"""The test oracle of weights/receive.py: one block after another, simple enough to check by eye."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.state import Storage, buffer_of, chunk_parameters, stage_state
-from grpo_mega.preflight.cards import CARDS
+from grpo_mega.preflight.machine import CARDS
 from grpo_mega.types import PackedBatch
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape

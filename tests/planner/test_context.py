@@ -13,11 +13,11 @@ import pytest
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.communication import groups
-from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.memory import communicators
 from grpo_mega.planner.plan import Plan, first_changes, suggest
 from grpo_mega.planner.report import sections
+from grpo_mega.planner.timing import groups
+from grpo_mega.preflight.model import KNOWN_MODELS
 
 pytestmark = pytest.mark.pool
 

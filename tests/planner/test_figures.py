@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.planner import figures
-from grpo_mega.planner.figures import figure, product, total
+from grpo_mega.planner import job
+from grpo_mega.planner.job import figure, product, total
 
-PLANNER = Path(figures.__file__).parent
+PLANNER = Path(job.__file__).parent
 
 
 def test_a_figure_shows_the_source_and_the_variables_of_its_lambda() -> None:

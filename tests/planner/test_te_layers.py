@@ -19,10 +19,10 @@ from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare_plan
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.communication import communication
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import state_of
-from grpo_mega.preflight.cards import ASSUMED, card_of
+from grpo_mega.planner.timing import communication
+from grpo_mega.preflight.machine import ASSUMED, card_of
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.shapes import LLAMA_70B
 from tests.te_on_cpu.emulated_te import launcher

@@ -13,10 +13,10 @@ import yaml
 from grpo_mega import cli, preflight
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.distributed.memory import GIB, HostRoom
 from grpo_mega.planner import this_machine
 from grpo_mega.planner.plan import Plan
 from grpo_mega.preflight.model import model_of
+from grpo_mega.processes import GIB, HostRoom
 from tests.helpers.models import make_tokenizer
 
 ROOM = HostRoom(24 * GIB, 20 * GIB)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.kernels import check_apex, choose_kernels, cuda_version
+from grpo_mega.preflight.machine import check_apex, choose_kernels, cuda_version
 
 Install = Callable[..., None]
 TE = ("transformer_engine/__init__.py", "transformer_engine_torch.py")
@@ -70,7 +70,7 @@ def test_without_both_all_kernels_are_from_torch(install: Install) -> None:
 
 ASK = """
 import torch
-from grpo_mega.megatron.loaded_kernels import check_loads, in_use
+from grpo_mega.megatron.runtime import check_loads, in_use
 from grpo_mega.errors import ConfigError
 from grpo_mega.distributed.device import Device
 try:

@@ -10,8 +10,8 @@ import pytest
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.preflight.model import sends_adapter, sync_problems
+from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.families import FAMILIES
-from grpo_mega.weights.lora import adapter_family
 from tools.benchmarks.gpu.models import shape_of
 
 RANK = 16

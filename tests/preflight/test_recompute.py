@@ -9,7 +9,7 @@ import pytest
 from grpo_mega import config as configs
 from grpo_mega.errors import ConfigError
 from grpo_mega.preflight.findings import cut_problems
-from grpo_mega.preflight.kernels import Machine
+from grpo_mega.preflight.machine import Machine
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.precision import installed_problems
 from tests.helpers.models import make_config

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.rewards.api import Score
 from grpo_mega.rewards.math.accuracy import accuracy, quick
-from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.answer import normalize_answer
 from grpo_mega.rewards.math.numbers import numbers_equal, parse_number
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"

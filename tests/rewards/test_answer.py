@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from grpo_mega.rewards.math.answer import locate_answer, read_located
-from grpo_mega.rewards.math.normalize import normalize_answer
+from grpo_mega.rewards.math.answer import locate_answer, normalize_answer, read_located
 from grpo_mega.rewards.math.prose import TAIL
 
 EXTRACTED = [

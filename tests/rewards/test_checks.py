@@ -1,7 +1,7 @@
 """The queue of checks: shared and separate checks, remembered scores, and the bounded memory."""
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.checks import Check, Checks
+from grpo_mega.rewards.pool import Check, Checks
 
 RIGHT, WRONG = Score(1.0, "correct"), Score(0.0, "wrong")
 TIMEOUT, NO_GOLD = Score(0.0, "timeout"), Score(None, "gold_unparsable")

@@ -8,7 +8,7 @@ import pytest
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import NoScore, code, registry
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.sandbox import SandboxFailed
+from grpo_mega.rewards.code import SandboxFailed
 from grpo_mega.rewards.scorer import VERDICTS
 from tests.helpers.reward_pools import reward_pool
 

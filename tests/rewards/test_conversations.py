@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import RewardsConfig
 from grpo_mega.errors import RewardError
 from grpo_mega.rewards import RewardPool, registry
 from grpo_mega.rewards.scorer import MIN_SAMPLES, Scorer, own_result

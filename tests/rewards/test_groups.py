@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import RewardsConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import RewardPool, RewardResult, registry
 from grpo_mega.rewards.api import as_score, result_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.processes import descendants
-from grpo_mega.rewards.sandbox import missing, run_programs
+from grpo_mega.rewards.code import missing, run_programs
 from tools.benchmarks.hostile_programs import programs
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]

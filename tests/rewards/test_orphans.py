@@ -27,7 +27,7 @@ REFUSED = "import ctypes\nctypes.CDLL = lambda *_, **__: type('C', (), {'prctl':
 
 RANK = """
 import sys, time
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import RewardsConfig
 from grpo_mega.rewards import RewardPool
 hangs = sys.argv[3:]
 functions = [{"name": "user_functions.hang"}]

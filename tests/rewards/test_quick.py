@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.rewards.math import accuracy as accuracy_module
-from grpo_mega.rewards.math import answer, arithmetic, kinds, mathverify, normalize, notation, numbers, prose
+from grpo_mega.rewards.math import answer, arithmetic, kinds, mathverify, notation, numbers, prose
 from grpo_mega.rewards.math.accuracy import MAX_CHARS, accuracy, quick
 from grpo_mega.rewards.math.notation import plain
 
@@ -144,9 +144,9 @@ def test_lists_that_math_verify_reads_differently_are_left_to_it(text: str) -> N
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.from_regex(normalize._CANONICAL, fullmatch=True))
+@given(st.from_regex(answer._CANONICAL, fullmatch=True))
 def test_the_rules_do_not_change_a_canonical_answer(text: str) -> None:
-    assert normalize.normalize_answer(text) == normalize._by_rules(text)
+    assert answer.normalize_answer(text) == answer._by_rules(text)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -225,14 +225,14 @@ WRITTEN = st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
 @settings(max_examples=800, deadline=None, derandomize=True)
 @given(
     st.one_of(
-        st.from_regex(normalize._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
+        st.from_regex(answer._ORDINARY, fullmatch=True), st.lists(st.sampled_from(ORDINARY), max_size=9).map("".join)
     )
 )
 def test_the_skipped_rules_would_not_change_an_ordinary_formula(text: str) -> None:
     text = text.strip()
-    if normalize._ORDINARY.fullmatch(text):
-        assert notation.rewrite(normalize._last_row(plain(text).translate(normalize._CHARACTERS))) == text
-        found = normalize._by_rules(text)
+    if answer._ORDINARY.fullmatch(text):
+        assert notation.rewrite(answer._last_row(plain(text).translate(answer._CHARACTERS))) == text
+        found = answer._by_rules(text)
         assert notation.rewrite_phrase(found) == found
 
 
@@ -350,7 +350,7 @@ def _patterns(value: object) -> list[re.Pattern[str]]:
 
 
 def test_every_pattern_is_fast_on_the_longest_clause() -> None:
-    modules = (accuracy_module, answer, arithmetic, kinds, normalize, notation, numbers, prose)
+    modules = (accuracy_module, answer, arithmetic, kinds, notation, numbers, prose)
     patterns = [pattern for module in modules for value in vars(module).values() for pattern in _patterns(value)]
     assert len(patterns) >= 150
     for pump in BUSY:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.rewards import ALIASES, RewardsConfig
+from grpo_mega.config.data import ALIASES, RewardsConfig
 from grpo_mega.observe.metrics import has_full_marks
 from grpo_mega.rewards import Score, registry
 from grpo_mega.rewards.math.accuracy import accuracy

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.config.rewards import RewardsConfig
+from grpo_mega.config.data import RewardsConfig
 from grpo_mega.rewards import RewardPool, RewardResult
 from grpo_mega.rewards import pool as pool_module
 from tests.helpers.reward_pools import reward_pool

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.rewards import STEP_SPLITTERS
+from grpo_mega.config.data import STEP_SPLITTERS
 from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import splitter
 

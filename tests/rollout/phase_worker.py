@@ -16,8 +16,8 @@ import torch.distributed as dist
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.observe.timers import Timers
-from grpo_mega.rollout import exchange
+from grpo_mega.observe.progress import Timers
+from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.rollouts import Phase, Rollouts
@@ -233,7 +233,7 @@ def one_more_phase(
     )
     assert set(done + needed) <= set(phase.kept) and not set(done) & set(phase.shared)
     assert all(phase.mine.get(index, groups[index]).is_complete(GROUP_SIZE) for index in phase.mine.keys() & phase.kept)
-    found = exchange.gather(phase.mine, {index: PROMPTS[index] for index in phase.shared}, (), "x")
+    found = gather_samples(phase.mine, {index: PROMPTS[index] for index in phase.shared}, (), "x")
     return [found.get(index, group) for index, group in enumerate(groups)], phase.kept
 
 

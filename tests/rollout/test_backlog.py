@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.rollout.backlog import Backlog
-from grpo_mega.rollout.exchange import arrays_of, fields_of, pack_groups, unpack
+from grpo_mega.rollout.backlog import Backlog, arrays_of, fields_of, pack_groups, unpack
 from grpo_mega.types import Context, Group, Prompt, Sample, Span, Turn
 
 PROMPTS = [Prompt(id=3 * i, text=f"p{i}\u2028\ud800", token_ids=(i, 7, 70_000 + i), answer="") for i in range(12)]

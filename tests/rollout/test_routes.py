@@ -16,8 +16,7 @@ from torch.distributed import HashStore
 from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError, MismatchError
-from grpo_mega.rollout import exchange
-from grpo_mega.rollout.backlog import Backlog
+from grpo_mega.rollout.backlog import Backlog, gather_samples, pack_groups
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
 from grpo_mega.rollout.routes import RouterSizes, cut, is_intact, parsed, with_routes_of
@@ -124,9 +123,9 @@ def test_ranks_share_experts_in_one_or_two_bytes_and_checkpoints_keep_them(
     group = Group(PROMPT, samples)
     bare = Group(PROMPT, [replace(s, routes=None) for s in samples])
     numbers = sum(s.routes.experts.size for s in samples if s.routes)
-    added = len(exchange.pack_groups({0: group})) - len(exchange.pack_groups({0: bare}))
+    added = len(pack_groups({0: group})) - len(pack_groups({0: bare}))
     assert added < numbers * routers.dtype.itemsize + 500
-    shared = exchange.gather({0: group}, {0: PROMPT}, (), "x")[0]
+    shared = gather_samples({0: group}, {0: PROMPT}, (), "x")[0]
     [(name, content)] = Backlog(1, (group,)).files().items()
     (tmp_path / name).write_bytes(content)
     kept = Backlog.read(tmp_path, 1, lambda _: PROMPT).groups[0]

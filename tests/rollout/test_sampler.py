@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_mega.rollout.embedded.sampler import draw, uniforms
+from grpo_mega.rollout.embedded.decoder import draw, uniforms
 
 NO_FILTER = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_mega.distributed.rendezvous import Rendezvous
-from grpo_mega.rollout import schedule
+from grpo_mega.rollout import engine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition, Usage
 from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.simulated_server import Lengths, SimulatedSession, fresh, simulate
@@ -167,7 +167,7 @@ def test_the_seconds_of_running_samples_are_counted(monkeypatch: pytest.MonkeyPa
     prompts = make_prompts(10)
     lengths = make_lengths(prompts, random.Random(4))
     session = SimulatedSession(lengths)
-    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: session.now))  # a token takes a second
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: session.now))  # a token takes a second
     request = RolloutRequest(fresh(prompts), IN_ORDER, step=0)
     simulate(session, request, slots)
     assert request.usage == Usage(sum(lengths.values()), session.most_at_once, 0, 30)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.data.sampler import Sampler
+from grpo_mega.data.load import Sampler
 from tests.helpers.coarse_reward import SCORED
 from tools.benchmarks import kills
 from tools.benchmarks.kills import End, read_end

@@ -67,7 +67,7 @@ def test_training_evaluation_and_check_listen_only_on_the_loopback(layout: str, 
 def test_ranks_of_a_slurm_job_listen_only_on_the_rendezvous_address(tmp_path: Path) -> None:
     """Two nodes. The first node has a loopback address here."""
     config, port = kills.write_inputs(tmp_path, "dp=2"), str(free_port())
-    agent = ["grpo_mega.distributed.agent", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    agent = ["grpo_mega.distributed.rendezvous", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
     train = ["-m", "grpo_mega.cli", "train", str(config), "--set", f"run_dir={tmp_path / 'run'}", *SHORT]
     command = [sys.executable, "-m", *agent, "--node-rank=1", f"--master-port={port}", *train]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

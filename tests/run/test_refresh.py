@@ -18,7 +18,7 @@ import pytest
 
 from grpo_mega.config import Config, validate
 from grpo_mega.errors import ConfigError, RefreshError
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 from grpo_mega.run.reward_model_refresh import refresh_rewards_if_due
 from tests.helpers.servers import is_true_within
 

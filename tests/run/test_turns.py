@@ -20,8 +20,7 @@ import pytest
 
 import grpo_mega.megatron  # noqa: F401  # its patches come first
 from grpo_mega import config as configs
-from grpo_mega.data.load import make_sampler
-from grpo_mega.data.sampler import Draw, Sampler
+from grpo_mega.data.load import Draw, Sampler, make_sampler
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.run.job import Job

@@ -30,7 +30,7 @@ from grpo_mega.errors import SyncError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
 from grpo_mega.rollout.engine import NoEngine, Receiver, RolloutRequest, StopCondition
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang.buckets import HostBuckets

@@ -22,8 +22,8 @@ from grpo_mega.distributed.environment import CORES_VARIABLE
 from grpo_mega.distributed.launch import free_ports
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
-from grpo_mega.rollout.sglang import compat, served_models
-from grpo_mega.rollout.sglang.adapter import ServedLora
+from grpo_mega.rollout.sglang import served_models, server_main
+from grpo_mega.rollout.sglang.buckets import ServedLora
 from grpo_mega.rollout.sglang.engine import GRAPHS
 from grpo_mega.rollout.sglang.server import EngineSettings, Server, server_arguments, server_environment, warm_up
 from grpo_mega.rollout.sglang.session import Event
@@ -289,10 +289,10 @@ def test_free_ports_differ() -> None:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compat, "STUBBED", ("no_such_package", "json"))
+    monkeypatch.setattr(server_main, "STUBBED", ("no_such_package", "json"))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    compat.install_stubs()
-    compat.install_stubs()
+    server_main.install_stubs()
+    server_main.install_stubs()
     yield
     for name in [name for name in sys.modules if name.startswith("no_such_package")]:
         del sys.modules[name]
@@ -308,15 +308,15 @@ def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None
     assert not hasattr(module, "__path_of_no_kind__")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("another_such_package")
-    assert not isinstance(importlib.import_module("json.tool"), compat.Stub)
-    assert sum(isinstance(finder, compat.StubFinder) for finder in sys.meta_path) == 1
+    assert not isinstance(importlib.import_module("json.tool"), server_main.Stub)
+    assert sum(isinstance(finder, server_main.StubFinder) for finder in sys.meta_path) == 1
 
 
 def test_every_change_of_sglang_is_still_needed() -> None:
     assert 'mp.set_start_method("spawn", force=True)' in sglang_source("srt/entrypoints/engine.py")
     assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
-    assert all(importlib.util.find_spec(name) is None for name in compat.STUBBED) or torch.version.cuda
+    assert all(importlib.util.find_spec(name) is None for name in server_main.STUBBED) or torch.version.cuda
     register = (
         sglang_source("srt/mem_cache/pool_host/common.py")
         .partition("def _cuda_host_register(")[2]

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
-from grpo_mega.rollout.sessions.turns import Ended, TurnRequest
+from grpo_mega.rollout.sessions.session import Ended, TurnRequest
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.server import Server
 from grpo_mega.rollout.sglang.session import Event, request_body

@@ -16,8 +16,8 @@ import pytest
 from grpo_mega.commands.options import PlanOptions
 from grpo_mega.commands.plan import prepare_plan as plan_setup
 from grpo_mega.config import load
-from grpo_mega.planner.known_models import KNOWN_MODELS
 from grpo_mega.planner.plan import MARGIN, Plan
+from grpo_mega.preflight.model import KNOWN_MODELS
 from tests.helpers.shapes import LLAMA_70B, QWEN_72B
 from tests.slurm.cluster import wait_for
 

@@ -9,7 +9,7 @@ lengths; responses are truncated at the limit. Figures are the worst over --seed
  bound      lower bound of the waste of any plan with as few micro-batches: a micro-batch is at least as long as the
             longest sample, and at least as long as the mean, rounded up
  imbalance  tokens of the fullest rank / the mean - 1, without padding
- work       FLOPs of the busiest rank / the mean - 1, without padding, by batching/flops.py for Qwen3-8B
+ work       FLOPs of the busiest rank / the mean - 1, without padding, by planner/state.py for Qwen3-8B
  ms, cpu    wall and CPU time of one plan; it uses one thread, so both are equal on an idle machine
 The work of attention grows with the square of a sample's length, so the ranks get equal work, not equal tokens.
 

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.rewards import RewardFunctionConfig, RewardsConfig
+from grpo_mega.config.data import RewardFunctionConfig, RewardsConfig
 from grpo_mega.rewards.pool import RewardPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script

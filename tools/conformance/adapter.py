@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm import correction, kl, losses, token_weights
+from grpo_mega.algorithm import kl, losses, token_weights
 from grpo_mega.algorithm.advantages import assign_advantages
 from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.config import AlgorithmConfig
@@ -135,7 +135,7 @@ def _our_kl(inputs: Json, settings: Json) -> Json:
 def _our_correction(inputs: Json, settings: Json) -> Json:
     names = ("logprobs", "ref_logprobs", "entropy", "advantages")
     packed = pack([item | dict.fromkeys(names, item["old_logprobs"]) for item in inputs["responses"]], settings)
-    corrected = correction.correct(packed.without_masked(), algorithm_config(settings).correction)
+    corrected = token_weights.correct(packed.without_masked(), algorithm_config(settings).correction)
     values = {"importance": corrected.importance, "kept": corrected.keep}
     return {
         name: _unpack(torch.where(packed.loss_mask > 0, values_T, 0.0), inputs["responses"])
@@ -207,7 +207,7 @@ def pack(responses: Sequence[Json], settings: Json) -> LossInputs:
         mask = losses.choose_by_covariance(packed, a, torch.Generator().manual_seed(0))
         packed = replace(packed, covariance_mask=mask)
     if a.correction.batch_normalize:
-        packed = replace(packed, importance_mean=correction.mean_importance(packed, a.correction))
+        packed = replace(packed, importance_mean=token_weights.mean_importance(packed, a.correction))
     return packed
 
 

@@ -21,10 +21,9 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.math.answer import locate_answer, read_located, whole_turn
+from grpo_mega.rewards.math.answer import canonical_number, locate_answer, normalize_answer, read_located, whole_turn
 from grpo_mega.rewards.math.arithmetic import has_plain_numbers, is_bounded, is_open, is_unevaluated
 from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of, unit_after, values_agree
-from grpo_mega.rewards.math.normalize import canonical_number, normalize_answer
 from grpo_mega.rewards.math.numbers import (
     in_words,
     lists_equal,

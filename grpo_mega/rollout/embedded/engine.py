@@ -3,12 +3,22 @@
 It needs no GPU and no server and works for every family that transformers supports. It also checks the weight mapping,
 because its forward pass is not code of this project. Prompts are decoded in batches of at most `max_concurrent`
 sequences, and finished sequences leave the batch. A phase that is stopped early ends between two tokens and discards
-the cache with the batch. Turns of conversations join a running batch (turns.py). Single responses do not, because a
+the cache with the batch. Turns of conversations join a running batch. Single responses do not, because a
 sample's log-probs then would depend on the lengths of earlier samples in their last bits.
+
+`TurnLoop` samples the turns of conversations: one batch, which turns join and leave between two decoding steps. The
+turns in the batch must not depend on time, so that a resumed run repeats them. The clock counts decoding steps. A
+conversation must ask for its next turn within a fixed number of steps after its last turn. If it has not asked by then,
+the engine waits for it, at most LATE_S seconds. After that the engine continues without this conversation, and its next
+turn joins when it asks, so a slow tool does not delay other conversations any further. After each wait without an
+answer the next wait is half as long, so a phase loses at most 2 * LATE_S seconds.
 """
 
 from __future__ import annotations
 
+import queue
+import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,13 +28,11 @@ from torch import Tensor
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.embedded.decoder import Decoder, Start
+from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start, uniforms
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
-from grpo_mega.rollout.embedded.sampler import uniforms
-from grpo_mega.rollout.embedded.turns import TurnLoop
-from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
+from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, context_seed, schedule_of
 from grpo_mega.rollout.routes import RouterSizes
-from grpo_mega.rollout.schedule import Schedule, schedule_of
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry
 from grpo_mega.weights.layout import hf_shards
@@ -33,6 +41,197 @@ from grpo_mega.weights.spec import Family, ModelShape
 
 if TYPE_CHECKING:
     from grpo_mega.rollout.sessions.conversations import Conversations
+
+JOIN_EVERY = 8  # turns join the batch when the clock is a multiple of this
+LEAST_STEPS = 4  # minimum number of decoding steps between two turns of a conversation
+LATE_S = 10.0  # seconds that the engine waits for a conversation
+LOOK_S = 0.05  # interval of checks of a stop condition while all conversations are late
+
+Key = tuple[int, int]  # prompt index and sample index
+
+
+class TurnLoop:
+    """Runs the conversations of a request on one rank."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        conversations: Conversations,
+        request: RolloutRequest,
+        schedule: Schedule,
+        version: int,
+    ) -> None:
+        """`decoder` has a slot for each sample of the schedule that may run. `version` is its policy's version."""
+        self._decoder, self._conversations, self._request = decoder, conversations, request
+        self._schedule, self._version = schedule, version
+        self._clock = 0
+        self._samples: dict[Key, Sample] = {}  # samples of the running conversations
+        self._due: dict[Key, int] = {}  # clock until which a conversation may think; none while its turn is decoded
+        self._late: set[Key] = set()  # conversations that the engine no longer waits for
+        self._asked: list[TurnRequest] = []  # turns that have not joined yet
+        self._ended: list[Ended] = []  # conversations that have not been reported yet
+        self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
+        self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
+        self._longest = decoder.tokens_ST.shape[1]
+        self._patience = LATE_S
+
+    def run(self) -> None:
+        """Run until all conversations ended or the phase stops. Raise EngineError if one failed."""
+        try:
+            self._conversations.sampling = self._request.sampling
+            self._start_samples()
+            while self._samples and not self._is_stopped:
+                if not self._decoder.is_running:  # nothing to decode until the next conversation is due
+                    due = [at for key, at in self._due.items() if key not in self._late]
+                    self._clock = max(_next_join(self._clock), min(due, default=0))
+                if self._clock % JOIN_EVERY == 0:
+                    self._wait_for_due()
+                    self._report_ended()
+                    self._join_asked()
+                if self._decoder.is_running:
+                    self._step()
+        finally:
+            self._abort()
+
+    @property
+    def _is_stopped(self) -> bool:
+        # If all conversations are late, the clock stands still, but the phase may have ended on other ranks.
+        clock = sys.maxsize if self._are_all_late else self._clock
+        return self._request.stop is not None and self._request.stop.is_met(clock)
+
+    @property
+    def _are_all_late(self) -> bool:
+        return not self._decoder.is_running and not self._has_due_event and self._late >= self._due.keys()
+
+    @property
+    def _has_due_event(self) -> bool:
+        return any(self._is_due(request.key) for request in self._asked) or any(map(self._is_due, self._ended_keys))
+
+    @property
+    def _ended_keys(self) -> list[Key]:
+        return [(end.prompt_index, end.sample.index) for end in self._ended]
+
+    def _is_due(self, key: Key) -> bool:
+        return self._due.get(key, 0) <= self._clock
+
+    def _start_samples(self) -> None:
+        """Start the conversations for which there is room."""
+        for prompt_index, samples in self._schedule.take().items():
+            for sample in samples:
+                key = prompt_index, sample.index
+                self._samples[key], self._due[key] = sample, _next_join(self._clock + LEAST_STEPS)
+                self._conversations.start(prompt_index, sample.index, sample.prompt, self._request.step)
+
+    def _wait_for_due(self) -> None:
+        """Receive events until each conversation that is due has one or is late. Wait longer if all are late."""
+        until = time.monotonic() + self._patience
+        while missing := self._missing():
+            if not self._receive(until - time.monotonic()):
+                self._late |= missing
+                self._patience /= 2
+        while self._are_all_late and not self._is_stopped:
+            self._receive(LOOK_S)
+        while self._receive(0):
+            pass
+
+    def _missing(self) -> set[Key]:
+        """Return the conversations that are due, not late, and neither ask for a turn nor ended."""
+        known = {*self._late, *self._ended_keys, *(request.key for request in self._asked)}
+        return {key for key in self._due if self._is_due(key) and key not in known}
+
+    def _receive(self, seconds: float) -> bool:
+        """Receive an event within this time. Return False if there is none. Raise EngineError if it is a failure."""
+        try:
+            event = self._conversations.events.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return False
+        match event:
+            case Asked(request):
+                self._asked.append(request)
+            case Ended():
+                self._ended.append(event)
+            case Failed(error=error):
+                raise EngineError(error)
+        return True
+
+    def _report_ended(self) -> None:
+        """Report the conversations that ended, in the order of their keys, and start others in their place."""
+        due = [end for key, end in zip(self._ended_keys, self._ended, strict=True) if self._is_due(key)]
+        for end in sorted(due, key=lambda end: (end.prompt_index, end.sample.index)):
+            self._ended.remove(end)
+            sample, key = end.sample, (end.prompt_index, end.sample.index)
+            if not sample.spans:  # the agent asked for no turn
+                sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
+            self._due.pop(key, None)
+            self._late.discard(key)
+            del self._samples[key]
+            self._cancel(key)
+            self._schedule.ended(end.prompt_index, sample, self._clock)
+        self._start_samples()
+
+    def _cancel(self, key: Key) -> None:
+        """Forget the cache of a conversation, and turns that it did not wait for, because of its deadline."""
+        self._caches.pop(key, None)
+        self._asked = [request for request in self._asked if request.key != key]
+        slots = [slot for slot, request in self._turns.items() if request.key == key]
+        self._decoder.cancel(slots)
+        for slot in slots:
+            del self._turns[slot]
+
+    def _join_asked(self) -> None:
+        """Let the turns that are due join the batch, in the order of their length."""
+        free = [slot for slot in range(len(self._decoder.tokens_ST)) if slot not in self._turns]
+        due = sorted((request for request in self._asked if self._is_due(request.key)), key=lambda request: request.key)
+        contexts = {request.context_ids: request.context_ids for request in due}  # equal contexts share a prefill
+        due = sorted(due[: len(free)], key=lambda request: (len(request.context_ids), request.context_ids))
+        starts = dict[int, Start]()
+        for request, slot in zip(due, free, strict=False):
+            self._asked.remove(request)
+            self._due.pop(request.key, None)
+            self._late.discard(request.key)
+            self._turns[slot] = request
+            starts[slot] = self._start_of(request, contexts[request.context_ids])
+        if starts:
+            self._decoder.join(starts)
+
+    def _start_of(self, request: TurnRequest, context: tuple[int, ...]) -> Start:
+        stream, sampling, end = None, self._request.sampling, min(request.max_new_tokens, self._longest)
+        if sampling.temperature > 0:
+            seed = sampling.seed, request.step, request.prompt.id, request.key[1]
+            stream = uniforms(*seed, end, context_seed(context))
+        return Start(context, stream, 0, end, request.stop_token_ids, self._cached(request.key, context))
+
+    def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
+        """Return the cache of the tokens that a context shares with the last turn of its conversation."""
+        tokens, cached = self._caches.pop(key, ((), None))
+        if cached is None:
+            return None
+        differs = (number for number, (old, new) in enumerate(zip(tokens, context, strict=False)) if old != new)
+        num_shared = min(next(differs, cached.num_tokens), cached.num_tokens, len(context) - 1)
+        return cached.first(num_shared) if num_shared else None
+
+    def _step(self) -> None:
+        """Decode a token of every turn. Answer the turns that ended."""
+        self._clock += 1
+        for slot, reason in self._decoder.sample():
+            request, (tokens, logprobs) = self._turns.pop(slot), self._decoder.found(slot)
+            self._due[request.key] = _next_join(self._clock + LEAST_STEPS)
+            self._caches[request.key] = (*request.context_ids, *tokens), self._decoder.cached(slot)
+            self._conversations.answer(request, TurnResult(tokens, logprobs, reason, self._version))
+        self._decoder.advance()
+
+    def _abort(self) -> None:
+        """End the conversations that still run. Their samples go back to the schedule as they started."""
+        if not self._samples:
+            return
+        self._conversations.abort()
+        for (prompt_index, _), sample in self._samples.items():
+            self._schedule.left_over(prompt_index, [sample])
+
+
+def _next_join(clock: int) -> int:
+    """Return the first clock from `clock` on at which turns join the batch."""
+    return -(-clock // JOIN_EVERY) * JOIN_EVERY
 
 
 class EmbeddedEngine(Engine):

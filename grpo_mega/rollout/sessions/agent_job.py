@@ -3,27 +3,239 @@
 The owner sends ("start", session id, base URL, key, prompt) and ("kill", session id). The worker answers each session
 with one AgentResult. A thread watches the loop. If an agent function blocks the loop for longer than tool_timeout_s,
 this sample gets kind "deadline" and the worker ends, so its other samples start again elsewhere.
+
+An agent function gets `chat`, a client of the sample's endpoint, and `prompt`, the row of the data set:
+
+    async def run(chat, prompt):
+        message = await chat([*prompt.messages, {"role": "user", "content": "Guess."}], max_tokens=20)
+        chat.reward(0.1)
+        return 1.0 if prompt.answer in message["content"] else 0.0
+
+Tools are Python functions that the model calls. A tool that is a coroutine function runs in the worker's event loop.
+Any other tool runs in a process that is forked for this one call and killed after it, with everything that it started.
+So a tool that hangs, crashes or exits costs only its deadline. At most MAX_CALLS such calls run at once. Their modules
+should be light, unless they are named as module.function: then the fork server imports them once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import inspect
+import json
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import aiohttp
+
 from grpo_mega import user_code
-from grpo_mega.config.rollout import RolloutConfig
+from grpo_mega.config.rollout import BUILT_IN_TOOLS, RolloutConfig
+from grpo_mega.errors import UserError
 from grpo_mega.rewards.api import as_score
-from grpo_mega.rewards.forked import ForkedJob, Serve, describe_error
-from grpo_mega.rollout.sessions.chat import Chat, EndpointFailed, LimitReached, as_prompt
-from grpo_mega.rollout.sessions.tools import Toolbox
+from grpo_mega.rewards.forked import ForkedJob, ForkServer, Serve, Worker, WorkerEnded, describe_error
+from grpo_mega.text import well_formed
+from grpo_mega.types import Prompt
+
+# Codes of the endpoint's errors: the sample has reached a limit, so no further turn can be sampled.
+LIMIT_CODES = frozenset({"max_turns", "max_response_length", "context_length_exceeded"})
+
+
+class LimitReached(Exception):
+    """The sample has reached max_turns or max_response_length. An agent function may leave it uncaught."""
+
+
+class RefusedRequest(ValueError):
+    """The endpoint refuses a request of the agent function."""
+
+
+class EndpointFailed(ConnectionError):
+    """The endpoint does not answer. The sample is not to blame, and starts again."""
+
+
+class Chat:
+    """A client of one sample's conversation."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.base_url, self.api_key = base_url, api_key  # for any other OpenAI client
+        self.finish_reason: str | None = None  # why the last turn ended: stop, length or tool_calls
+        self.turn_rewards: dict[str, float] = {}  # by the id of the turn's answer
+        self._last_id: str | None = None
+
+    async def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **sampling: Any
+    ) -> dict[str, Any]:
+        """Sample one assistant turn, and return its message.
+
+        `sampling` may have max_tokens and stop; other keys must have the run's values. Raises LimitReached if the
+        sample may have no further turn.
+        """
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **sampling}
+        answer = await post(f"{self.base_url}/chat/completions", self.api_key, body)
+        self._last_id, choice = answer["id"], answer["choices"][0]
+        self.finish_reason = choice["finish_reason"]
+        return dict(choice["message"])
+
+    def reward(self, value: float, answer_id: str | None = None) -> None:
+        """Set the reward of the last turn of `chat`, or of the turn whose answer has this id (of another client)."""
+        turn = answer_id or self._last_id
+        if turn is None:
+            raise ValueError("chat.reward needs a turn; call chat first")
+        number = as_score(value, "").value
+        if number is not None:
+            self.turn_rewards[turn] = number
+
+
+async def post(url: str, api_key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Send JSON to the endpoint, and return the JSON answer. Raise LimitReached, RefusedRequest or EndpointFailed."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client,  # the sample has a deadline
+            client.post(url, json=body, headers={"Authorization": f"Bearer {api_key}"}) as response,
+        ):
+            code, answer = response.status, await response.json(content_type=None)
+    except (OSError, aiohttp.ClientError, ValueError) as error:
+        raise EndpointFailed(f"the sample's endpoint does not answer ({type(error).__name__}: {error})") from None
+    if code == 200 and isinstance(answer, dict):
+        return answer
+    problem = answer.get("error", {}) if isinstance(answer, dict) else {}
+    if problem.get("code") in LIMIT_CODES:
+        raise LimitReached(problem.get("message"))
+    if code >= 500:
+        raise EndpointFailed(f"the sample's endpoint failed with status {code}: {problem.get('message')}")
+    raise RefusedRequest(problem.get("message") or f"status {code}")
+
+
+def prompt_values(prompt: Prompt) -> dict[str, Any]:
+    """Return what an agent function sees of a prompt, for `as_prompt` in a worker."""
+    columns = prompt.extras | {name: value for name, value in prompt.raw_columns.items() if name != "prompts"}
+    return {"messages": prompt.messages, "answer": prompt.answer, "columns": columns}
+
+
+def as_prompt(values: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the object with messages, answer, and each column of the row that is not called like one of them."""
+    return SimpleNamespace(**{str(name): value for name, value in values["columns"].items()} | dict(values))
+
+
+MAX_CALLS = 32
+MAX_RESULT_CHARS = 20_000
+
+
+def load_tool(name: str, code_dir: Path | None) -> Callable[..., Any]:
+    """Return the function of a tool. Raise ConfigError if it cannot be imported."""
+    return user_code.load_function(BUILT_IN_TOOLS.get(name, name), code_dir)
+
+
+class Toolbox:
+    """The tools of a run, keyed by the names of their functions."""
+
+    def __init__(self, names: Sequence[str], code_dir: Path | None, timeout_s: float) -> None:
+        self._code_dir, self._timeout_s = code_dir, timeout_s
+        loaded = {name: load_tool(name, code_dir) for name in names}
+        self._names = {function.__name__: name for name, function in loaded.items()}
+        self._coroutines = {f.__name__: f for f in loaded.values() if inspect.iscoroutinefunction(f)}
+        forked = [BUILT_IN_TOOLS.get(name, name) for name, f in loaded.items() if f.__name__ not in self._coroutines]
+        # This thread lives as long as the worker, so the server does too.
+        self._server = ForkServer([name.rpartition(".")[0] for name in forked if ":" not in name])
+        if forked:
+            self._server.ensure_running()
+        self._threads = ThreadPoolExecutor(MAX_CALLS, "tools")
+
+    async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a tool call of an assistant message. Return the tool's message; errors are told to the model."""
+        name = call["function"]["name"]
+        try:
+            content = await self._run(name, arguments_of(call))
+        except ToolProblem as problem:
+            content = f"Error: {problem}"
+        return {"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": content}
+
+    async def _run(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self._names:
+            raise ToolProblem(f"there is no tool {name!r}; the tools are {', '.join(self._names) or 'none'}")
+        if (function := self._coroutines.get(name)) is None:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._run_forked, name, arguments)
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return as_text(await function(**arguments))
+        except Exception as error:
+            raise self._late(name) if limit.expired() else ToolProblem(describe_error(error)) from None
+
+    def _run_forked(self, name: str, arguments: dict[str, Any]) -> str:
+        """Run a tool in a new process. Raise ToolProblem."""
+        try:
+            with contextlib.closing(Worker(self._server, ToolJob(self._code_dir, self._names[name]))) as worker:
+                outcome = worker.run(arguments, self._timeout_s)
+        except UserError as error:
+            raise ToolProblem(str(error)) from None
+        except WorkerEnded as ended:
+            raise ToolProblem(f"the tool's process ended with {ended}") from None
+        if outcome is None:
+            raise self._late(name)
+        result, problem = outcome
+        if problem:
+            raise ToolProblem(problem)
+        return str(result)
+
+    def _late(self, name: str) -> ToolProblem:
+        return ToolProblem(f"{name} took longer than {self._timeout_s:g} s")
+
+
+class ToolProblem(Exception):
+    """A problem that the model is told."""
+
+
+@dataclass(frozen=True)
+class ToolJob(ForkedJob):
+    """Runs one tool call in its own process."""
+
+    name: str
+
+    def prepare(self) -> tuple[bool, Serve]:
+        function = load_tool(self.name, self.code_dir)
+
+        def serve(owner: connection.Connection[Any, Any]) -> None:
+            arguments = owner.recv()
+            try:
+                outcome = as_text(function(**arguments)), ""
+            except BaseException as error:  # SystemExit, too
+                outcome = "", describe_error(error)
+            owner.send(outcome)
+            owner.recv()  # waits for the end, so that the owner finds what the tool started
+
+        return True, serve
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a tool call. Raise ToolProblem if they are not a JSON object."""
+    arguments = call["function"].get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise ToolProblem(f"the arguments are not JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise ToolProblem("the arguments are not a JSON object")
+    return arguments
+
+
+def as_text(result: Any) -> str:
+    """Return the result of a tool as the model sees it: a text as it is, and anything else as JSON if possible."""
+    try:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = str(result)
+    text = well_formed(text)
+    return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]}... ({len(text)} characters in all)"
+
 
 Kind = Literal["returned", "raised", "deadline", "died", "killed"]
 Agent = Callable[[Chat, SimpleNamespace], Awaitable[Any]]

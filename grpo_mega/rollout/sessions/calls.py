@@ -2,19 +2,211 @@
 
 Where the mark of a call is one token of the vocabulary, only this token opens a call. The same characters from other
 tokens are text. So are calls inside a thought. Prompts and tool results are never parsed.
+
+Engines name the formats alike:
+
+hermes       <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, also of Qwen 2.5 and 3
+glm45        <tool_call>f <arg_key>a</arg_key> <arg_value>1</arg_value></tool_call>
+qwen3_coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, also of Qwen 3.5
+llama3       {"name": "f", "parameters": {"a": 1}}, or several of them with ";" between
+mistral      [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}], and [TOOL_CALLS]f[ARGS]{"a": 1} of newer models
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from grpo_mega.rollout.sessions.call_formats import CLOSING, FORMATS, FoundCalls, Tools
-from grpo_mega.rollout.sessions.messages import TAG, Message
-from grpo_mega.rollout.sessions.template import Template
+from grpo_mega.rollout.sessions.template import TAG, Message, Template
+
+CLOSING = "</tool_call>"
+Tools = Sequence[Mapping[str, Any]] | None
+Call = tuple[str, Any]  # name and arguments
+
+
+@dataclass
+class FoundCalls:
+    """The calls of a turn. `invalid` has texts that are no calls, and why."""
+
+    content: str
+    calls: list[Call] = field(default_factory=list)
+    invalid: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """`opening` is the mark of a call. `read` gets the text before the first mark and the text after each mark."""
+
+    opening: str
+    read: Callable[[str, list[str], Tools], FoundCalls]
+    write: Callable[[str, Any], str]  # returns the text of a call with this name and these arguments
+
+
+def _tagged(read: Callable[[str, Tools], list[Call]]) -> Callable[[str, list[str], Tools], FoundCalls]:
+    """Return the reader of calls between tags. `read` returns the calls of a text, or raises ValueError."""
+
+    def read_all(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
+        found, rest = FoundCalls(content.strip() if pieces else content), ""
+        for piece in pieces:
+            body, closing, after = piece.partition(CLOSING)
+            try:
+                found.calls += read(body, tools)
+                if not closing:
+                    raise ValueError(f"{CLOSING} is missing")
+            except ValueError as error:
+                found.invalid.append((body, str(error)))
+            rest += after
+        found.content += rest.rstrip()
+        return found
+
+    return read_all
+
+
+def _mistral(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
+    found = FoundCalls(content.strip() if pieces else content)
+    for piece in pieces:
+        if match := re.match(r"\s*([\w.-]+)(?:\[ARGS\])?(\{.*)", piece, re.DOTALL):
+            piece = f'{{"name": {json.dumps(match[1])}, "arguments": {match[2]}}}'
+        try:
+            found.calls += _read_json(piece)
+        except ValueError as error:
+            found.invalid.append((piece, str(error)))
+    return found
+
+
+def _llama3(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
+    text = pieces[0] if pieces else TAG.split(content)[-1]
+    before = content if pieces else content.removesuffix(text).strip()
+    if not pieces and not re.match(r'\s*\{\s*"(?:name|parameters)"', text):
+        return FoundCalls(content)
+    try:
+        return FoundCalls(before, _calls_of(list(_json_values(text)), "parameters"))
+    except ValueError as error:
+        return FoundCalls(content, [], [(text, str(error))])
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the JSON values of a text, which may have ";" between them. Raise ValueError."""
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except ValueError as error:
+            raise ValueError(f"not JSON ({error})") from None
+        yield value
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+
+
+def _read_json(text: str, tools: Tools = None) -> list[Call]:
+    """Return the calls in a JSON object or list. Raise ValueError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    return _calls_of(value, "arguments")
+
+
+def _calls_of(value: Any, key: str) -> list[Call]:
+    calls = []
+    for call in value if isinstance(value, list) and value else [value]:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError("a call must be an object with name")
+        arguments = call.get(key, call.get("arguments", {}))
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{key} must be an object" + ", not a text" * isinstance(arguments, str))
+        calls.append((call["name"], arguments))
+    return calls
+
+
+def _write_json(name: str, arguments: Any, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+_TYPES: dict[Any, Any] = {
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+@dataclass(frozen=True)
+class _Xml:
+    """A format with an XML element per argument. `name` and `argument` match what `write` writes with their forms."""
+
+    name: str
+    argument: str
+    end: str
+    name_form: str
+    argument_form: str
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Return the call of a text between the tags. Raise ValueError."""
+        if not (match := re.match(self.name, text)):
+            raise ValueError("the name of the function is missing")
+        name, place, arguments = match[1], match.end(), dict[str, Any]()
+        while match := re.compile(self.argument, re.DOTALL).match(text, place):
+            schema: Any = next((tool["function"] for tool in tools or () if tool["function"]["name"] == name), {})
+            for key in ("parameters", "properties", match[1]):
+                schema = schema.get(key) if isinstance(schema, dict) else None
+            arguments[match[1]] = _typed(match[2], schema if isinstance(schema, dict) else {})
+            place = match.end()
+        if (rest := text[place:].strip()) != self.end:
+            wanted = f"an argument or {self.end}" if self.end else "an argument"
+            raise ValueError(f"{rest[:80]!r} is not {wanted}")
+        return [(name, arguments)]
+
+    def write(self, name: str, arguments: Any) -> str:
+        given = arguments.items() if isinstance(arguments, dict) else ()
+        texts = ((key, one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)) for key, one in given)
+        return "".join([self.name_form.format(name), *(self.argument_form.format(*text) for text in texts), self.end])
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of an argument. It is a text if the schema says so, or if the text is no JSON.
+
+    The schema is {} if the tools do not describe the argument.
+    """
+    alternatives = [one for one in schema.get("anyOf") or [schema] if isinstance(one, dict)]
+    kinds = [one.get("type") for one in alternatives]
+    types = [kind for one in kinds for kind in (one if isinstance(one, list) else [one])]
+    try:
+        value = json.loads(text, parse_constant=int)  # int raises ValueError for NaN
+    except ValueError:
+        return text
+    has_type = any(isinstance(value, _TYPES.get(kind, ())) for kind in types)
+    return text if isinstance(value, str) or ("string" in types and not has_type) else value
+
+
+_GLM = _Xml(
+    r"\s*([^\s<>{}\[\]]+)",
+    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    "",
+    "{}\n",
+    "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+)
+_QWEN = _Xml(
+    r"\s*<function=([^>\n]+)>",
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>",
+    "</function>",
+    "\n<function={}>\n",
+    "<parameter={}>\n{}\n</parameter>\n",
+)
+FORMATS = {
+    "hermes": CallFormat("<tool_call>", _tagged(_read_json), lambda *call: _write_json(*call) + CLOSING),
+    "glm45": CallFormat("<tool_call>", _tagged(_GLM.read), lambda *call: _GLM.write(*call) + CLOSING),
+    "qwen3_coder": CallFormat("<tool_call>", _tagged(_QWEN.read), lambda *call: f"{_QWEN.write(*call)}\n{CLOSING}"),
+    "llama3": CallFormat("<|python_tag|>", _llama3, partial(_write_json, key="parameters")),
+    "mistral": CallFormat("[TOOL_CALLS]", _mistral, _write_json),
+}
+
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -3,6 +3,8 @@
 A request extends the deepest stored turn whose messages it repeats, and reuses the tokens of this turn. If no turn can
 be extended, because the client or the template rewrote the history, a new segment starts: the conversation is rendered
 as a whole, and nothing in it is trained but the turn that follows. Nothing is ever removed from the tree.
+
+`TurnRequest`, `TurnResult` and the other messages pass between conversations and engines.
 """
 
 from __future__ import annotations
@@ -10,13 +12,61 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.messages import Message, RequestError, clean, digest, digest_of
-from grpo_mega.rollout.sessions.template import Template
-from grpo_mega.rollout.sessions.turns import TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.template import Message, RequestError, Template, clean, digest, digest_of
 from grpo_mega.types import Context, FinishReason, Prompt, Sample, Span
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One assistant turn to sample after `context_ids`.
+
+    The random stream of the turn depends on the run's seed, `step`, the prompt's id, the sample index and the CRC-32 of
+    `context_ids`. So it depends neither on the order of turns nor on time.
+    """
+
+    key: tuple[int, int]  # prompt index and sample index
+    prompt: Prompt
+    number: int  # 0, 1, ... within the sample
+    context_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    step: int  # the step in which the sample started; seeds its random stream
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """The tokens of a sampled turn. With finish_reason "stop" the last token is a stop token of the request."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # one per token, at the run's temperature
+    finish_reason: Literal["stop", "length"]
+    version: int  # version of the policy that sampled the tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation waits for this turn. Answer with Conversations.answer."""
+
+    request: TurnRequest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A conversation ended by itself or by a limit. The sample is complete."""
+
+    prompt_index: int
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A conversation ended by an error of the infrastructure, also when it was repeated."""
+
+    prompt_index: int
+    error: str
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,8 @@ from torch import Tensor
 
 from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
-from grpo_mega.rollout.engine import Engine, Receiver, RolloutRequest
-from grpo_mega.rollout.schedule import Schedule, schedule_of
-from grpo_mega.rollout.sglang.adapter import AdapterUpdate
-from grpo_mega.rollout.sglang.buckets import DeviceBuckets, HostBuckets, padded, parameters, payload
+from grpo_mega.rollout.engine import Engine, Receiver, RolloutRequest, Schedule, schedule_of
+from grpo_mega.rollout.sglang.buckets import AdapterUpdate, DeviceBuckets, HostBuckets, padded, parameters, payload
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS, report_path
 from grpo_mega.rollout.sglang.server import EngineSettings, Server
 from grpo_mega.rollout.sglang.session import Session

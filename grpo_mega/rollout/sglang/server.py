@@ -31,7 +31,7 @@ from grpo_mega.observe.progress import phase
 from grpo_mega.processes import SECONDS_TO_DIE, living
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sglang import server_main
-from grpo_mega.rollout.sglang.adapter import ServedLora
+from grpo_mega.rollout.sglang.buckets import ServedLora
 from grpo_mega.weights.spec import BLOCK
 
 SECONDS_BETWEEN_LOOKS = 0.1

@@ -27,7 +27,7 @@ from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import with_routes_of as extended_routes
-from grpo_mega.rollout.sglang.compat import ADAPTER_KEY
+from grpo_mega.rollout.sglang.server_main import ADAPTER_KEY
 from grpo_mega.types import Sample, Span
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
-from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
 from grpo_mega.types import Sample, Span
 

@@ -15,8 +15,8 @@ import pytest
 
 from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.processes import descendants, living
+from grpo_mega.rollout.sessions.agent_job import prompt_values
 from grpo_mega.rollout.sessions.agents import AgentResult, AgentWorkers
-from grpo_mega.rollout.sessions.chat import prompt_values
 from grpo_mega.types import Prompt
 from tests.rollout.sessions.endpoint import Endpoint, say
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.rollout.sessions.messages import mark
-from grpo_mega.rollout.sessions.template import Template
+from grpo_mega.rollout.sessions.template import Template, mark
 from grpo_mega.types import Sample
 from tools.chat_families import FAMILIES
 from tools.check_sessions import CheckFailed, Conversation, Machine, check_cost, check_sample, run

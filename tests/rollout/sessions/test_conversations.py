@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.rollout.sessions.turns import Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Ended, Failed, TurnRequest, TurnResult
 from tests.helpers.sessions import conversations, prompt_of, result_of, user
 from tools import chat_families
 from tools.chat_families import Family

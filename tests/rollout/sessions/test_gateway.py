@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from grpo_mega.rollout.sessions.turns import Ended, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Ended, TurnRequest, TurnResult
 from tests.helpers.sessions import CALL, TOOLS, Run, conversations, decode, prompt_of, result_of, tool, user
 from tools.chat_families import stop_ids
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.rollout.sessions.messages import RequestError
 from grpo_mega.rollout.sessions.session import ChatRequest
+from grpo_mega.rollout.sessions.template import RequestError
 from grpo_mega.types import Context
 from tests.helpers.sessions import CALL, TOOLS, Dialogue, decode, encode, result_of, tool, user
 from tools.chat_families import FAMILIES, stop_ids, tokenizer_of

@@ -1,7 +1,7 @@
 """Measure the MFU of a training step with the trainer's own Policy.update, on one GPU.
 
 A step has 4 micro-batches of 16,384 tokens in segments of 4,096 (512 of them prompt), forward and backward, and one
-optimizer step. Weights are random. batching/flops.py counts its FLOPs with a formula that you can check by hand: 6 per
+optimizer step. Weights are random. planner/state.py counts its FLOPs with a formula that you can check by hand: 6 per
 token and weight that multiplies it, 12 q per pair of a query and a visible key, nothing for recomputation. MFU is this
 count divided by the median seconds of a step and by the card's dense peak in bf16, or in FP8 for FP8. If a model does
 not fit, it gets fewer layers, and the case says how many.
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.batching import flops
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
+from grpo_mega.planner.state import count_flops
 from grpo_mega.types import PackedBatch, Prompt, Sample
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
@@ -64,7 +64,7 @@ class Work:
 
     def flops(self, shape: ModelShape) -> float:
         num_outputs = self.segments * (self.segment_tokens - self.prompt_tokens)
-        found = flops.count(shape, [self.segment_tokens] * self.segments, num_outputs=num_outputs)
+        found = count_flops(shape, [self.segment_tokens] * self.segments, num_outputs=num_outputs)
         return self.micro_batches * found.training
 
 

@@ -17,7 +17,7 @@ idle       waiting for other ranks, subtracted from its phase: rendezvous, and n
            transfer). It excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
 tokens/s   tokens of prompts and responses; for sample only responses. TFLOP/s and MFU use the model's FLOPs
-           (batching/flops.py)
+           (planner/state.py)
 GiB        peak memory of a rank: its process on a CPU, its tensors on a GPU
 
 --against FILE compares with an earlier --out FILE: a phase is the same if medians differ by less than 5 % or the
@@ -47,7 +47,7 @@ from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import only_rank, run_ranks
 from grpo_mega.errors import EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import user_path
-from grpo_mega.preflight.cards import CARDS
+from grpo_mega.preflight.machine import CARDS
 from grpo_mega.run import folder as run_folder
 from tools.benchmarks import harness
 from tools.benchmarks.throughput import result as results

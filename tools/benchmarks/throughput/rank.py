@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from grpo_mega.batching import flops
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron.compat import transfer_class
-from grpo_mega.observe.timers import Timers
+from grpo_mega.observe.progress import Timers
+from grpo_mega.planner.state import count_flops
 from grpo_mega.preflight.model import read_model
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.engine import Engine
@@ -81,7 +81,7 @@ def work_of(shape: ModelShape, experts_per_token: int, groups: Sequence[GroupLen
     """
 
     def forward(length: int, num_outputs: int) -> float:
-        return flops.count(shape, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
+        return count_flops(shape, [length], experts_per_token=experts_per_token, num_outputs=num_outputs).forward
 
     whole = sum(forward(prompt + response, response) for prompt, responses in groups for response in responses)
     return {

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 
 from grpo_mega.errors import UserError
 from grpo_mega.paths import user_path
-from grpo_mega.rollout.embedded import turns as turn_loop
+from grpo_mega.rollout.embedded import engine as turn_loop
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling
-from grpo_mega.rollout.sessions.turns import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.types import Prompt, Sample, Span
 from tools.benchmarks import harness
 from tools.benchmarks.turns import responses
