@@ -40,22 +40,19 @@ WITHOUT = {
     "commands.sample": {"torch", "transformers", "numpy"},
     "commands.convert": {"torch", "transformers", "numpy"},
     "commands.verify": {"torch", "transformers", "numpy"},
-    "commands.inspect": {"torch", "transformers", "numpy"},
     "commands.train": {"torch", "transformers", "numpy"},
-    "commands.sft": {"torch", "transformers"},
     "distributed.launch": {"torch", "transformers", "numpy", "pydantic"},
     "cli": {"torch", "transformers", "numpy"},
     "planner": {"torch"},
     "distributed.environment": {"torch"},
-    "preflight.kernels": {"torch"},
+    "preflight.machine": {"torch"},
     "data": {"torch"},
     "observe": {"torch"},
     "rewards": {"torch"},
     "commands.trl": {"torch", "transformers", "numpy"},
-    "commands.trl_flags": {"torch", "transformers", "numpy", "pydantic"},
 }
-# Functions of these modules run on ranks or in child processes, and import heavy packages themselves.
-WITH_RANKS = ("commands.eval", "commands.check", "observe.trackers", "preflight.agents")
+# Functions of these modules import heavy packages themselves, most of them on ranks or in child processes.
+WITH_RANKS = ("commands.eval", "commands.check", "commands.convert", "observe.writers", "preflight.layout")
 
 
 @dataclass(frozen=True)

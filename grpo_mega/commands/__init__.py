@@ -1,1 +1,1 @@
-"""The commands of `grpo-mega`, each or two in a file. options.py defines their options; cli.py has the table of commands."""
+"""The commands of `grpo-mega`, one or two per file. options.py defines their options; cli.py has their table."""

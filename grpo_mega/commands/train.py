@@ -109,7 +109,7 @@ def rank_imports(config: Config) -> Iterator[None]:
         bind_to_gpu_cores(os.environ)
         with phase("importing torch, transformers and Megatron-core", config.log.progress and not current_rank()):
             # It imports Megatron, which reads the environment.
-            from grpo_mega.megatron.runtime import check_loads
+            from grpo_mega.megatron.loaded_kernels import check_loads
 
             check_loads()
             yield

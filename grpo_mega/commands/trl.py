@@ -43,7 +43,7 @@ class Flag:
     aliases: Sequence[str] = ()
 
 
-_TABLE = parse_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLE = parse_yaml(Path(__file__).with_name("trl_flags.yaml").read_text(encoding="utf-8"))
 GROUPS: Mapping[str, list[Flag]] = {
     group: [Flag(name, **row) for name, row in rows.items()] for group, rows in _TABLE["flags"].items()
 }

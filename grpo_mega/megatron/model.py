@@ -52,8 +52,9 @@ from grpo_mega.megatron.attention import (
     attend_latent,
 )
 from grpo_mega.megatron.gated_delta import gated_delta_spec
+from grpo_mega.megatron.loaded_kernels import check_attention, in_use
 from grpo_mega.megatron.precision import DTYPES, megatron_settings
-from grpo_mega.megatron.runtime import Runtime, check_attention, in_use
+from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.preflight.precision import latent_problems
 from grpo_mega.weights.boxes import RankShards
 from grpo_mega.weights.hf_config import HYBRID

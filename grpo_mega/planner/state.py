@@ -1,4 +1,4 @@
-"""What a model's shape determines: the state of a rank, exact to the byte, and the floating-point operations of a step.
+"""The state of a rank, exact to the byte, and the floating-point operations of a step, from a model's shape.
 
 The state is parameters, gradients and optimizer state of a rank, and elements of an engine, from the shape tables.
 Megatron lays out a chunk's parameters in buffers, in reverse order. Each parameter starts at a multiple of 64 elements,

@@ -349,7 +349,7 @@ class KnownModel(NamedTuple):
     fields: dict[str, Any]
 
 
-_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TABLE = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
 KNOWN_MODELS = {name: KnownModel(**model) for name, model in _TABLE.items()}
 
 

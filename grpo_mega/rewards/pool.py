@@ -5,18 +5,17 @@ check (one sample, one function) ends within `deadline_s` of its start, with SIG
 crashes or raises affects only its own score. No worker outlives the pool or its process. One daemon thread drives each
 worker; the methods only touch queues.
 
-The accuracy verdict depends only on two short texts, the normalized answers, and often needs no math-verify. So
-`submit` tries `quick` and the cached verdicts first. Samples with the same texts share one check, whatever its outcome.
-`collect` computes `len` and `cosine` from the verdicts and the lengths. If a check hangs, the pool checks the gold
-answer alone. If that hangs too, every sample with this gold answer gets "gold_unparsable".
+The accuracy verdict depends only on two short texts, the normalized answers, so `submit` tries `quick` and the cached
+verdicts first. Samples with the same texts share one check, whatever its outcome. `collect` computes `len` and `cosine`
+from verdicts and lengths. If a check hangs, the pool checks the gold answer alone. If that hangs too, every sample with
+this gold answer gets "gold_unparsable".
 
 If a worker ends during a check, the check is retried once in another worker, because the system may have killed the
 first. The second time the response is to blame. If a reward-server check takes too long, the response is not to blame:
 it gets no score.
 
-A function with TRL's signature is called once per group; `submit_group` announces the groups. Only the workers know
-which user functions have this signature. So user functions are queued both per sample and per group, and a worker skips
-the kind that does not apply.
+A function with TRL's signature is called once per group; `submit_group` announces the groups. Only workers know which
+user functions have it, so these are queued per sample and per group, and a worker skips what does not apply.
 """
 
 import contextlib

@@ -26,9 +26,10 @@ from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, RefreshError, ResumeError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy, shards_of
 from grpo_mega.megatron.precision import DTYPES
-from grpo_mega.megatron.runtime import Runtime, in_use
+from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import Pace, Timers, phase, progress
 from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.megatron.runtime import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 
 # query heads, key heads, size of a query, size of a value
 HEADS = [(4, 2, 64, 64), (6, 2, 80, 80), (3, 1, 128, 128), (4, 4, 192, 128), (4, 4, 256, 256), (8, 2, 256, 256)]

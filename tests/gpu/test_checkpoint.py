@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.megatron.runtime import in_use
 from tests.helpers.gpu_policies import make_policy, make_samples, packed, supported_precisions
 from tests.helpers.models import VOCAB_SIZE
 

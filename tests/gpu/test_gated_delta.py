@@ -12,8 +12,8 @@ from megatron.core.ssm import gated_delta_net
 from torch import Tensor
 
 from grpo_mega.distributed.device import Device
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.megatron.runtime import in_use
 from tests.helpers.gpu_policies import (
     assert_close,
     gradients_of,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.distributed.device import Device
-from grpo_mega.megatron.runtime import in_use
+from grpo_mega.megatron.loaded_kernels import in_use
 from tests.helpers.gpu_policies import SIZES, gradients_of, make_policy, make_samples, packed
 from tests.helpers.models import VOCAB_SIZE, make_config
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron.attention import PackedAttention, RMSNorm
+from grpo_mega.megatron.loaded_kernels import in_use
 from grpo_mega.megatron.policy import Policy
-from grpo_mega.megatron.runtime import in_use
 from tests.helpers.gpu_policies import (
     assert_close,
     gradients_of,

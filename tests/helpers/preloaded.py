@@ -65,7 +65,7 @@ READ_AT_IMPORT = (
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
 PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo")
 CLIENT = """#!{python} -IS
-import array, json, os, signal, socket, sys
+import array, json, os, select, signal, socket, sys
 arguments = sys.argv[1:]
 variables = {{k: v for k, v in os.environ.items() if k.startswith({read_at_import!r}) and k not in {set_later!r}}}
 is_module, is_program = arguments[:1] == ["-m"], arguments[0].endswith(".py") or os.path.isdir(arguments[0])
@@ -79,12 +79,14 @@ server.connect({address!r})
 request = json.dumps({{"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
 server.sendmsg([len(request).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 server.sendall(request)
-answers = server.makefile("r")
+answers = server.makefile("rb", buffering=0)
 pid = int(answers.readline())
 for number in forwarded:
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+while not select.select([server], [], [], 1)[0]:
+    pass  # a signal just before a call does not interrupt it, so no call waits for long
 code = int(answers.readline() or -signal.SIGKILL)
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None

@@ -78,7 +78,7 @@ def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept() -> None:
 def test_fp8_without_transformer_engine_is_refused_and_not_ignored(run: Run) -> None:
     result = run(
         "from grpo_mega.errors import ConfigError\n"
-        + "from grpo_mega.megatron.runtime import check_kernels\n"
+        + "from grpo_mega.megatron.loaded_kernels import check_kernels\n"
         + "raw = {'run_dir': 'r', 'steps': 1, 'model': {'path': 'm', 'dtype': 'bfloat16'}, 'data': {'train': 't'}}\n"
         + "fp8 = configs.validate(raw | {'precision': {'fp8': 'hybrid'}})\n"
         + "try: check_kernels(fp8, device.Device('cpu', torch.device('cpu')))\n"

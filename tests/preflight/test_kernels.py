@@ -70,7 +70,7 @@ def test_without_both_all_kernels_are_from_torch(install: Install) -> None:
 
 ASK = """
 import torch
-from grpo_mega.megatron.runtime import check_loads, in_use
+from grpo_mega.megatron.loaded_kernels import check_loads, in_use
 from grpo_mega.errors import ConfigError
 from grpo_mega.distributed.device import Device
 try:

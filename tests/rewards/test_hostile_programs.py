@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.processes import descendants
-from grpo_mega.rewards.code import missing, run_programs
+from grpo_mega.rewards.code import missing_sandbox, run_programs
 from tools.benchmarks.hostile_programs import programs
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]
@@ -40,8 +40,8 @@ def test_there_are_200_programs() -> None:
     "number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, NUM_PARTS))]
 )
 def test_hostile_programs_end_alone_and_reach_nothing(number: int, listener: socket.socket, tmp_path: Path) -> None:
-    if missing() is not None:
-        pytest.skip(f"no namespaces: {missing()}")
+    if missing_sandbox() is not None:
+        pytest.skip(f"no namespaces: {missing_sandbox()}")
     tmp_path.chmod(0o777)
     port = listener.getsockname()[1]
     chosen = dict(programs(port, str(tmp_path)))
@@ -77,8 +77,8 @@ def _wait_for_end_of_new(before: set[int]) -> None:
 
 
 def test_a_program_has_a_read_only_root_and_no_rights() -> None:
-    if missing() is not None:
-        pytest.skip(f"no namespaces: {missing()}")
+    if missing_sandbox() is not None:
+        pytest.skip(f"no namespaces: {missing_sandbox()}")
     program = """
 import ctypes, os
 print([bool(os.statvfs(path).f_flag & os.ST_RDONLY) for path in ("/", "/usr", "/tmp")])

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils
 
 from grpo_mega.distributed.device import Device
 from grpo_mega.errors import ConfigError
-from grpo_mega.megatron import runtime
+from grpo_mega.megatron import loaded_kernels
 from grpo_mega.preflight.precision import attention_problems
 from grpo_mega.weights.spec import ModelShape
 from tests.te_on_cpu.emulated_te import machine
@@ -103,8 +103,8 @@ def test_wrong_attention_is_refused_before_a_model_is_built(part: int, monkeypat
     """One result of the kernels is wrong: the output, or the gradient of queries, keys or values."""
     shape = ModelShape("qwen2", 2, 64, 128, 6, 2, 24, 304, False, windows=(0, 1, 7))
     device = Device("cpu", torch.device("cpu"))
-    runtime.attention_errors.cache_clear()
-    runtime.check_attention(shape, torch.bfloat16, device)
+    loaded_kernels.attention_errors.cache_clear()
+    loaded_kernels.check_attention(shape, torch.bfloat16, device)
     name, index = ("fused_attn_fwd", 0) if part == 0 else ("fused_attn_bwd", part - 1)
     kernel = getattr(tex, name)
 
@@ -114,9 +114,9 @@ def test_wrong_attention_is_refused_before_a_model_is_built(part: int, monkeypat
         return found
 
     monkeypatch.setattr(tex, name, wrong)
-    runtime.attention_errors.cache_clear()
+    loaded_kernels.attention_errors.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"cuDNN 9\.\d+\.\d+ is wrong on this card for heads of 24.*=0"):
-            runtime.check_attention(shape, torch.bfloat16, device)
+            loaded_kernels.check_attention(shape, torch.bfloat16, device)
     finally:
-        runtime.attention_errors.cache_clear()
+        loaded_kernels.attention_errors.cache_clear()

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.te_on_cpu.emulated_te import loader
+from tests.te_on_cpu.emulated_te import loader, machine
 
 
 def emulate(version: str) -> None:
     """Install the emulation in this process. Call once, before anything imports megatron.core."""
     loader.install(version)
     from grpo_mega.distributed.device import Device
-    from grpo_mega.preflight import machine
+    from grpo_mega.preflight import machine as machines
 
     why = f"version {version}, emulated on a CPU"
-    machine.choose_kernels = lambda *, is_cuda: machine.Kernels(True, False, False, why)
+    machines.choose_kernels = lambda *, is_cuda: machines.Kernels(True, False, False, why)
     device: Any = Device
     device.capability = property(lambda self: machine.card().capability)
     device.name = property(lambda self: f"{machine.card().name}, emulated")
