@@ -34,7 +34,7 @@ from grpo_mega.commands.options import SampleOptions
 from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
-from grpo_mega.distributed.launch import current_rank, ends_at_first, handled
+from grpo_mega.distributed.launch import current_rank, ends_at_first
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import CONFIG_FILE, read_json, write_atomically
 from grpo_mega.processes import private_folder
@@ -324,7 +324,7 @@ class Chat:
 
         with (
             closing(StopWhenAsked(self._job.rollouts.rendezvous)) as stop,
-            handled(lambda number: stop.ask(), (signal.SIGINT,)),
+            signals_handled(lambda number: stop.ask(), (signal.SIGINT,)),
         ):
             limit = self._job.config.data.max_prompt_length
             self._messages.append({"role": "user", "content": text})

@@ -25,28 +25,6 @@ if TYPE_CHECKING:
     from grpo_mega.formats.detect import Checkpoint, FileDifference
 
 
-def run_inspect(options: InspectOptions) -> int:
-    """Print the description. Raise WeightMappingError if PATH is no checkpoint, or damaged."""
-    from grpo_mega.formats.detect import describe
-
-    description = describe(options.path, options.config)
-    if options.is_json:
-        print(json.dumps(description))
-        return 0
-    for name, value in description.items():
-        if value is not None:
-            print(f"{name.replace('_', ' '):<16} {formatted(name, value)}")
-    return 0
-
-
-def formatted(name: str, value: Any) -> str:
-    if name == "bytes":
-        return f"{value} ({value / 1e9:.2f} GB)"
-    if name == "parameters":
-        return f"{value} ({value / 1e9:.3f} billion)"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
-
-
 _SHOWN = 10  # largest number of names to print per kind
 
 
@@ -113,3 +91,25 @@ def compare_logits(a: Checkpoint, b: Checkpoint) -> bool:
         return True
     print(f"logits: {different[0]} is the first that differs, by {different[1]:.2g} of its largest number")
     return False
+
+
+def run_inspect(options: InspectOptions) -> int:
+    """Print the description. Raise WeightMappingError if PATH is no checkpoint, or damaged."""
+    from grpo_mega.formats.detect import describe
+
+    description = describe(options.path, options.config)
+    if options.is_json:
+        print(json.dumps(description))
+        return 0
+    for name, value in description.items():
+        if value is not None:
+            print(f"{name.replace('_', ' '):<16} {formatted(name, value)}")
+    return 0
+
+
+def formatted(name: str, value: Any) -> str:
+    if name == "bytes":
+        return f"{value} ({value / 1e9:.2f} GB)"
+    if name == "parameters":
+        return f"{value} ({value / 1e9:.3f} billion)"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -44,81 +44,6 @@ from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
 from grpo_mega.processes import GIB, die_with_parent, host_room, resident_bytes
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def handled(handle: Callable[[int], None], numbers: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
-    """Call `handle` with the number of each of these signals, in a thread, during the context.
-
-    Only the main thread may enter the context. The signals do not interrupt it.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    # Only a signal with a handler is written to the socket, so each gets one that does nothing.
-    earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
-
-    def read() -> None:
-        while caught := reader.recv(1):
-            if caught[0] in numbers:
-                handle(caught[0])
-        reader.close()
-
-    thread = threading.Thread(target=read, name="signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(earlier_fd)
-        writer.close()
-        thread.join()
-
-
-def ends_at_first(what: str, numbers: Collection[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
-    """Return a context in which the first signal ends the process. `what` tells the user of a Ctrl-C what happens."""
-
-    def end(number: int) -> None:
-        if number == signal.SIGINT:
-            answer(what)
-        end_now()
-
-    return handled(end, numbers)
-
-
-def answer(text: str) -> None:
-    """Print a line on the terminal, if this is the first rank or no rank."""
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):
-            print(f"\ngrpo-mega: {text}", file=sys.stderr, flush=True)
-
-
-def end_now() -> NoReturn:
-    """End this process as if it was killed, but remove its temporary folders. Its child processes end with it."""
-    try:
-        processes.remove_own_folders()
-        show_cursor()
-    finally:
-        os._exit(EXIT_INTERRUPTED)
-
-
-def show_cursor() -> None:
-    """Show the cursor of the terminal, because a progress bar hides it and may have been killed."""
-    with suppress(OSError):
-        if os.isatty(sys.stdout.fileno()):
-            os.write(sys.stdout.fileno(), b"\x1b[?25h")
-
-
-def _forget() -> None:
-    with suppress(ValueError):
-        signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
 KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
 REQUEST = Path("/dev/stdin")  # opening it starts at the beginning in every rank, although all ranks share the file
 PORTS = range(10000, 20000)
@@ -387,3 +312,78 @@ def _send(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(number)
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def signals_handled(handle: Callable[[int], None], numbers: Collection[int] = STOP_SIGNALS) -> Iterator[None]:
+    """Call `handle` with the number of each of these signals, in a thread, during the context.
+
+    Only the main thread may enter the context. The signals do not interrupt it.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    # Only a signal with a handler is written to the socket, so each gets one that does nothing.
+    earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def read() -> None:
+        while caught := reader.recv(1):
+            if caught[0] in numbers:
+                handle(caught[0])
+        reader.close()
+
+    thread = threading.Thread(target=read, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_fd)
+        writer.close()
+        thread.join()
+
+
+def ends_at_first(what: str, numbers: Collection[int] = STOP_SIGNALS) -> AbstractContextManager[None]:
+    """Return a context in which the first signal ends the process. `what` tells the user of a Ctrl-C what happens."""
+
+    def end(number: int) -> None:
+        if number == signal.SIGINT:
+            answer_interrupt(what)
+        end_now()
+
+    return signals_handled(end, numbers)
+
+
+def answer_interrupt(text: str) -> None:
+    """Print a line on the terminal, if this is the first rank or no rank."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            print(f"\ngrpo-mega: {text}", file=sys.stderr, flush=True)
+
+
+def end_now() -> NoReturn:
+    """End this process as if it was killed, but remove its temporary folders. Its child processes end with it."""
+    try:
+        processes.remove_own_folders()
+        show_cursor()
+    finally:
+        os._exit(EXIT_INTERRUPTED)
+
+
+def show_cursor() -> None:
+    """Show the cursor of the terminal, because a progress bar hides it and may have been killed."""
+    with suppress(OSError):
+        if os.isatty(sys.stdout.fileno()):
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")
+
+
+def _forget() -> None:
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -37,80 +37,11 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.launch import answer, end_now, handled
+from grpo_mega.distributed.launch import answer_interrupt, end_now, signals_handled
 from grpo_mega.distributed.messages import seal_value, unseal_value
 from grpo_mega.errors import EngineError
 from grpo_mega.observe.progress import Timers
 from grpo_mega.paths import HANG, STOP_FILE
-
-NAMES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_object"),
-    *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast"),
-    *("barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
-)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.last_beat = time.monotonic()  # time of the last progress
-        self._on_beat: Callable[[str], None] | None = None
-        self._name, self._arguments, self._is_done = "nothing yet", "", True
-
-    def beat(self, kind: str = "") -> None:
-        """Record progress without a collective, such as the start of a "forward" pass. `kind` is for listeners.
-
-        Only the main thread may call it, or a thread of autograd while the main thread waits for it. Work of a
-        background thread counts as progress only if the main thread waits for the work and calls this. Otherwise the
-        work would hide a stuck collective.
-        """
-        self.last_beat = time.monotonic()
-        if self._on_beat is not None:
-            self._on_beat(kind)
-
-    @contextlib.contextmanager
-    def heard(self, on_beat: Callable[[str], None]) -> Iterator[None]:
-        """Call `on_beat(kind)` at every beat during the context."""
-        self._on_beat = on_beat
-        try:
-            yield
-        finally:
-            self._on_beat = None
-
-    def last(self) -> str:
-        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has
-        returned.
-        """
-        return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
-
-        @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            values = (*args, *kwargs.values())
-            tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
-            group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
-            of = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
-            over = f" over {group.size() if group is not None else 'all'} ranks"
-            self._name, self._arguments, self._is_done = name, of + over, False
-            self.last_beat = time.monotonic()
-            result = function(*args, **kwargs)
-            self._is_done = True
-            return result
-
-        return noted
-
-
-@functools.cache
-def recorder() -> Recorder:
-    """Return the recorder of this process. The first call wraps torch.distributed's functions."""
-    result = Recorder()
-    for name in NAMES:
-        setattr(dist, name, result.wrap(getattr(dist, name)))
-    for name in ("isend", "irecv"):  # P2POp compares with the functions of its module
-        setattr(dist.distributed_c10d, name, getattr(dist, name))
-    return result
-
 
 EXIT_HANG = 3
 LONGEST_PAUSE_S = 5.0  # pause between checks; each costs a few store requests per rank; must be below SECONDS_TO_ANSWER
@@ -138,10 +69,10 @@ class StopRequest:
             if number == signal.SIGINT:
                 if self._is_raised:
                     end_now()
-                answer(describe())
+                answer_interrupt(describe())
             self._is_raised = True
 
-        return handled(handle)
+        return signals_handled(handle)
 
     def requested(self) -> bool:
         """Return True if any rank got a signal or sees the file. The result is identical on all ranks."""
@@ -347,3 +278,72 @@ def _ranks(numbers: list[int], nodes: Sequence[str] = ()) -> str:
     text = ", ".join("-".join(map(str, run)) for run in runs)
     on = f" on {', '.join(sorted({nodes[n] or 'unknown' for n in numbers}))}" if len(set(nodes) - {""}) > 1 else ""
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {text}{on}"
+
+
+NAMES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_object"),
+    *("reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast"),
+    *("barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.last_beat = time.monotonic()  # time of the last progress
+        self._on_beat: Callable[[str], None] | None = None
+        self._name, self._arguments, self._is_done = "nothing yet", "", True
+
+    def beat(self, kind: str = "") -> None:
+        """Record progress without a collective, such as the start of a "forward" pass. `kind` is for listeners.
+
+        Only the main thread may call it, or a thread of autograd while the main thread waits for it. Work of a
+        background thread counts as progress only if the main thread waits for the work and calls this. Otherwise the
+        work would hide a stuck collective.
+        """
+        self.last_beat = time.monotonic()
+        if self._on_beat is not None:
+            self._on_beat(kind)
+
+    @contextlib.contextmanager
+    def heard(self, on_beat: Callable[[str], None]) -> Iterator[None]:
+        """Call `on_beat(kind)` at every beat during the context."""
+        self._on_beat = on_beat
+        try:
+            yield
+        finally:
+            self._on_beat = None
+
+    def last(self) -> str:
+        """Describe the last collective: "in all_reduce of 16 float32 over 4 ranks", or "after ..." if it has
+        returned.
+        """
+        return f"{'after' if self._is_done else 'in'} {self._name}{self._arguments}"
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            tensor = next((v for v in values if isinstance(v, torch.Tensor)), None)
+            group = next((v for v in values if isinstance(v, dist.ProcessGroup)), None)
+            of = f" of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+            over = f" over {group.size() if group is not None else 'all'} ranks"
+            self._name, self._arguments, self._is_done = name, of + over, False
+            self.last_beat = time.monotonic()
+            result = function(*args, **kwargs)
+            self._is_done = True
+            return result
+
+        return noted
+
+
+@functools.cache
+def recorder() -> Recorder:
+    """Return the recorder of this process. The first call wraps torch.distributed's functions."""
+    result = Recorder()
+    for name in NAMES:
+        setattr(dist, name, result.wrap(getattr(dist, name)))
+    for name in ("isend", "irecv"):  # P2POp compares with the functions of its module
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
+    return result
