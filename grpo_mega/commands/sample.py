@@ -34,7 +34,7 @@ from grpo_mega.commands.options import SampleOptions
 from grpo_mega.commands.train import rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.environment import gpu_sign
-from grpo_mega.distributed.launch import current_rank, ends_at_first
+from grpo_mega.distributed.launch import current_rank, ends_at_first, signals_handled
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import CONFIG_FILE, read_json, write_atomically
 from grpo_mega.processes import private_folder

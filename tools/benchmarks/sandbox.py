@@ -24,7 +24,7 @@ from pathlib import Path
 
 from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.processes import descendants
-from grpo_mega.rewards import sandbox
+from grpo_mega.rewards.code import missing_sandbox, run_programs
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse(arguments, every=1, at_once=1)
-    if (reason := sandbox.missing()) is not None:
+    if (reason := missing_sandbox()) is not None:
         raise harness.RunFailed(f"this kernel allows no namespaces: {reason}")
     before, verdicts = set(descendants(os.getpid())), Counter[str]()
     with tempfile.TemporaryDirectory() as folder, Listener() as listener:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
         def run(named: tuple[str, str]) -> tuple[float, str]:
             start = time.monotonic()
-            (found,) = sandbox.run_programs([(named[1], "")], options.deadline_s)
+            (found,) = run_programs([(named[1], "")], options.deadline_s)
             return time.monotonic() - start, found.verdict
 
         with ThreadPoolExecutor(options.at_once) as threads:
