@@ -3,8 +3,7 @@
 `inspect` reads only headers, and imports no torch. PATH is a Hugging Face folder, a converted checkpoint, or a run's
 folder or checkpoint.
 
-`verify` compares two folders of either kind:
-config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory,
+`verify` compares config, names, shapes, dtypes and the bits of every tensor, in blocks. If the model fits into memory,
 it also compares the outputs of every layer on fixed prompts and names the first layer that differs. transformers runs a
 Hugging Face folder and Megatron-core runs a Megatron checkpoint, so a mapping that is wrong in both directions is found
 too. --no-logits leaves out the outputs. --config-a and --config-b are folders with config.json, for a checkpoint

@@ -13,7 +13,7 @@ that a check started survived the check, and all of them, the workers and the se
 import the trainer's `__main__`, with torch. It has one pipe for all workers, so it can neither retry a check first nor
 drop a queued one.
 
-`import_functions` imports a run's own functions in a child process, before any rank starts, as a worker will import
+`import_problems` imports a run's own functions in a child process, before any rank starts, as a worker will import
 them. User code never runs in the process of a command. The child prints its results, because an import may end the
 process.
 """

@@ -4,7 +4,7 @@ The sequences of a cohort share a cache, with padding on the left. A step runs t
 new cohort. `join` first merges all cohorts into one and drops the finished sequences. `cached` returns the cache of a
 sequence that has ended, for a later sequence that starts with the same tokens.
 
-`Sampler` draws the next tokens. Each sample has a separate random stream.
+`draw` samples the next tokens. Each sample has a separate random stream.
 """
 
 from __future__ import annotations
