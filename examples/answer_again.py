@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 
 def main() -> int:
@@ -45,5 +45,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

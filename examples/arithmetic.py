@@ -32,8 +32,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -227,5 +227,5 @@ def save_task(
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

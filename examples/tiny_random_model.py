@@ -10,8 +10,8 @@ import argparse
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, Qwen2Config, Qwen2Tokenizer
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<system>", "<user>", "<assistant>", "<end>"]
 CHAT_TEMPLATE = (
@@ -69,5 +69,5 @@ def make_config(tokenizer: Qwen2Tokenizer) -> Qwen2Config:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

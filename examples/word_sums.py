@@ -11,8 +11,8 @@ import json
 import random
 from collections.abc import Iterator
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 NUMBERS = range(2, 21)
 HELDOUT_SHARE = 0.3  # share of the pairs of numbers that only held-out prompts have
@@ -61,5 +61,5 @@ def make_rows(pairs: list[Pair], rng: random.Random) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -16,15 +16,15 @@ from importlib import import_module
 from typing import Any
 
 import grpo_mega
-from grpo_mega import console
 from grpo_mega.commands import options as of
 from grpo_mega.commands.options import Options, add_options, read_options
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
+from grpo_mega.text import filter_output
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    console.filter_output()
+    filter_output()
     arguments = sys.argv[1:] if argv is None else argv
     try:
         code = _run(arguments)
@@ -148,7 +148,7 @@ def run_script(
     doc: str | None, options: type[Options], act: Callable[[Options], int], arguments: list[str] | None
 ) -> int:
     """Parse the arguments (None: sys.argv), call `act`, and return its exit code."""
-    console.filter_output()
+    filter_output()
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, options)
     try:

@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
-from grpo_mega import console
 from grpo_mega.processes import descendants
+from grpo_mega.text import filter_output
 
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_AFTER_FAILURE = 5.0
@@ -135,5 +135,5 @@ def report(path: Path, code: int, text: str) -> None:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(Node().run(sys.argv[1:]))

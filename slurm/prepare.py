@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator
 
 from grpo_mega import config as configs
-from grpo_mega import console, preflight
+from grpo_mega import preflight
 from grpo_mega.commands.options import PlanOptions, RewardOptions, add_options, read_options
 from grpo_mega.commands.plan import prepare_plan as plan_setup
 from grpo_mega.commands.train import overrides_of
 from grpo_mega.errors import UserError
 from grpo_mega.planner.plan import Plan
+from grpo_mega.text import filter_output
 
 LEAST_LEAD_S = 600
 STEP_FACTOR = 3.0  # a step may take this many times its estimate, because estimates are rough and responses grow
@@ -75,5 +76,5 @@ def lead_seconds(step_s: float, checkpoint_gb: float, disk_gbps: float) -> int:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

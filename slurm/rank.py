@@ -16,8 +16,8 @@ from pathlib import Path
 
 from node import report
 
-from grpo_mega import console
 from grpo_mega.distributed.launch import die_with_launcher, exit_description, log_tail
+from grpo_mega.text import filter_output
 
 
 def main() -> int:
@@ -48,5 +48,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega import cli
-from grpo_mega.console import SafeStream
-from grpo_mega.text import printable
+from grpo_mega.text import SafeStream, printable
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTILE = (
@@ -69,12 +68,13 @@ def test_exactly_the_characters_that_control_a_terminal_are_escaped() -> None:
 
 PROGRAM = """
 import logging, sys, threading, time, warnings
-from grpo_mega import console, errors
+from grpo_mega import errors
 from grpo_mega.observe import progress
 from grpo_mega.observe.writers import ConsoleWriter
-console.filter_output(); console.filter_output()
+from grpo_mega.text import filter_output, get_console
+filter_output(); filter_output()
 text = {text!r}
-writer = ConsoleWriter(console.get_console(), 3)
+writer = ConsoleWriter(get_console(), 3)
 
 def say():
     print("printed", text, flush=True)
@@ -175,7 +175,7 @@ def test_every_script_filters_its_output_first() -> None:
         path for folder in ("grpo_mega", "slurm", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
     ]
     scripts = {path.relative_to(ROOT).as_posix(): blocks[-1] for path in paths if (blocks := main_blocks(path))}
-    filters = ("console.filter_output()", "harness.start(")  # the harness of the benchmarks installs the filter, too
+    filters = ("filter_output()", "harness.start(")  # the harness of the benchmarks installs the filter, too
     unfiltered = {name for name, body in scripts.items() if not ast.unparse(body[0]).startswith(filters)}
     assert len(scripts) > 30 and unfiltered == set(OTHERWISE_FILTERED)
 

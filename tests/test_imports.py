@@ -15,7 +15,7 @@ PACKAGE = ROOT / "grpo_mega"
 
 # A module or package directly below grpo_mega imports only names that are earlier in this list.
 ORDER = """
-__init__ errors text console yaml_text processes http_client types paths user_code config weights batching rewards
+__init__ errors text yaml_text processes http_client types paths user_code config weights batching rewards
 data algorithm observe
 distributed formats preflight rollout planner megatron run train commands cli grpo
 """
@@ -30,7 +30,6 @@ WITHOUT = {
     "text": {"torch", "transformers", "numpy", "pydantic"},
     "paths": {"torch", "transformers", "numpy", "pydantic"},
     "yaml_text": {"torch", "transformers", "numpy", "pydantic"},
-    "console": {"torch", "transformers", "numpy", "pydantic"},
     "types": {"torch", "transformers", "numpy", "pydantic"},
     "config": {"torch", "transformers", "numpy"},
     "preflight": {"torch", "transformers"},
@@ -172,7 +171,7 @@ def test_the_command_line_imports_nothing_heavy_until_a_command_runs() -> None:
     eager = [
         found for found in PACKAGE_IMPORTS if found.importer == "cli" and not found.is_lazy and not found.is_for_types
     ]
-    assert {found.ours for found in eager if found.ours} == {"console", "errors", "commands"}
+    assert {found.ours for found in eager if found.ours} == {"text", "errors", "commands"}
 
 
 def test_the_planner_never_communicates_with_other_ranks() -> None:

@@ -22,9 +22,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from grpo_mega import console
 from grpo_mega.distributed.environment import library_environment
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 SECONDS = 120  # timeout of a collective
 MIB = {"cuda": 256, "cpu": 1}
@@ -166,5 +166,5 @@ def names_of_nodes(ranks_per_node: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

@@ -29,11 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run this file as a script
 
-from grpo_mega import console
 from grpo_mega.rollout.sessions.calls import CallParser
 from grpo_mega.rollout.sessions.session import ChatRequest, Limits, Session, Turn, TurnResult
 from grpo_mega.rollout.sessions.template import RequestError, Template
-from grpo_mega.text import well_formed
+from grpo_mega.text import filter_output, well_formed
 from grpo_mega.types import Prompt, Sample
 from tools.chat_families import FAMILIES, stop_ids, tokenizer_of
 
@@ -347,5 +346,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 
 MOST_K3 = 0.01  # nats per token between trainer and engine; emulated FP8 kernels with a bf16 engine stay below 0.002
 MOST_OF_PLAN = 1.5  # a step may take this many times the plan's estimate
@@ -126,5 +126,5 @@ def last_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     sys.exit(main())

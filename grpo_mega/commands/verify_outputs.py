@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega import console
 from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
 from grpo_mega.processes import private_folder
 from grpo_mega.rollout.embedded.model import scale_attention
+from grpo_mega.text import filter_output
 from grpo_mega.weights.apply import load_shards
 
 TOLERANCE = 1e-4  # relative to a layer's largest output; fp32 errors are about 1e-6
@@ -157,5 +157,5 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     torch.save(_by_transformers(find_checkpoint(Path(sys.argv[1]))), sys.argv[2])

@@ -34,10 +34,10 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import main
 
-from grpo_mega import console
 from grpo_mega.distributed.environment import LOOPBACKS, is_one_machine, outside_addresses
 from grpo_mega.distributed.messages import forged, seal_value, unseal_value
 from grpo_mega.errors import ConfigError, EngineError
+from grpo_mega.text import filter_output
 
 _MAX_NAMED = 8  # maximum number of missing ranks in an error
 
@@ -325,6 +325,6 @@ def _store(host: str, port: int, world_size: int, is_master: bool, timeout: time
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     static_tcp_rendezvous.TCPStore = _store  # type: ignore[misc, assignment]  # torchrun opens its store only here
     sys.exit(main())

@@ -30,13 +30,13 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_mega import console
 from grpo_mega.config import OptimizerConfig, PrecisionConfig
 from grpo_mega.errors import ConfigError, PlanError
 from grpo_mega.planner.activations import activations
 from grpo_mega.planner.job import PlannedJob
 from grpo_mega.planner.memory import state_of
 from grpo_mega.planner.timing import communication, groups
+from grpo_mega.text import filter_output
 
 COMMUNICATION, ACTIVATIONS = 0.03, 0.10  # tolerances relative to the rehearsed number; state is exact
 SEGMENTS = 8  # samples of equal length per micro-batch
@@ -402,5 +402,5 @@ class _Select(torch.autograd.Function):
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_mega import console as consoles
+from grpo_mega.text import filter_output, get_console
 from grpo_mega.types import StepMetrics
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SECONDS_OF_SILENCE = 1.0  # a phase that takes longer prints its description
 @contextmanager
 def progress(total: int | None, description: str, enabled: bool = True, unit: Unit = "items") -> Iterator[Bar]:
     """Show how much of `total` (None: unknown) is done, as counted by `bar.advance()`."""
-    console = consoles.get_console()
+    console = get_console()
     if not enabled:
         yield Bar(total, description, unit, write=lambda line: None)
     elif not console.is_terminal:
@@ -64,7 +64,7 @@ def progress(total: int | None, description: str, enabled: bool = True, unit: Un
         texts = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("left", "rate")]
         columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), *done, *texts)
         with Progress(*columns, console=console, transient=True) as display:
-            consoles.filter_output()  # rich replaces stdout and stderr until the bar is gone
+            filter_output()  # rich replaces stdout and stderr until the bar is gone
             yield _TerminalBar(display, total, description, unit)
 
 
@@ -74,7 +74,7 @@ def phase(description: str, enabled: bool = True, total: int | None = None, unit
     # One write with the end of the line: other threads print, too.
     silence = threading.Timer(SECONDS_OF_SILENCE, print, [f"{description}\n"], {"end": "", "flush": True})
     silence.daemon = True
-    if enabled and not consoles.get_console().is_terminal:
+    if enabled and not get_console().is_terminal:
         silence.start()
     try:
         with progress(total, description, enabled, unit) as bar:

@@ -30,7 +30,6 @@ from string import Template
 from typing import Any, TypeVar
 
 from grpo_mega import config as configs
-from grpo_mega import console
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.curves import by_step, curves, series, steps_done
 from grpo_mega.observe.rules import findings
@@ -47,7 +46,7 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.text import parse_json_line, read_json_lines, well_formed
+from grpo_mega.text import filter_output, parse_json_line, read_json_lines, well_formed
 from grpo_mega.yaml_text import parse_yaml
 
 PAGE = Path(__file__).with_name("page")
@@ -392,7 +391,7 @@ def _even(items: Sequence[T], count: int) -> list[T]:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     os.nice(19)
     write_report(Path(sys.argv[1]))
     print(time.process_time())

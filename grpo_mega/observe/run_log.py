@@ -21,7 +21,6 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.console import get_console
 from grpo_mega.observe.curves import by_step, curves
 from grpo_mega.observe.report import read_lines
 from grpo_mega.observe.rules import Monitor
@@ -35,7 +34,7 @@ from grpo_mega.observe.writers import (
     Writer,
 )
 from grpo_mega.paths import METRICS_FILE
-from grpo_mega.text import well_formed
+from grpo_mega.text import get_console, well_formed
 from grpo_mega.types import Group, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]

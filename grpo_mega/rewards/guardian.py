@@ -13,8 +13,8 @@ import os
 import signal
 import warnings
 
-from grpo_mega import console
 from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
+from grpo_mega.text import filter_output
 
 _SERVER = os.getpid()
 
@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 with contextlib.suppress(OSError):
     os.setsid()
 os.dup2(2, 1)  # output of reward functions must not mix with the trainer's output
-console.filter_output()  # for functions that print responses
+filter_output()  # for functions that print responses
 # Harmless: an adopted orphan has ended.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 atexit.register(end)

@@ -115,7 +115,7 @@ def test_a_training_run_returns_its_metrics_and_continues_if_it_exists(tmp_path:
 
 def test_a_script_filters_its_output_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(harness.console, "filter_output", lambda: events.append("install"))
+    monkeypatch.setattr(harness, "filter_output", lambda: events.append("install"))
     with pytest.raises(SystemExit) as end:
         harness.start(lambda: len(events))
     assert end.value.code == 1 and events == ["install"]

@@ -23,7 +23,16 @@ from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 from grpo_mega.run.colocation import WeightSync
 from grpo_mega.types import Group, Prompt, Sample, Span
-from grpo_mega.weights.apply import Bucket, buckets, execute, load_shards
+from grpo_mega.weights.apply import (
+    Bucket,
+    Entry,
+    buckets,
+    execute,
+    load_shards,
+    mismatched_tensors,
+    subtensor,
+    write_entries,
+)
 from grpo_mega.weights.boxes import RankShards, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import (
@@ -36,7 +45,6 @@ from grpo_mega.weights.layout import (
     megatron_shards,
 )
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.receive import Entry, mismatched_tensors, subtensor, write_entries
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from tests.helpers.exports import export_shards
 from tests.helpers.mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mega.weights import receive as blockwise_fp8
+from grpo_mega.weights import apply as blockwise_fp8
 from tests.oracles import fp8_blocks as oracle
 
 pytestmark = pytest.mark.gpu

@@ -44,7 +44,7 @@ def test_a_disabled_bar_can_be_advanced() -> None:
 def test_on_a_terminal_bars_nest_and_disappear_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100)
-    monkeypatch.setattr("grpo_mega.console.get_console", lambda: console)
+    monkeypatch.setattr("grpo_mega.observe.progress.get_console", lambda: console)
     with progress(2, "outer") as outer:
         with progress(3, "inner") as inner:
             inner.advance()

@@ -1,4 +1,4 @@
-"""The test oracle of weights/receive.py: one block after another, simple enough to check by eye."""
+"""The test oracle of weights/apply.py: one block after another, simple enough to check by eye."""
 
 from __future__ import annotations
 

@@ -22,7 +22,16 @@ from grpo_mega.errors import SyncError
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.rollout.sglang.buckets import padded, parameters
 from grpo_mega.run.colocation import WeightSync
-from grpo_mega.weights.apply import Bucket, load_shards
+from grpo_mega.weights.apply import (
+    Bucket,
+    Entry,
+    load_shards,
+    mismatched_blocks,
+    mismatched_tensors,
+    scales_name,
+    subtensor,
+    write_entries,
+)
 from grpo_mega.weights.boxes import Box, RankShards, region
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import (
@@ -34,14 +43,6 @@ from grpo_mega.weights.layout import (
     megatron_shards,
 )
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.receive import (
-    Entry,
-    mismatched_blocks,
-    mismatched_tensors,
-    scales_name,
-    subtensor,
-    write_entries,
-)
 from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import Tensors, slice_of
 from tests.helpers.ranks import ranks

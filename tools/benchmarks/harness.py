@@ -25,8 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_mega import console
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from grpo_mega.text import filter_output
 
 ROOT = Path(__file__).resolve().parents[2]
 Main = Callable[[list[str] | None], int]
@@ -77,7 +77,7 @@ def benchmark(main: Main) -> Callable[..., int]:
 
 def start(main: Callable[..., int]) -> NoReturn:
     """Run a benchmark as a script."""
-    console.filter_output()
+    filter_output()
     sys.exit(main())
 
 

@@ -42,8 +42,8 @@ import torch
 if __name__ == "__main__":  # this file also runs as a plain script, from any folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from grpo_mega import console
 from grpo_mega.paths import user_path
+from grpo_mega.text import filter_output
 from tools.conformance import adapter
 from tools.conformance.cases import all_cases
 
@@ -165,6 +165,6 @@ def _null_to_nan(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     torch.set_num_threads(1)  # more threads are many times slower for so few tokens
     sys.exit(main())

@@ -34,9 +34,8 @@ from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule,
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
-from grpo_mega.weights.apply import Bucket, Entry
+from grpo_mega.weights.apply import Bucket, Entry, mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.layout import hf_shards
-from grpo_mega.weights.receive import mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.spec import Family, ModelShape
 
 if TYPE_CHECKING:

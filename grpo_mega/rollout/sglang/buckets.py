@@ -29,9 +29,8 @@ import torch.multiprocessing  # registers tensors with ForkingPickler
 from torch import Tensor
 
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
-from grpo_mega.weights.apply import Bucket, Entry
+from grpo_mega.weights.apply import SCALES, VALUES, Bucket, Entry, mismatched_tensors, scales_name, write_entries
 from grpo_mega.weights.boxes import Index, RankShards
-from grpo_mega.weights.receive import SCALES, VALUES, mismatched_tensors, scales_name, write_entries
 from grpo_mega.weights.spec import FLOAT32, num_blocks
 
 # (request without a name, problems, version) -> problems of all ranks of the engine

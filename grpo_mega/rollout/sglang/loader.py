@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mega.weights.receive import VALUES, Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
+from grpo_mega.weights.apply import VALUES, Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
 Request = dict[str, Any]
 MAX_NAMED = 20  # maximum number of problems in a report

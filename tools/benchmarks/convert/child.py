@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from grpo_mega import console
 from grpo_mega.distributed.device import Device, PeakMemory
+from grpo_mega.text import filter_output
 
 
 def main() -> None:
@@ -146,5 +146,5 @@ def _as_transformer_engine(name: str) -> str:
 
 
 if __name__ == "__main__":
-    console.filter_output()
+    filter_output()
     main()

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from grpo_mega import console
 from grpo_mega.distributed.device import Device, PeakMemory
+from grpo_mega.text import filter_output
 from tools.benchmarks.vs_trl.task import Task
 
 
@@ -23,7 +23,7 @@ def run(name: str, task: Task, channel: Connection, micro_batch: int, log: Path)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    console.filter_output()
+    filter_output()
     side = importlib.import_module(f"tools.benchmarks.vs_trl.{'peer' if name == 'trl' else 'ours'}")
     side.serve(task, channel, micro_batch)
 

@@ -27,12 +27,11 @@ from torch import Tensor
 from grpo_mega.rollout.engine import Engine as AnyEngine
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
 from grpo_mega.run.colocation import WeightSync
-from grpo_mega.weights.apply import Bucket, load_shards
+from grpo_mega.weights.apply import Bucket, Entry, load_shards, mismatched_tensors, write_entries
 from grpo_mega.weights.boxes import Box, Index, RankShards
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import engine_shards, megatron_shards
 from grpo_mega.weights.plan import plan_transfers
-from grpo_mega.weights.receive import Entry, mismatched_tensors, write_entries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python rank.py FOLDER REPEAT`
 
