@@ -12,7 +12,8 @@ lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; default: log-normal wit
 and random rewards that make every group train. Everything after sampling is real, including the sync of weights to the
 engine. The rows sample and reward are then "-" and the step excludes them. CONFIG must come before --synthetic.
 
-seconds    mean over ranks and measured steps, so phases sum to the step; median and quartiles are over the steps
+seconds    mean over ranks and measured steps, so phases sum to the step; low, median and high are the quartiles
+           over the steps
 idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the
            transfer). It excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
@@ -211,7 +212,7 @@ COLUMNS = {  # key in the result, and format
     "plan": ("predicted_seconds", ",.3f"),
     "share": ("share", ".1%"),
     "median": ("median", ",.3f"),
-    "quartiles: low": ("low", ",.3f"),
+    "low": ("low", ",.3f"),
     "high": ("high", ",.3f"),
     "slowest": ("slowest_rank", ",.3f"),
     "tokens/s": ("tokens_per_second", ",.0f"),
