@@ -3,7 +3,8 @@
 A tokenizer has the special tokens of its family and about 320 byte-level tokens. Templates are read from the package
 trl, apart from these:
 
-- mistral: tokenizer_config.json of mistralai/Mistral-7B-Instruct-v0.3 (Apache-2.0), with shorter error texts;
+- mistral, in chat_templates/: tokenizer_config.json of mistralai/Mistral-7B-Instruct-v0.3 (Apache-2.0), with shorter
+  error texts;
 - smollm2: tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
 
@@ -25,100 +26,12 @@ SMOLLM2 = (
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-MISTRAL = """\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- if not tools is defined %}
-    {%- set tools = none %}
-{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace() %}
-{%- set ns.index = 0 %}
-{%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or message.role == "tool_results" or (message.tool_calls is defined
-            and message.tool_calls is not none)) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}
-                        {{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}
-                        {{- '"' + key + '": ' + val|tojson }}
-                    {%- endif %}
-                    {%- if not loop.last %}
-                        {{- ", " }}
-                    {%- endif %}
-                {%- endfor %}
-                {{- "}}" }}
-                {%- if not loop.last %}
-                    {{- ", " }}
-                {%- else %}
-                    {{- "]" }}
-                {%- endif %}
-            {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
-        {%- endif %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {{- "[TOOL_CALLS] [" }}
-        {%- for tool_call in message.tool_calls %}
-            {%- set out = tool_call.function|tojson %}
-            {{- out[:-1] }}
-            {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
-                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-            {%- endif %}
-            {{- ', "id": "' + tool_call.id + '"}' }}
-            {%- if not loop.last %}
-                {{- ", " }}
-            {%- else %}
-                {{- "]" + eos_token }}
-            {%- endif %}
-        {%- endfor %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"]|trim + eos_token}}
-    {%- elif message["role"] == "tool_results" or message["role"] == "tool" %}
-        {%- if message.content is defined and message.content.content is defined %}
-            {%- set content = message.content.content %}
-        {%- else %}
-            {%- set content = message.content %}
-        {%- endif %}
-        {{- '[TOOL_RESULTS] {"content": ' + content|string + ", " }}
-        {%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
-            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-        {%- endif %}
-        {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported") }}
-    {%- endif %}
-{%- endfor %}
-"""
-
 
 @dataclass(frozen=True)
 class Family:
     """A chat template with its tokens. The first stop token ends most turns."""
 
-    template: str  # the template, or the name of one of trl's
+    template: str  # the template, or the name of a file in chat_templates/ or of one of trl's
     special: tuple[str, ...]  # control tokens
     plain: tuple[str, ...] = ()  # tokens that are text, such as <tool_call>
     stops: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
@@ -130,10 +43,12 @@ class Family:
         """Return the template."""
         if "{" in self.template:
             return self.template
-        spec = importlib.util.find_spec("trl")
-        assert spec is not None and spec.origin is not None, "the templates of most families are read from trl"
-        folder = Path(spec.origin).parent / "chat_templates"
-        return self.before + (folder / f"{self.template}.jinja").read_text(encoding="utf-8")
+        path = Path(__file__).with_name("chat_templates") / f"{self.template}.jinja"
+        if not path.exists():
+            spec = importlib.util.find_spec("trl")
+            assert spec is not None and spec.origin is not None, "the templates of most families are read from trl"
+            path = Path(spec.origin).parent / "chat_templates" / path.name
+        return self.before + path.read_text(encoding="utf-8")
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -147,7 +62,7 @@ _MISTRAL = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TO
 
 FAMILIES = {
     "llama3": Family("llama3_1", _LLAMA, stops=_LLAMA_STOPS, bos="<|begin_of_text|>"),
-    "mistral": Family(MISTRAL, ("<s>", "</s>", *_MISTRAL), ("[TOOL_CALLS]",), ("</s>",), "<s>"),
+    "mistral": Family("mistral", ("<s>", "</s>", *_MISTRAL), ("[TOOL_CALLS]",), ("</s>",), "<s>"),
     "qwen2.5": Family("qwen2_5", _CHATML, _CALLS),
     "qwen3": Family("qwen3", _CHATML, (*_CALLS, *_THOUGHTS)),
     "qwen3-no-thinking": Family("qwen3", _CHATML, (*_CALLS, *_THOUGHTS), before=_NO_THINKING),

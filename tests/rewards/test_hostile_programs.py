@@ -1,6 +1,6 @@
 """Hostile programs in the sandbox: all end, no process is left, none reaches the network or a file outside.
 
-Without --all a sample of the 200 programs runs. `tools/benchmarks/sandbox.py` runs all of them with a deadline of 10 s.
+Without --all a sample of the 200 programs runs.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mega.processes import descendants
 from grpo_mega.rewards.code import missing_sandbox, run_programs
-from tools.benchmarks.hostile_programs import programs
+from tests.helpers.hostile_programs import programs
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]
 

@@ -19,7 +19,6 @@ exit code is 1 if any verdict changes, the speedup is below 20, or hang_ratio is
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import random
 import statistics
@@ -40,7 +39,7 @@ from grpo_mega.rewards.pool import RewardPool
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # to run this file as a script
 
 from tools.benchmarks import harness
-from tools.conformance.reward_agreement import CHECKERS, Row
+from tools.conformance.reward_agreement import CHECKERS, Row, silence_peers
 
 GROUP_SIZE = 8
 KINDS = ("number", "expression")
@@ -128,11 +127,6 @@ def by_pool(pool: RewardPool, cases: Sequence[Case]) -> list[bool]:
 def by_peer(name: str, cases: Sequence[Case]) -> list[bool]:
     rows = [Row("", case.kind, case.gold, case.response, right=False, batch=0) for case in cases]
     return [value == 1.0 for value in CHECKERS[name](rows)]
-
-
-def silence_peers() -> None:
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager

@@ -116,11 +116,8 @@ def computed_cases() -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") + 0.0  # no -0.0
+    """Round all numbers of nested lists and objects to DIGITS. Replace -0.0 by 0.0."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}") + 0.0)
 
 
 def dumps(cases: list[dict[str, Any]]) -> str:

@@ -50,6 +50,11 @@ def load_fresh_rows(path: Path) -> list[Row]:
     return [Row("fresh", line["kind"], str(line["gold"]), line["response"], bool(line["correct"]), 0) for line in lines]
 
 
+def silence_peers() -> None:
+    for name in ("math_verify", "latex2sympy2_extended"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def by_ours(rows: Sequence[Row]) -> list[float | None]:
     return [accuracy("", row.response, row.gold, {}).value for row in rows]
 
@@ -108,8 +113,7 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument("--rows", type=user_path)
     options = parser.parse(arguments)
     harness.require("trl")
-    for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    silence_peers()
     rows = load_fresh_rows(options.rows) if options.rows else load_rows()
     parts = {
         "all": rows,

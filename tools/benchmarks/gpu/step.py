@@ -30,12 +30,18 @@ PREFIX = "seconds/"
 
 
 def run(options: Options) -> list[Figure]:
+    return figures(*measured(options))
+
+
+def measured(options: Options, **model: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the lines of metrics.jsonl and the config. `model` has more keys of that section."""
     with tempfile.TemporaryDirectory(prefix="bench_gpu_") as name:
         folder = Path(name)
         settings = settings_of(options, folder)
+        settings["model"] |= model
         write_inputs(folder, "tiny" if options.tiny else "qwen2.5-1.5b")
         (folder / "config.yaml").write_text(dump_yaml(settings))
-        return figures(harness.train(folder / "config.yaml", folder / "run", {}), settings)
+        return harness.train(folder / "config.yaml", folder / "run", {}), settings
 
 
 def settings_of(options: Options, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ lognormal:mean=256,sigma=0.8,max=1024 or file:LIST.json; default: log-normal wit
 and random rewards that make every group train. Everything after sampling is real, including the sync of weights to the
 engine. The rows sample and reward are then "-" and the step excludes them. CONFIG must come before --synthetic.
 
-seconds    mean over ranks and measured steps, so phases sum to the step; median and quartiles are over the steps
+seconds    mean over ranks and measured steps, so phases sum to the step; low, median and high are the quartiles
+           over the steps
 idle       waiting for other ranks, subtracted from its phase: rendezvous, and neighbours in a pipeline (with the
            transfer). It excludes waiting inside collectives of tensors, and pipeline waits if layout.vpp is above 1
 reward     scoring after sampling has ended; scoring during sampling costs no time
@@ -33,7 +34,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None) -> int:
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out={options.out}: its folder does not exist; make it, or name another file")
     with recipe(options) as config:
-        lengths = lengths_of(config, options)
+        lengths = synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
         drawn = None if lengths is None else lengths.text
         if before is not None:
             results.check_comparable(results.settings(config, drawn), before, options.against)
@@ -142,12 +143,6 @@ def write_task(folder: Path) -> None:
     arithmetic.save(folder, arithmetic.make_model(tokenizer), tokenizer, train, heldout)
 
 
-def lengths_of(config: Config, options: argparse.Namespace) -> synthetic.Lengths | None:
-    if options.synthetic is None:
-        return None
-    return synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
-
-
 def claimed(config: Config, options: argparse.Namespace, argv: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
     """Return the measurements of ranks started here, or of torchrun's ranks if this is their rank 0; or None and the
     exit code.
@@ -200,55 +195,42 @@ def measure(config: Config, options: argparse.Namespace) -> int:
     import grpo_mega.megatron  # noqa: F401  # this import applies patches, so it must come first
     from tools.benchmarks.throughput import rank
 
-    raw = rank.measure(config, lengths_of(config, options), warmup=options.warmup, steps=options.steps)
+    lengths = synthetic.lengths_of(options.synthetic, config.rollout.max_response_length)
+    raw = rank.measure(config, lengths, warmup=options.warmup, steps=options.steps)
     if raw is not None:
         (config.run_dir / RAW_FILE).write_text(json.dumps(raw))
     return 0
 
 
-def _number(value: float | None, form: str) -> str:
+def _text(value: Any, form: str) -> str:
+    """Format a value; "-" is an unknown one."""
     return "-" if value is None else format(value, form)
 
 
-def _seconds(value: float | None) -> str:
-    return _number(value, ".3f" if value is None or value < 100 else ",.1f")
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _quartiles(row: Mapping[str, Any]) -> str:
-    return "-" if row["low"] is None else f"{_seconds(row['low'])}..{_seconds(row['high'])}"
-
-
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "seconds": lambda row: _seconds(row["seconds"]),
-    "plan": lambda row: _seconds(row["predicted_seconds"]),
-    "share": lambda row: _percent(row["share"]),
-    "median": lambda row: _seconds(row["median"]),
-    "quartiles": _quartiles,
-    "slowest": lambda row: _seconds(row["slowest_rank"]),
-    "tokens/s": lambda row: _number(row["tokens_per_second"], ",.0f"),
-    "/s/GPU": lambda row: _number(row["tokens_per_second_per_gpu"], ",.0f"),
-    "TFLOP/s": lambda row: _number(row["tflops"], ".3g"),
-    "MFU": lambda row: _percent(row["mfu"]),
-    "GiB": lambda row: _number(row["peak_memory_gib"], ".2f"),
+COLUMNS = {  # key in the result, and format
+    "seconds": ("seconds", ",.3f"),
+    "plan": ("predicted_seconds", ",.3f"),
+    "share": ("share", ".1%"),
+    "median": ("median", ",.3f"),
+    "low": ("low", ",.3f"),
+    "high": ("high", ",.3f"),
+    "slowest": ("slowest_rank", ",.3f"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "/s/GPU": ("tokens_per_second_per_gpu", ",.0f"),
+    "TFLOP/s": ("tflops", ".3g"),
+    "MFU": ("mfu", ".1%"),
+    "GiB": ("peak_memory_gib", ".2f"),
 }
-COMPARED: dict[str, Callable[[Mapping[str, Any]], str]] = {  # with --against
-    "before": lambda one: _seconds(one["before"]),
-    "ratio": lambda one: _number(one["ratio"], ".2f"),
-    "verdict": lambda one: one["verdict"] or "-",
-}
+COMPARED = {"before": ",.3f", "ratio": ".2f", "verdict": "s"}  # with --against
 
 
 def _rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """Return the titles, a row per phase, and the step's row; "-" is an unknown figure."""
+    """Return the titles, a row per phase, and the step's row."""
     against = found["against"]["phases"] if "against" in found else None
     rows = [["phase", *COLUMNS, *(COMPARED if against else ())]]
     for name, row in [*found["phases"].items(), ("step", found["step"])]:
-        more = [show(against[name]) for show in COMPARED.values()] if against else []
-        rows.append([name, *(show(row) for show in COLUMNS.values()), *more])
+        more = [_text(against[name][key], form) for key, form in COMPARED.items()] if against else []
+        rows.append([name, *(_text(row[key], form) for key, form in COLUMNS.values()), *more])
     return rows
 
 
@@ -268,29 +250,24 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     """Return lines with the figures of batch, pipeline, sync and comparison."""
     plan = found["plan"]
 
-    def with_plan(value: float | None, key: str, show: Callable[[float | None], str]) -> str:
-        return f"{show(value)} (plan {show(plan.get(key))})"
+    def with_plan(value: float | None, key: str, form: str, unit: float = 1) -> str:
+        texts = [_text(None if one is None else one / unit, form) for one in (value, plan.get(key))]
+        return "{} (plan {})".format(*texts)
 
     def rate(name: str) -> str:
         return "-" if found[name] is None else f"{found[name] / 1e9:.3g} GB/s"
 
-    def count(value: float | None) -> str:
-        return _number(value, ",.1f")
-
-    def megabytes(value: float | None) -> str:
-        return count(None if value is None else value / 1e6)
-
     per_gpu = found["step"]["tokens_per_second_per_gpu"]
     lines = [
-        f"tokens/s/GPU of the step {with_plan(per_gpu, 'tokens_per_second_per_gpu', lambda v: _number(v, ',.0f'))}; "
-        f"MFU of the update {with_plan(found['phases']['update']['mfu'], 'update_mfu', _percent)}",
-        f"micro-batches per rank {with_plan(found['micro_batches'], 'micro_batches', count)}; "
-        f"padding waste {with_plan(found['padding_waste'], 'padding_waste', _percent)}; "
-        f"busiest data-parallel rank {_percent(found['dp_imbalance'])} above the mean",
-        f"calculated bubble {with_plan(found['bubble'], 'bubble', _percent)}; "
-        f"measured, with transfers, {_percent(found['bubble_measured'])}",
-        f"sync fills the engines with {megabytes(found['sync_bytes'])} MB at {rate('sync_bytes_per_second')}; "
-        f"MB between ranks {with_plan(found['sync_received_bytes'], 'sync_moved_bytes', megabytes)}"
+        f"tokens/s/GPU of the step {with_plan(per_gpu, 'tokens_per_second_per_gpu', ',.0f')}; "
+        f"MFU of the update {with_plan(found['phases']['update']['mfu'], 'update_mfu', '.1%')}",
+        f"micro-batches per rank {with_plan(found['micro_batches'], 'micro_batches', ',.1f')}; "
+        f"padding waste {with_plan(found['padding_waste'], 'padding_waste', '.1%')}; "
+        f"busiest data-parallel rank {_text(found['dp_imbalance'], '.1%')} above the mean",
+        f"calculated bubble {with_plan(found['bubble'], 'bubble', '.1%')}; "
+        f"measured, with transfers, {_text(found['bubble_measured'], '.1%')}",
+        f"sync fills the engines with {found['sync_bytes'] / 1e6:,.1f} MB at {rate('sync_bytes_per_second')}; "
+        f"MB between ranks {with_plan(found['sync_received_bytes'], 'sync_moved_bytes', ',.1f', 1e6)}"
         f" at {rate('sync_received_bytes_per_second')}",
         f"peak: {found['peak']['source']}",
         f"plan: {plan['source']}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling
 
 LIMIT = "rollout.max_response_length"
-KINDS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
+FORMS = "fixed:512, uniform:16,1024, lognormal:mean=256,sigma=0.8,max=1024 or file:lengths.json"
 MISMATCH_WARN = 1e30  # nats per token; never warn, because synthetic log-probs have no meaning
 
 
@@ -41,35 +42,51 @@ class Lengths:
         return min(max(1, round(self.draw(generator))), self.longest)
 
 
-def lengths_of(text: str, longest: int) -> Lengths:
-    """Parse `text` (see KINDS). Raise ConfigError.
+def lengths_of(text: str | None, longest: int) -> Lengths | None:
+    """Parse `text`, one of FORMS. Raise ConfigError.
 
     `longest` is the maximum response length. An empty `text` is a log-normal distribution with a mean of a quarter of
-    it.
+    it. Return None for None.
     """
+    if text is None:
+        return None
     text = text or f"lognormal:mean={max(1, longest // 4)},sigma=0.8,max={longest}"
-    kind, _, rest = text.partition(":")
-    if kind == "fixed":
-        [value] = _whole(text, rest.split(","), 1)
-        found = Lengths(text, value, lambda generator: value)
-    elif kind == "uniform":
-        low, high = _whole(text, rest.split(","), 2)
-        if low > high:
-            raise ConfigError(f"--synthetic {text}: {low} is above {high}; give the lower one first")
-        found = Lengths(text, high, lambda generator: float(generator.integers(low, high + 1)))
-    elif kind == "lognormal":
-        found = _lognormal(text, rest)
-    elif kind == "file":
-        values = _read(text, Path(rest))
-        found = Lengths(text, int(values.max()), lambda generator: generator.choice(values))
-    else:
-        raise ConfigError(f"--synthetic {text} is not known; give {KINDS}, and the CONFIG before --synthetic")
+    try:
+        found = _parsed(text)
+    except OSError as error:
+        raise ConfigError(f"--synthetic {text}: {error.strerror}; name a JSON file with a list of lengths") from None
+    except ValueError:
+        raise ConfigError(
+            f"--synthetic {text}: must be {FORMS}, with numbers above 0; correct it, or give CONFIG before --synthetic"
+        ) from None
     if found.longest > longest:
         raise ConfigError(
             f"--synthetic {text} has responses of up to {found.longest} tokens, above {LIMIT}={longest}; lower them, or"
             f" raise it with --set {LIMIT}={found.longest}"
         )
     return found
+
+
+def _parsed(text: str) -> Lengths:
+    """Raise OSError, or ValueError for a text without a meaning. A log-normal's mean is that before truncation."""
+    if found := re.fullmatch(r"(?:fixed|uniform):(?:(\d+),)?(\d+)", text):
+        high = int(found[2])
+        low = int(found[1] or high)
+        shortest, draw = low, lambda generator: generator.integers(low, high + 1)
+    elif found := re.fullmatch(r"lognormal:mean=([\d.]+),sigma=([\d.]+),max=(\d+)", text):
+        mean, sigma, high = float(found[1]), float(found[2]), int(found[3])
+        mu = math.log(mean) - sigma**2 / 2
+        shortest, draw = 1, lambda generator: generator.lognormal(mu, sigma)
+    elif text.startswith("file:"):
+        values = np.array(json.loads(Path(text.removeprefix("file:")).read_text()))
+        if values.ndim != 1 or values.dtype.kind != "i":
+            raise ValueError
+        shortest, high, draw = values.min(), int(values.max()), lambda generator: generator.choice(values)
+    else:
+        raise ValueError
+    if not 1 <= shortest <= high:
+        raise ValueError
+    return Lengths(text, high, draw)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -143,41 +160,3 @@ class RandomRewards:
 
     def check(self) -> None:
         pass
-
-
-def _lognormal(text: str, rest: str) -> Lengths:
-    """Parse a log-normal: the mean before truncation, the deviation of the logarithm, and the maximum."""
-    found: dict[str, float] = {}
-    for part in rest.split(","):
-        key, _, value = part.partition("=")
-        if key not in ("mean", "sigma", "max"):
-            raise ConfigError(f"--synthetic {text}: {part!r} is not understood; give mean=256,sigma=0.8,max=1024")
-        try:
-            found[key] = float(value)
-        except ValueError:
-            found[key] = math.nan
-        if not 0 < found[key] < math.inf:
-            raise ConfigError(f"--synthetic {text}: {key}={value} must be a number above 0")
-    if missing := [key for key in ("mean", "sigma", "max") if key not in found]:
-        raise ConfigError(f"--synthetic {text} has no {missing[0]}; give mean=256,sigma=0.8,max=1024")
-    [longest] = _whole(text, [f"{found['max']:.12g}"], 1)
-    mu = math.log(found["mean"]) - found["sigma"] ** 2 / 2
-    return Lengths(text, longest, lambda generator: generator.lognormal(mu, found["sigma"]))
-
-
-def _read(text: str, path: Path) -> np.ndarray:
-    try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--synthetic {text}: {error.strerror}; name a JSON file with a list of lengths") from None
-    except ValueError as error:
-        raise ConfigError(f"--synthetic {text} is not JSON ({error}); give a list of lengths in tokens") from None
-    if not isinstance(values, list) or not values or not all(type(v) is int and v > 0 for v in values):
-        raise ConfigError(f"--synthetic {text} does not hold a list of whole numbers above 0; give lengths in tokens")
-    return np.array(values)
-
-
-def _whole(text: str, values: list[str], count: int) -> list[int]:
-    if len(values) != count or not all(v.isascii() and v.isdigit() and int(v) > 0 for v in values):
-        raise ConfigError(f"--synthetic {text} needs {count} whole number{'s' * (count > 1)} above 0; give {KINDS}")
-    return [int(v) for v in values]

@@ -1,18 +1,18 @@
 """Measure the bytes and seconds of a weight sync from the trainer's layout to SGLang's, compared with a full gather.
 
 `python tools/benchmarks/weight_sync` runs on processes of this machine. It alternates the sync of a Llama of 160
-million parameters from TP2.PP2 to two engines of TP2, and a full gather of all weights to all ranks. --model is a known
-model or a config.json; --layers reduces its layers. --source is the trainer's layout, for example
+million parameters from TP2.PP2 to two engines of TP2, and the transport of a full gather of all weights to all ranks.
+--model is a known model or a config.json; --layers reduces its layers. --source is the trainer's layout, for example
 tp=2,pp=2,vpp=1,dp=1,ep=1,order=tp-dp-pp. --target is the engines' layout on the same ranks, for example tp=2,engines=2.
-The sync is the trainer's own, with verification, but the receiver is not a server (see rank.py). gather.py describes
-the full gather. --dry starts nothing. It accepts layouts of any size and plans both orders of the trainer's ranks:
+The sync is the trainer's own, with verification, but the receiver is not a server. rank.py describes receiver and full
+gather. --dry starts nothing. It accepts layouts of any size and plans both orders of the trainer's ranks:
 `--dry --model llama-70b --source tp=4,pp=4,dp=4 --target tp=8,engines=8`.
 
 The last line is JSON. bytes_moved is the sum of bytes that ranks received from other ranks. lower_bound counts the
 weights that an engine needs and its rank does not have. full_gather_bytes counts all weights on all ranks minus the
 weights that each has. ratio is bytes_moved / full_gather_bytes. Also between_nodes_bytes, plan_seconds, and the medians
 seconds, unproven_seconds and full_gather_seconds (of the slowest rank; null with --dry). Exit code 1 if more bytes
-moved than the lower bound or if the two paths filled any tensor differently, 2 for invalid arguments.
+moved than the lower bound or if a tensor was filled wrongly, 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def measured(spec: Spec, repeat: int) -> int:
         ("planned in, s", f"{planned.plan_seconds:.3f}", "", ""),
     ]
     if not problems:
-        print("both filled the engines' tensors alike, bit for bit, and as a direct fill does")
+        print("every sync filled the engines' tensors as a direct fill does, bit for bit")
     if {one["bytes"] for path in ("sync", "unproven") for one in rounds[path]} != {planned.lower_bound}:
         problems.append("the sync moved more than the lower bound")
     seconds = {path: found[path]["seconds"] for path in PATHS}
@@ -265,9 +265,10 @@ def bytes_needed(spec: Spec) -> int:
     family, ranks = family_of(spec.shape.model_type), spec.source.world_size
     trainer = megatron_shards(family, spec.shape, spec.source)
     engines = engine_shards(family, spec.shape, spec.target, ranks)
-    weights = sum(map(num_elements, trainer.blocks)) + 2 * sum(map(num_elements, engines.blocks))
-    gathered = 2 * max(map(math.prod, family.hf_tensors(spec.shape).values()))  # the largest tensor, twice
-    return ITEM_BYTES * (weights + ranks * gathered) + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
+    # The full gather packs a shard and pads it. The comparison with a direct fill holds the largest tensor twice.
+    weights = 3 * sum(map(num_elements, trainer.blocks)) + sum(map(num_elements, engines.blocks))
+    compared = 2 * max(map(math.prod, family.hf_tensors(spec.shape).values()))
+    return ITEM_BYTES * (weights + ranks * compared) + ranks * (PROCESS_BYTES + BUFFERS * spec.bucket_bytes)
 
 
 def measure(spec: Spec, repeat: int) -> tuple[dict[str, list[harness.Figures]], list[str]]:

@@ -2,8 +2,8 @@
 
 The trainer's tensors have the shapes of its layout. Their contents depend only on tensor name and index, so replicas
 agree. The sender is the trainer's own WeightSync, with verification. The receiver is not a server: `Engine` writes
-buckets into plain tensors with the shapes of `engine_shards`, using `weights.receive.write_entries`. Each path fills
-separate tensors. They are compared bit for bit after every run, and once with a direct load.
+buckets into plain tensors with the shapes of `engine_shards`, using `weights.receive.write_entries`. After every
+round they are compared bit for bit with a direct load.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_mega.rollout.engine import Engine as AnyEngine
 from grpo_mega.rollout.sglang.loader import NUM_BUFFERS
@@ -30,14 +32,13 @@ from grpo_mega.run.colocation import WeightSync
 from grpo_mega.weights.apply import Bucket, Entry, load_shards, mismatched_tensors, write_entries
 from grpo_mega.weights.boxes import Box, Index, RankShards
 from grpo_mega.weights.families import family_of
-from grpo_mega.weights.layout import engine_shards, megatron_shards
+from grpo_mega.weights.layout import MegatronLayout, ShardLayout, engine_shards, megatron_shards
 from grpo_mega.weights.plan import plan_transfers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python rank.py FOLDER REPEAT`
 
 from tools.benchmarks import harness
 from tools.benchmarks.weight_sync.dry import Spec
-from tools.benchmarks.weight_sync.gather import FullGather
 
 DTYPE = torch.bfloat16
 ROWS_AT_ONCE = 1 << 22  # elements to make at a time
@@ -70,6 +71,45 @@ class Engine:
         return mismatched_tensors(self._entries, self.tensors) if self.verifies else []
 
 
+class FullGather:
+    """The transport of a full gather: the ranks of each copy of the model exchange all weights.
+
+    It is a lower bound for trainers that gather all weights before they take an engine's slices: each rank has packed
+    its shard in advance, nothing is placed in tensors, and only one rank sends weights that several ranks hold.
+    """
+
+    def __init__(self, trainer: ShardLayout, layout: MegatronLayout, weights: Tensors, bucket_bytes: int) -> None:
+        """Make the process groups. Collective."""
+        copies: dict[int, list[int]] = defaultdict(list)
+        for rank in range(layout.world_size):
+            copies[layout.place(rank)[2] // layout.ep].append(rank)
+        me = dist.get_rank()
+        own = layout.place(me)[2] // layout.ep
+        self._group = [dist.new_group(ranks) for ranks in copies.values()][list(copies).index(own)]
+        holders: dict[tuple[Box, ...], dict[int, str]] = defaultdict(dict)  # names by rank, of equal weights
+        for rank in copies[own]:
+            for name, local in trainer.rank_shards(rank).items():
+                holders[tuple(piece.box for piece in local.pieces)][rank] = name
+        num_elements, shard = dict.fromkeys(copies[own], 0), [torch.empty(0, dtype=DTYPE)]
+        for boxes, names in holders.items():
+            sender = min(names, key=num_elements.__getitem__)
+            num_elements[sender] += sum(box.size for box in boxes)
+            shard += [weights[names[me]].flatten()] if sender == me else []
+        size = torch.tensor(sum(map(len, shard)))
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        self._shard = pad(torch.cat(shard), (0, int(size) - sum(map(len, shard))))
+        self._num_ranks = len(copies[own])
+        self._part_size = max(1, bucket_bytes // DTYPE.itemsize // self._num_ranks)
+        self._buffer = torch.empty(self._part_size * self._num_ranks, dtype=DTYPE)
+
+    def run(self) -> int:
+        """Exchange the weights. Return the bytes that this rank received from other ranks."""
+        for part in self._shard.split(self._part_size):
+            buffer = self._buffer[: len(part) * self._num_ranks]
+            dist.all_gather_single(buffer.view(torch.uint8), part.view(torch.uint8), group=self._group)
+        return self._shard.nbytes * (self._num_ranks - 1)
+
+
 class Bench:
     """Both paths of one rank, with their state between runs. The default process group has the trainer's ranks."""
 
@@ -82,9 +122,9 @@ class Bench:
         self.wanted = engines.rank_shards(rank)
         self.weights = blank(trainer.rank_shards(rank))
         load_shards(trainer.rank_shards(rank), self.weights, self.read)
-        self.engine, self.gathered = Engine(self.wanted), blank(self.wanted)
+        self.engine = Engine(self.wanted)
         self._syncs = [WeightSync(plan, DTYPE, spec.bucket_bytes, meet, verify=verify) for verify in (False, True)]
-        self._gather = FullGather(trainer, spec.source, self.wanted, spec.bucket_bytes, DTYPE)
+        self.gather = FullGather(trainer, spec.source, self.weights, spec.bucket_bytes)
 
     def read(self, box: Box) -> Tensor:
         """Return the contents of a slice of a Hugging Face tensor: pseudorandom numbers below 2."""
@@ -94,19 +134,14 @@ class Bench:
         self.engine.verifies = verify
         return self._syncs[verify].sync_weights(self.weights, cast(AnyEngine, self.engine), version=1)
 
-    def full_gather(self) -> int:
-        return self._gather.run(self.weights, self.gathered)
-
-    def unlike_each_other(self) -> list[str]:
-        return [name for name, tensor in self.engine.tensors.items() if not is_same(tensor, self.gathered[name])]
-
     def unlike_a_direct_fill(self) -> list[str]:
         """Return the tensors that differ from a direct load. Compare one at a time to save memory."""
         found = []
         for name, local in self.wanted.items():
             expected = {name: torch.zeros(local.shape, dtype=DTYPE)}
             load_shards({name: local}, expected, self.read)
-            if not is_same(expected[name], self.engine.tensors[name]):
+            bits, found_bits = (one[name].view(torch.int16) for one in (expected, self.engine.tensors))
+            if not torch.equal(bits, found_bits):
                 found.append(name)
         return found
 
@@ -128,21 +163,20 @@ def measure(spec: Spec, repeat: int) -> dict[str, Any]:
     """Run each path once to warm up, then `repeat` times in turn. All ranks return the same; bytes are sums."""
     bench, problems = Bench(spec), list[str]()
 
-    def path(act: Callable[[], int], tensors: Tensors) -> harness.Figures:
-        for tensor in tensors.values():
+    def sync(verify: bool) -> harness.Figures:
+        for tensor in bench.engine.tensors.values():
             tensor.zero_()  # so that no run passes with the results of an earlier one
-        return timed(act)
+        return timed(partial(bench.sync, verify=verify))
 
     def check() -> None:
-        problems.extend(f"{name} differs from the full gather" for name in bench.unlike_each_other())
+        problems.extend(f"{name} differs from a direct fill" for name in bench.unlike_a_direct_fill())
 
     paths = {
-        "sync": partial(path, bench.sync, bench.engine.tensors),
-        "unproven": partial(path, partial(bench.sync, verify=False), bench.engine.tensors),
-        "full_gather": partial(path, bench.full_gather, bench.gathered),
+        "sync": partial(sync, True),
+        "unproven": partial(sync, False),
+        "full_gather": partial(timed, bench.gather.run),
     }
     rounds = harness.take_turns(paths, repeat, warm_up=1, after_round=check)
-    problems += [f"{name} differs from a direct fill" for name in bench.unlike_a_direct_fill()]
     named = [f"rank {rank}: {one}" for rank, found in enumerate(meet("", problems)) for one in found[:MAX_NAMED]]
     return {"rounds": rounds, "problems": named}
 
@@ -167,10 +201,6 @@ def meet(phase: str, problems: list[str]) -> list[list[str]]:
 
 def blank(holding: RankShards) -> Tensors:
     return {name: torch.zeros(local.shape, dtype=DTYPE) for name, local in holding.items()}
-
-
-def is_same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def values_of(box: Box, shape: Index) -> Tensor:
