@@ -160,11 +160,11 @@ LOGITS |= {name: texts for name, texts in GRADIENTS.items() if name.startswith("
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
-KEPT_LOGITS = (
-    *("tp=1", "tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true", "tp=2,etp=2,ep=2,sequence_parallel=true"),
-    "tp=2,sequence_parallel=true",
+KEPT_LOGITS = ("tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")  # on one rank logits are those of the gradients' cases
+KEPT_GRADIENTS = (
+    *("tp=1", "tp=2,ep=2,sequence_parallel=true", "tp=2,etp=2,ep=2,sequence_parallel=true", "pp=2,vpp=2,ep=2"),
+    *("tp=2,sequence_parallel=true", *KEPT_ROUTED),
 )
-KEPT_GRADIENTS = (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
 IN_ONE_TOKEN = ("gspo_token", "cispo", "sapo", "reinforce_plus_plus_baseline", "kl_cov", "dual_clip", "rloo")
 FULL_UPDATES = {
     "qwen2": (
@@ -181,9 +181,19 @@ FULL_UPDATES = {
         "dp=4 batch.tokens_per_micro_batch=40",
         "dp=4 batch.share_prompts=true batch.tokens_per_micro_batch=40",
         "cp=2,pp=2",
+        "tp=1 model.recompute=full",
+        "pp=2,vpp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+        "cp=2,tp=2,sequence_parallel=true model.recompute=selective",
+        "tp=1 batch.share_prompts=true",
     ),
+    "qwen3_5": ("tp=2,pp=2", "tp=1 model.recompute=selective batch.tokens_per_micro_batch=40 reversed"),
+    "qwen3_5_moe": ("pp=2,ep=2 model.recompute=full",),
     "qwen3": ("tp=2,pp=2", "dp=4"),
-    "qwen3_moe": ("ep=2", "ep=4", "dp=4,ep=2", "tp=4,etp=2,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
+    "qwen3_moe": (
+        *("ep=2", "ep=4", "dp=4,ep=2", "tp=4,etp=2,sequence_parallel=true", "pp=2,ep=2", "cp=2,ep=2"),
+        "dp=4,ep=2 model.recompute=selective",
+        "tp=1 batch.tokens_per_micro_batch=40 reversed",
+    ),
     "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
     "qwen3_moe-routed": (
         "tp=2,sequence_parallel=true model.recompute=selective",
@@ -216,16 +226,11 @@ def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> lis
 
 ALL_LOGITS = parameters(
     (f"{model}:{layout}" for model, layouts in LOGITS.items() for layout in layouts),
-    lambda model, layout: (
-        layout not in (*KEPT_LOGITS, *KEPT_ROUTED, *(("cp=4", "pp=4,vpp=2") if model == "qwen2" else ()))
-    ),
+    lambda model, layout: layout not in (*KEPT_LOGITS, *(("tp=1", "cp=4", "pp=4,vpp=2") if model == "qwen2" else ())),
 )
 ALL_GRADIENTS = parameters(
     (f"{model}:{text}" for model, texts in GRADIENTS.items() for text in texts),
-    lambda model, text: (
-        model in ("deepseek_v3", "qwen3_moe", "qwen3_moe-routed")
-        and text not in (*KEPT_LOGITS, *KEPT_ROUTED, "pp=2,vpp=2,ep=2")
-    ),
+    lambda model, text: model in ("deepseek_v3", "qwen3_moe", "qwen3_moe-routed") and text not in KEPT_GRADIENTS,
 )
 ALL_METHODS = [pytest.param(m, marks=[pytest.mark.full] * (m in IN_ONE_TOKEN)) for m in METHODS]
 COMPARED = parameters(
