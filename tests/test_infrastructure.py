@@ -128,6 +128,7 @@ def test_each_forked_rank_runs_the_file_and_a_failed_rank_is_named(tmp_path: Pat
         run_forked(str(worker), 2, "{rank}", "1")
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_failed_case_is_named_and_other_cases_still_run(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(CASES_OF_RANKS)
@@ -162,6 +163,7 @@ def test_other_numbers_of_ranks_have_another_launch(rank, folder):
 """
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_ranks_makes_tests_that_fail_alone_and_run_only_if_chosen(tmp_path: Path) -> None:
     (tmp_path / "test_chosen.py").write_text(CHOSEN)

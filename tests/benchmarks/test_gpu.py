@@ -18,7 +18,7 @@ from tools.benchmarks.gpu.models import layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, extra_gib, run_sections
 from tools.benchmarks.gpu.step import free_memory
 
-pytestmark = pytest.mark.usefixtures("preloaded_python")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("preloaded_python")]
 
 TOOL = Path(bench_gpu.__file__)
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -11,6 +11,7 @@ from tools.benchmarks import harness
 from tools.benchmarks.turns import __main__ as benchmark
 
 
+@pytest.mark.full
 def test_all_variants_run_and_the_same_checkout_gives_the_same_responses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

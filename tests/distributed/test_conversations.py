@@ -79,7 +79,9 @@ class Values:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict[str, float]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Results, dict[str, float]]:
     """Return the folder of the results, the errors of the layouts, and the expected losses by recipe."""
     folder = tmp_path_factory.mktemp("conversations")
     start = make_model("qwen2", seed=3, tied=True, **SIZES)
@@ -98,7 +100,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, dict
         found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
         losses[recipe], gradients[recipe] = loss.item(), dict(zip(parameters, found, strict=True))
     layouts = {}
-    for text in LAYOUTS:
+    is_all = request.config.getoption("--all") or request.config.getoption("--sweep")
+    for text in LAYOUTS if is_all else LAYOUTS[::2]:
         of_recipes = {recipe: config_of(folder, text, recipe, own) for recipe, own in RECIPES.items()}
         layouts[text] = Layout(config_of(folder, text, "opd", {"kl_beta": 0.1, "distill_kl": "reverse"}), of_recipes)
     torch.save((layouts, gradients), folder / "cases.pt")
@@ -265,8 +268,9 @@ def test_loss_and_gradients_equal_those_of_each_token_alone(
     found: tuple[Path, Results, dict[str, float]], recipe: str
 ) -> None:
     folder, problems, losses = found
-    for layout in LAYOUTS:
-        assert not problems[layout], "\n".join(problems[layout])
+    assert len(problems) >= len(LAYOUTS) // 2
+    for layout, lines in problems.items():
+        assert not lines, "\n".join(lines)
         metrics, differences = torch.load(folder / f"{layout}.pt", weights_only=False)[recipe]
         # Terms of about 1 nat cancel in some losses.
         assert metrics["loss/total"] == pytest.approx(losses[recipe], rel=2e-6, abs=2e-6), layout

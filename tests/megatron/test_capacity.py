@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.ranks import Results, launch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.full]
 
 WORKER = Path(__file__).with_name("capacity_worker.py")
 MULTIPLES = (2, 48, 130)  # row lengths are multiples of these

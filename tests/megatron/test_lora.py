@@ -114,7 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_adapters_equal_transformers_in_every_layout(world_size: int, models: Path) -> None:
     found = launch(Path(__file__).with_name("lora_worker.py"), world_size, models)
     wrong = [f"{name}: {error}" for name, errors in found.items() for error in errors]

@@ -185,6 +185,20 @@ SWEEP = (  # they repeat parts of other cases
     "moe tp=1,dp=2,ep=2",
     "moe tp=2,dp=2,ep=2,sequence_parallel=true",
 )
+FULL = (
+    "tp=2,pp=4,dp=2,sequence_parallel=true model.recompute=full",
+    "pp=2,vpp=2 model.recompute=full model.recompute_num_layers=1",
+    "tp=1,dp=2 model.recompute=selective model.recompute_modules=[mlp]",
+    "pp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
+    "cp=4,dp=2 model.recompute=full",
+    "cp=2,pp=2,vpp=2,tp=2,sequence_parallel=true model.dtype=float32",
+    "moe pp=3,vpp=2,dp=2,ep=2 model.dtype=float32",
+    "moe tp=2,cp=2,dp=3,ep=6,sequence_parallel=true model.recompute=selective",
+    "latent tp=1,dp=2",
+    "latent pp=2,dp=2,ep=2 model.dtype=float32",
+    "latent tp=2,cp=3,dp=2,ep=2,sequence_parallel=true",
+    "hybrid pp=2,dp=2,ep=2 model.dtype=float32",
+)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +212,11 @@ def rehearsed(request: pytest.FixtureRequest) -> dict[str, list[Comparison]]:
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.sweep] * (text in SWEEP)) for text in ALL_LAYOUTS]
+    "text",
+    [
+        pytest.param(text, marks=[pytest.mark.sweep] * (text in SWEEP) + [pytest.mark.full] * (text in FULL))
+        for text in ALL_LAYOUTS
+    ],
 )
 def test_the_plan_agrees_with_real_megatron(rehearsed: dict[str, list[Comparison]], text: str) -> None:
     wrong = [c for c in rehearsed[text] if not c.agrees]
@@ -215,7 +233,7 @@ def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dic
     others = ("float32", "recompute=full", "hybrid")
     chosen = [text for text in rehearsed if not any(other in text for other in others)]
     kept = [c for text in chosen for c in rehearsed[text] if c.label == "activations kept"]
-    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 12
+    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 6
     assert all(c.difference < 0.02 for c in kept)
 
 

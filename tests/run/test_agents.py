@@ -115,6 +115,7 @@ def test_a_server_at_tp2_may_be_killed_while_agents_talk(tmp_path: Path, tempora
     assert sum(row["agent/turns"] > 1.5 for row in run.steps()) == last
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("released")
 def test_a_rank_killed_while_agents_talk_ends_the_run_which_resumes(tmp_path: Path, temporary: Path) -> None:
     config = write_config(tmp_path, "dp=2", steps=4)

@@ -111,7 +111,10 @@ def test_a_program_in_a_checkpoint_does_not_run_on_resume(
     assert code == 2 and len(errors) == 1 and str(checkpoint) in errors[0] and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("change", [in_metadata, in_common, in_an_object_among_the_tensors])
+@pytest.mark.parametrize(
+    "change",
+    [in_metadata, *(pytest.param(c, marks=pytest.mark.full) for c in (in_common, in_an_object_among_the_tensors))],
+)
 def test_a_program_in_a_checkpoint_does_not_run_in_tools(
     trained: tuple[Path, Path], tmp_path: Path, change: Any
 ) -> None:
