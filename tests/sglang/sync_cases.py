@@ -52,12 +52,16 @@ CASES = {
     "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
     "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), level="sweep"),
     "deepseek_v3": Case(
-        "deepseek_v3", LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}, SPREAD, (2,)
+        "deepseek_v3",
+        LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        SPREAD,
+        (2,),
+        level="full",
     ),
     "glm4_moe_lite": Case("glm4_moe_lite", LATENT, SPREAD, (2,), level="full"),
     "qwen3_5": Case("qwen3_5", {"tied": True}, ("{tp: 2, pp: 2}", "{pp: 4}", "{tp: 1}")),
     "qwen2 with an adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS, lora="adapter", steps=20),
-    "qwen2 with a merged adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS[:1], lora="merged", steps=20),
+    "qwen2 with a merged adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS[:1], lora="merged", steps=20, level="full"),
     # Families differ only in their tensors, and the cases above move all of these.
     "llama everywhere": Case("llama", level="full"),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),
