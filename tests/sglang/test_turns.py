@@ -183,7 +183,7 @@ def test_a_turn_whose_context_leaves_room_for_one_token_is_sampled(engine: SGLan
 
     def script(key: Key, prompt: Prompt, step: int) -> Script:
         result = yield TurnRequest(
-            key, prompt, 0, tuple(number % 256 for number in range(3, 513 - key[0])), 1, frozenset(), step
+            key, prompt, 0, tuple(number % 256 for number in range(3, 513 - key[0])), 1, STOPS, step
         )
         return Sample(prompt, key[1], result.token_ids, result.logprobs, "length", [Span(7, 0, 1)])
 
