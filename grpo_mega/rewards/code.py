@@ -174,7 +174,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 MEMORY_BYTES = 1 << 30  # address space of each process of a program
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
-_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
+_SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = Path(__file__).with_name("sandbox_main.py")  # not imported as a module, because the package takes long
 
@@ -221,7 +221,7 @@ def run_programs(
         "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }
-    answer = _run_sandbox(request, _START_S + request["total_s"])
+    answer = _run_sandbox(request, _SANDBOX_START_S + request["total_s"])
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
@@ -231,7 +231,9 @@ def run_programs(
 def missing_sandbox() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
     try:
-        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _START_S)["missing"]
+        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _SANDBOX_START_S)[
+            "missing"
+        ]
     except SandboxFailed as error:
         problem = str(error)
     return problem or None
