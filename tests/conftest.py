@@ -40,7 +40,7 @@ class Progress:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         failed = f", {len(self._failed)} failed" if self._failed else ""
-        self._path.write_text(f"{self._num_done}/{self._num_tests}{failed}, {nodeid.partition('[')[0]}\n")
+        self._write(f"{self._num_done}/{self._num_tests}{failed}, {nodeid.partition('[')[0]}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed |= {report.nodeid} if report.failed else set()
@@ -49,7 +49,13 @@ class Progress:
         self._num_done += 1
 
     def pytest_sessionfinish(self) -> None:
-        self._path.write_text(f"{self._num_done}/{self._num_tests}, {len(self._failed)} failed, done\n")
+        self._write(f"{self._num_done}/{self._num_tests}, {len(self._failed)} failed, done")
+
+    def _write(self, line: str) -> None:
+        """Replace the file in one step, because another process reads it."""
+        part = self._path.with_suffix(".part")
+        part.write_text(f"{line}\n")
+        os.replace(part, self._path)
 
 
 def pytest_configure(config: pytest.Config) -> None:
