@@ -226,6 +226,7 @@ def test_a_verdict_is_judged_against_the_noise(
         ("fixed:12", 12, 12),
         ("uniform:10,30", 20, 30),
         ("lognormal:mean=40,sigma=0.5,max=1000", 40, 1000),
+        ("lognormal:max=1000,mean=40,sigma=0.5", 40, 1000),
         ("", 246, 1000),
     ],
 )
@@ -259,6 +260,10 @@ def test_lengths_may_come_from_a_file(tmp_path: Path) -> None:
         ("--synthetic lognormal:mean=0,sigma=1,max=16", "lognormal:mean=0,sigma=1,max=16: must be fixed:512,"),
         ("--synthetic file:/nowhere.json", "No such file or directory; name a JSON file with a list of lengths"),
         ("--synthetic gamma:3", "--synthetic gamma:3: must be fixed:512,"),
+        ("--synthetic fixed:3,9", "--synthetic fixed:3,9: must be fixed:512,"),
+        ("--synthetic uniform:3", "--synthetic uniform:3: must be fixed:512,"),
+        ("--synthetic lognormal:mean=4,sigma=0,max=16", "sigma=0,max=16: must be fixed:512,"),
+        ("--synthetic lognormal:mean=4,sigma=1,max=16,min=2", "max=16,min=2: must be fixed:512,"),
         ("--set batch.prompts=3", "batch.prompts"),
         ("--set layout.tp=3", "layout.tp=3"),
         ("--against /nowhere.json", "--against /nowhere.json cannot be read"),

@@ -160,7 +160,7 @@ LOGITS |= {name: texts for name, texts in GRADIENTS.items() if name.startswith("
 LOGITS["uneven"] = tuple(layout for layout in LOGITS_LAYOUTS if "vpp" not in layout)
 # Cases that every model runs without --all; qwen2 runs two more.
 KEPT_ROUTED = ("pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",)
-KEPT_LOGITS = ("tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")  # on one rank logits are those of the gradients' cases
+KEPT_LOGITS = ("tp=2,pp=2", "tp=2,ep=2,sequence_parallel=true")  # the cases with gradients cover one rank
 KEPT_GRADIENTS = (
     *("tp=1", "tp=2,ep=2,sequence_parallel=true", "tp=2,etp=2,ep=2,sequence_parallel=true", "pp=2,vpp=2,ep=2"),
     *("tp=2,sequence_parallel=true", *KEPT_ROUTED),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,16 +68,20 @@ def lengths_of(text: str | None, longest: int) -> Lengths | None:
 
 def _parsed(text: str) -> Lengths:
     """Raise OSError, or ValueError for a text without a meaning. A log-normal's mean is that before truncation."""
-    if found := re.fullmatch(r"(?:fixed|uniform):(?:(\d+),)?(\d+)", text):
-        high = int(found[2])
-        low = int(found[1] or high)
+    kind, _, rest = text.partition(":")
+    if kind in ("fixed", "uniform"):
+        low, *others = map(int, rest.split(","))
+        (high,) = others if kind == "uniform" else (low, *others)
         shortest, draw = low, lambda generator: generator.integers(low, high + 1)
-    elif found := re.fullmatch(r"lognormal:mean=([\d.]+),sigma=([\d.]+),max=(\d+)", text):
-        mean, sigma, high = float(found[1]), float(found[2]), int(found[3])
+    elif kind == "lognormal":
+        keys = dict(part.split("=") for part in rest.split(","))
+        mean, sigma, high = float(keys.pop("mean", 0)), float(keys.pop("sigma", 0)), int(keys.pop("max", 0))
         mu = math.log(mean) - sigma**2 / 2
+        if keys or sigma <= 0 or not math.isfinite(mu):
+            raise ValueError
         shortest, draw = 1, lambda generator: generator.lognormal(mu, sigma)
-    elif text.startswith("file:"):
-        values = np.array(json.loads(Path(text.removeprefix("file:")).read_text()))
+    elif kind == "file":
+        values = np.array(json.loads(Path(rest).read_text()))
         if values.ndim != 1 or values.dtype.kind != "i":
             raise ValueError
         shortest, high, draw = values.min(), int(values.max()), lambda generator: generator.choice(values)
