@@ -17,17 +17,31 @@ from typing import Any
 
 import grpo_mega
 from grpo_mega.commands import options as of
-from grpo_mega.commands.options import Options, add_options, read_options
+from grpo_mega.commands.options import Options
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
 from grpo_mega.text import filter_output
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    filter_output()
     arguments = sys.argv[1:] if argv is None else argv
+    return _exit_code_of(lambda: _run(arguments))
+
+
+def run_script(
+    doc: str | None, options: type[Options], act: Callable[[Options], int], arguments: list[str] | None
+) -> int:
+    """Parse the arguments of a script (None: sys.argv), call `act`, and return the process's exit code."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of.add_options(parser, options)
+    return _exit_code_of(lambda: act(of.read_options(options, parser.parse_args(arguments))))
+
+
+def _exit_code_of(act: Callable[[], int]) -> int:
+    """Call `act` with filtered output. Errors that the user can correct are printed, one line each."""
+    filter_output()
     try:
-        code = _run(arguments)
+        code = act()
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -142,20 +156,3 @@ COMMANDS: dict[str, tuple[Callable[[Any], int], type[Any], str | None]] = {
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def run_script(
-    doc: str | None, options: type[Options], act: Callable[[Options], int], arguments: list[str] | None
-) -> int:
-    """Parse the arguments (None: sys.argv), call `act`, and return its exit code."""
-    filter_output()
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, options)
-    try:
-        return act(read_options(options, parser.parse_args(arguments)))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED

@@ -234,7 +234,8 @@ def test_an_output_that_exists_is_left_alone(sound: Path, tmp_path: Path, capsys
     (tmp_path / "out/notes").write_text("mine")
     for tool in (convert_hf_to_mcore, convert_mcore_to_hf):
         assert tool.main([str(sound), str(tmp_path / "out")]) == 2
-        assert capsys.readouterr().err == f"{tmp_path / 'out'} exists; remove it or name another output\n"
+        line = f"grpo-mega: error: {tmp_path / 'out'} exists; remove it or name another output\n"
+        assert capsys.readouterr().err == line
     assert convert_hf_to_mcore.main([str(sound), str(tmp_path / "none/out")]) == 2
     assert "the parent of out, is not a folder" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes"]
@@ -353,5 +354,6 @@ def test_a_shard_size_is_a_number_with_a_unit(
     size: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = convert_mcore_to_hf.main([str(converted), str(tmp_path / "out"), f"--max-shard-size={size}"])
-    expected = (0, "") if size == "5" else (2, f"--max-shard-size={size}: must be a size such as 5GB or 500MiB\n")
+    line = f"grpo-mega: error: --max-shard-size={size}: must be a size such as 5GB or 500MiB\n"
+    expected = (0, "") if size == "5" else (2, line)
     assert (code, capsys.readouterr().err) == expected
