@@ -237,7 +237,7 @@ def test_a_finished_run_without_checkpoints_is_evaluated_from_hf(
     assert verify_checkpoint.main([str(finished), str(tmp_path / "out"), "--no-logits"]) == 0
     assert note in capsys.readouterr().out
 
-    there = f"{note}, which is already a Hugging Face folder; use that folder\n"
+    there = f"grpo-mega: error: {note}, which is already a Hugging Face folder; use that folder\n"
     assert convert_mcore_to_hf.main([str(finished), str(tmp_path / "other")]) == 2
     assert capsys.readouterr().err == there
     for arguments in (["eval", str(finished)], ["export", str(finished), str(tmp_path / "other")]):
