@@ -39,6 +39,7 @@ from grpo_mega.distributed.messages import forged, seal_value, unseal_value
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.text import filter_output
 
+RECONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_NAMED = 8  # maximum number of missing ranks in an error
 
 
@@ -127,10 +128,11 @@ class Rendezvous:
         return by_rank
 
     def _add(self, counter: str, count: int) -> int:
-        """Add to a counter. The store closes the connection if the counter is not a number."""
+        """Add to a counter. The store closes the connection if the counter is not a number or the store has ended."""
         try:
             return self._store.add(counter, count)
         except DistError as error:
+            self._store.set_timeout(RECONNECT_TIMEOUT)  # otherwise torch tries for twice or three times the deadline
             self._store = self._store.clone()  # type: ignore[attr-defined]
             if not self._store.get(counter).removeprefix(b"-").isdigit():
                 raise forged(self._name(counter)) from error

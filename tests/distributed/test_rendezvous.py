@@ -6,11 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from grpo_mega.distributed import rendezvous
 from grpo_mega.distributed.rendezvous import EngineRanks, Rendezvous
 from grpo_mega.errors import EngineError
 
@@ -48,21 +50,32 @@ def test_one_alone_needs_no_store() -> None:
     assert found == [["x", "y"]]
 
 
-def test_a_leader_that_has_gone_is_named() -> None:
-    has_read = Event()
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_leader_that_has_gone_is_named(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes in seconds, not after the deadline of an hour."""
+    monkeypatch.setattr(rendezvous, "RECONNECT_TIMEOUT", timedelta(seconds=0.1))
+    has_read, is_gone = Event(), Event()
 
     def act(peers: EngineRanks, rank: int) -> str:
         peers.gather("gathering", "")
         if rank == 4:
+            assert peers._met is not None
             has_read.wait()
+            store = peers._met[1]
+            while when == "during" and not store.check(["gather/3/count"]):
+                sleep(0.01)
+            del store
             peers._met = None
+            is_gone.set()
             return ""
         has_read.set()
+        if when == "before":
+            is_gone.wait()
         with pytest.raises(EngineError) as error:
             peers.gather("gathering", "")
         return str(error.value)
 
-    (_, said), _ = as_ranks(range(4, 6), act, leader=4, size=2)
+    (_, said), _ = as_ranks(range(4, 6), act, leader=4, size=2, deadline_s=3600.0)
     assert said.startswith("rank 4, the leader of an engine, is gone: gathering (")
 
 
