@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from safetensors.torch import save_file
 
 from tests.formats.families import CASES, edit_config, save, tensors_of
 
+ROOT = Path(__file__).resolve().parents[2]
 SHARD = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -239,6 +243,15 @@ def test_an_output_that_exists_is_left_alone(sound: Path, tmp_path: Path, capsys
     assert convert_hf_to_mcore.main([str(sound), str(tmp_path / "none/out")]) == 2
     assert "the parent of out, is not a folder" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["notes"]
+
+
+def test_a_closed_output_pipe_is_no_error_of_a_script(sound: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "tools/inspect_checkpoint.py"), str(sound)]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 def lost_file(folder: Path) -> None:
