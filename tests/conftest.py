@@ -59,11 +59,17 @@ class Progress:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin would take the cores of other processes
     # A script starts background processes with SIGINT ignored, and the commands that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PROGRESS_FILE" in os.environ:
         config.pluginmanager.register(Progress(Path(os.environ.pop("PROGRESS_FILE"))))
+
+
+def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # the models of tests are too small for several threads
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

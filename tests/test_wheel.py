@@ -47,6 +47,7 @@ def test_a_wheel_has_only_the_package_and_its_license(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"grpo_mega", metadata.name}
 
 
+@pytest.mark.full
 def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{installed}", "OMP_NUM_THREADS": "1"}
 

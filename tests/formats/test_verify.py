@@ -27,6 +27,7 @@ def test_a_conversion_agrees_with_its_source_in_every_bit_and_layer(
         assert "all 4 layers and the logits agree on 2 prompts" in out and out.endswith("\nthe same\n")
 
 
+@pytest.mark.full
 def test_the_first_layer_that_differs_is_named_with_its_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

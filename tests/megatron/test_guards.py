@@ -63,6 +63,7 @@ def megatron_source(path: str) -> str:
     return (Path(next(iter(spec.submodule_search_locations))) / "core" / path).read_text()
 
 
+@pytest.mark.full
 def test_interleaved_stages_use_no_batched_sends_and_outputs_are_kept() -> None:
     result = python(
         PRELUDE
@@ -87,6 +88,7 @@ def test_fp8_without_transformer_engine_is_refused_and_not_ignored(run: Run) -> 
     assert result.stdout.startswith("precision.fp8='hybrid' needs a GPU, and this run is on a CPU"), result.stderr
 
 
+@pytest.mark.full
 def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None:
     """Ask Megatron's function, with the config of a GPU run."""
     result = python(
@@ -104,6 +106,7 @@ def test_a_reference_in_bf16_has_all_layers_in_bf16_for_its_pass_alone() -> None
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 def test_the_guards_levels_are_the_layers_that_megatron_computes_in_bf16() -> None:
     result = python(
         PRELUDE
@@ -240,6 +243,7 @@ def test_megatron_does_not_import_wandb_and_would_without_the_patch() -> None:
     assert result.stdout.strip() == "True", f"the patch is no longer needed: {result.stderr}"
 
 
+@pytest.mark.full
 def test_torch_still_unpickles_metadata_without_restriction(tmp_path: Path) -> None:
     code = (
         "import pickle, sys; from pathlib import Path; folder = Path(sys.argv[1])\n"

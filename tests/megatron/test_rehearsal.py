@@ -186,6 +186,11 @@ SWEEP = (  # they repeat parts of other cases
     "moe tp=2,dp=2,ep=2,sequence_parallel=true",
 )
 FULL = (
+    "tp=2,dp=2,sequence_parallel=true",
+    "pp=2,vpp=2,tp=2,sequence_parallel=true",
+    "tp=2,dp=2,sequence_parallel=true model.recompute=selective model.recompute_modules=[core_attn]",
+    "latent tp=2,dp=4,ep=2,sequence_parallel=true model.recompute=selective",
+    "hybrid pp=3,vpp=2,dp=2,ep=2 model.recompute=full",
     "tp=2,pp=4,dp=2,sequence_parallel=true model.recompute=full",
     "pp=2,vpp=2 model.recompute=full model.recompute_num_layers=1",
     "tp=1,dp=2 model.recompute=selective model.recompute_modules=[mlp]",

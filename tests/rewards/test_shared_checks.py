@@ -37,7 +37,7 @@ def scored(pool: RewardPool, responses: list[str], **extras: str) -> list[Reward
     return list(pool.collect().values())
 
 
-@pytest.mark.parametrize("answer", ["x+SLOW", f"SLOW+{LONG}"])
+@pytest.mark.parametrize("answer", ["x+SLOW", pytest.param(f"SLOW+{LONG}", marks=pytest.mark.full)])
 def test_sixteen_equal_bombs_cost_one_deadline(answer: str) -> None:
     with reward_pool(ALL, num_workers=2, deadline_s=2) as pool:
         responses = [rf"{number} {'so ' * number}\boxed{{{answer}}}" for number in range(16)]
@@ -58,7 +58,7 @@ def test_equal_answers_that_kill_their_worker_are_tried_twice_in_total() -> None
         assert pool.counters["retried"] == 1 and pool.first_error and "SIGKILL" in pool.first_error
 
 
-@pytest.mark.parametrize("gold", ["x+SLOW", f"SLOW+{LONG}", "x+DEADLY"])
+@pytest.mark.parametrize("gold", [pytest.param("x+SLOW", marks=pytest.mark.full), f"SLOW+{LONG}", "x+DEADLY"])
 def test_a_gold_answer_that_cannot_be_checked_is_unparsable_for_all(gold: str) -> None:
     with reward_pool(ALL, num_workers=1, deadline_s=2) as pool:
         pool.submit("right", "p", r"\boxed{1+x}", "x+1", {})

@@ -136,6 +136,7 @@ def test_a_rank_killed_while_agents_talk_ends_the_run_which_resumes(tmp_path: Pa
     assert kills.read_end(tmp_path / "run") == kills.read_end(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_the_model_of_guess_number_plays_after_two_steps_of_sft(tmp_path: Path) -> None:
     examples, task = kills.harness.ROOT / "examples", tmp_path / "task"
     subprocess.run([sys.executable, str(examples / "guess_number.py"), str(task)], check=True)

@@ -63,6 +63,7 @@ def test_tags_are_text_but_end_and_padding_tokens_are_not(is_special: bool, endi
         assert decoder(tokenizer)(ids) == text
 
 
+@pytest.mark.full
 def test_special_tags_get_the_same_reward_as_tags_in_plain_text() -> None:
     config = RewardsConfig.model_validate({"functions": [{"name": "accuracy"}, {"name": "format"}], "num_workers": 1})
     prompt = Prompt(0, "2 + 2", (5,), "4")

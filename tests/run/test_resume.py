@@ -96,10 +96,11 @@ def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(
     "change",
     [
         "{pp: 2} {tp: 2}",
-        pytest.param("{tp: 2, pp: 2} {cp: 2}", marks=pytest.mark.full),
+        "{tp: 2, pp: 2} {cp: 2}",
         pytest.param("{cp: 2} {dp: 2}", marks=pytest.mark.sweep),
     ],
 )
+@pytest.mark.full
 def test_a_run_resumes_in_another_layout_with_the_same_losses(
     inputs: Path, whole: End, tmp_path: Path, change: str
 ) -> None:
@@ -327,6 +328,7 @@ def test_weights_that_do_not_change_in_optimizer_steps_are_an_error(inputs: Path
     assert code == 2 and re.search(pattern, output)
 
 
+@pytest.mark.full
 def test_a_run_without_a_reward_signal_yet_logs_a_warning_and_continues(inputs: Path, tmp_path: Path) -> None:
     settings = (
         "steps=3",

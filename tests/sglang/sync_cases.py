@@ -48,7 +48,7 @@ CASES = {
     "mistral": Case("mistral", {"sliding_window": 7}, level="sweep", **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}),
     "qwen3": Case("qwen3", level="sweep", **SOME),
-    "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True),
+    "qwen3 in FP8": Case("qwen3", BLOCKS, ("{tp: 2, pp: 2}", "{tp: 4}"), (2,), quantise=True, level="full"),
     "qwen3_moe": Case("qwen3_moe", EXPERTS, SPREAD, (2,), engine_ep=2),
     "glm4_moe": Case("glm4_moe", EXPERTS | {"use_qk_norm": True}, SPREAD, (2,), level="sweep"),
     "deepseek_v3": Case(

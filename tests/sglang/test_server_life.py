@@ -151,6 +151,7 @@ def test_a_server_over_two_processes_goes_with_its_owner_by_kill_9(model: Path, 
     check_gone(tree, empty)
 
 
+@pytest.mark.full
 def test_a_server_goes_with_its_owner_by_sigterm(model: Path, tmp_path: Path, empty: Path) -> None:
     owner = start_owner(model, tmp_path, tp=1)
     assert owner.stdout is not None

@@ -99,6 +99,7 @@ def num_passed(output: str) -> int:
     return int(found[1]) if found else 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("running")  # the processes run during this test
 def test_megatron_is_imported_without_transformer_engine_everywhere_else() -> None:
     """The bare wheel on the path breaks the import of Megatron, so no other process has the wheel on its path."""
