@@ -118,11 +118,8 @@ def series(found: Curves) -> dict[str, Any]:
     thinned = {}
     for name, curve in found.items():
         steps = sorted(curve)
-        bins = (
-            [steps[i : i + width] for i in range(0, len(steps), width)]
-            if len(steps) > MAX_POINTS
-            else [[s] for s in steps]
-        )
+        size = width if len(steps) > MAX_POINTS else 1
+        bins = [steps[i : i + size] for i in range(0, len(steps), size)]
         key = tuple(one[-1] for one in bins)
         summarise = max if name.endswith("max") else _mean
         values = [summarise([curve[s] for s in one]) for one in bins]
