@@ -57,7 +57,7 @@ class Writer:
         self.write_step(step, metrics)
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write `rows` from samples.SampleRows, at least one."""
+        """Write `rows` from run_log.sample_row, at least one."""
 
     def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
         """Write the tokens per expert, by layer. The list of a dense layer is empty."""
