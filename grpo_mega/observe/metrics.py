@@ -196,10 +196,10 @@ def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
     n = tallies[0].num_samples
     metrics = {f"mean@{n}": _mean([t.num_correct / n for t in tallies])}
     for k in ks:
-        metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
-        metrics[f"majority@{k}"] = _mean([majority_at_k(t.num_samples, t.votes, k) for t in tallies])
-    metrics["never_solved"] = _mean([float(t.num_correct == 0) for t in tallies])
-    metrics["always_solved"] = _mean([float(t.num_correct == t.num_samples) for t in tallies])
+        metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(n, t.num_correct, k) for t in tallies])
+        metrics[f"majority@{k}"] = _mean([majority_at_k(n, t.votes, k) for t in tallies])
+    for name, number in (("never_solved", 0), ("always_solved", n)):
+        metrics[name] = _mean([t.num_correct == number for t in tallies])
     return metrics
 
 

@@ -122,8 +122,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
         signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
     starts: list[Record] = []
     with suppress(OSError, ValueError, KeyError, TypeError):
-        listed = read_json(run_dir / RUN_FILE)["starts"]
-        starts = [start for start in listed if isinstance(start, dict)] if isinstance(listed, list) else []
+        starts = [start for start in read_json(run_dir / RUN_FILE)["starts"] if isinstance(start, dict)]
     num_ranks = starts[-1].get("num_ranks") if starts else None
     changed = None
     with suppress(ConfigError):
