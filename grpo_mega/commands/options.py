@@ -45,7 +45,13 @@ class ConfigOptions:
 
 
 @dataclass(frozen=True)
-class RewardOptions(ConfigOptions):
+class SftOptions(ConfigOptions):
+    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
+    argv: Sequence[str] = ()  # the whole command line
+
+
+@dataclass(frozen=True)
+class TrainOptions(SftOptions):
     reward_funcs: Sequence[str] | None = flag(
         "reward functions in place of the file's, each built in, or your own as module.function or file.py:function;"
         " options that the file gives a function stay",
@@ -56,18 +62,7 @@ class RewardOptions(ConfigOptions):
         "their weights, in the same order; 1 by default", "W", names="--reward-weights --reward_weights"
     )
 
-
-@dataclass(frozen=True)
-class TrainOptions(RewardOptions):
-    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
     profile: str | None = flag("steps to trace into RUN_DIR/trace, like 3 or 3-4", "STEPS")
-    argv: Sequence[str] = ()  # the whole command line
-
-
-@dataclass(frozen=True)
-class SftOptions(ConfigOptions):
-    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
-    argv: Sequence[str] = ()  # the whole command line
 
 
 @dataclass(frozen=True)
