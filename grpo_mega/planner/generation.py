@@ -200,10 +200,14 @@ def run_phase(
     queue = deque(opened)
     servers = [_Server(engines, prompt, share=-(-len(opened) // engines.count)) for _ in range(engines.count)]
     events: list[tuple[float, int]] = []  # next end of a response, per server
-    for index, server in enumerate(servers):
-        server.take(queue)
-        if server.live:
-            heappush(events, (server.next_end(), index))
+
+    def refill(index: int) -> None:
+        servers[index].take(queue)
+        if servers[index].live:
+            heappush(events, (servers[index].next_end(), index))
+
+    for index in range(len(servers)):
+        refill(index)
     now = 0.0
     while events and events[0][0] <= until:
         now, index = heappop(events)
@@ -212,9 +216,7 @@ def run_phase(
         unmet.difference_update(whole)
         if missing <= 0 and not unmet:
             break
-        servers[index].take(queue)
-        if servers[index].live:
-            heappush(events, (servers[index].next_end(), index))
+        refill(index)
     else:
         now = until if events else now
     for server in servers:

@@ -312,21 +312,15 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
     if setup.world_size > 1:
         # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them
         # exactly.
-        received = _received_in_sync(setup)
-        engines, trainers = setup.num_engine_ranks, layout.world_size
+        label, engines, trainers = "sync to the engines", setup.num_engine_ranks, layout.world_size
+        received = received_weights(setup, label)
+        if setup.sends_adapter:
+            elements = elements_of(setup.trained_family, setup.shape, None).total
+            received = product(label, elements=elements, b=setup.engine_itemsize)
         sent = replace(received, trust="estimate")
         if setup.is_separate and engines > trainers:  # fewer ranks send than receive
-            sent = figure(received.label, lambda: received * engines / trainers)
+            sent = figure(label, lambda: received * engines / trainers)
         yield _link(setup, sent, [range(setup.world_size)])
-
-
-def _received_in_sync(setup: PlannedJob) -> TracedNumber:
-    """Return all bytes that a rank of the engine receives in a sync: the weights, or an adapter."""
-    label = "sync to the engines"
-    if not setup.sends_adapter:
-        return received_weights(setup, label)
-    elements = elements_of(setup.trained_family, setup.shape, None).total
-    return product(label, trust="exact", elements=elements, b=setup.engine_itemsize)
 
 
 def mlp_repeated(setup: PlannedJob, part: str) -> float:
