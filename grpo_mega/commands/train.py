@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega import processes
-from grpo_mega.commands.options import SftOptions, TrainOptions
+from grpo_mega.commands.options import RewardOptions, SftOptions, TrainOptions
 from grpo_mega.config import Config
 from grpo_mega.config.data import ALIASES, as_sft
 from grpo_mega.distributed.environment import bind_to_gpu_cores, library_environment, uses_gpu
@@ -118,7 +118,7 @@ def rank_imports(config: Config) -> Iterator[None]:
         gc.enable()
 
 
-def overrides_of(options: TrainOptions) -> list[str]:
+def overrides_of(options: RewardOptions) -> list[str]:
     """Return the overrides of --set, followed by the override of the reward flags. Raise ConfigError."""
     known: dict[str, Mapping[str, Any]] = {}
     if options.reward_funcs is not None:

@@ -13,7 +13,7 @@ from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 from grpo_mega import cli
 from grpo_mega.commands import trl
-from grpo_mega.commands.options import TrainOptions, add_options, read_options
+from grpo_mega.commands.options import RewardOptions, add_options, read_options
 from grpo_mega.commands.train import overrides_of
 from grpo_mega.commands.trl import FLAGS, NOTED, REFUSED, parse_flags
 from grpo_mega.config import Config
@@ -379,10 +379,9 @@ def test_reward_flags_of_train_replace_functions_and_keep_options(folder: Path) 
         "--reward_funcs accuracy my.fn --reward_weights 1 2",
     ):
         parser = argparse.ArgumentParser()
-        add_options(parser, TrainOptions)
-        parser.set_defaults(argv=())
+        add_options(parser, RewardOptions)
         parsed = parser.parse_args(["config.yaml", "--set", "steps=2", *spelling.split()])
-        config = configs.load(Path("config.yaml"), overrides_of(read_options(TrainOptions, parsed)))
+        config = configs.load(Path("config.yaml"), overrides_of(read_options(RewardOptions, parsed)))
         found = [(f.name, f.weight, f.options) for f in config.rewards.functions]
         assert found == [("accuracy", 1.0, {}), ("my.fn", 2.0, {"limit": 7})] and config.steps == 2
 
