@@ -69,7 +69,6 @@ def run(options: InitOptions) -> int:
     check_tokenizer_files(options.model, model.shape.vocab)
     known = list(_known_settings(options))
     if not target.is_gpu:
-        print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
         rates = measure_rates(resolve_dtype(least, is_gpu=False)[0], model.shape, target.world_size)
         target = replace(target, device=cpu_card(target.world_size, host_room(), rates), rates=rates)
     with phase(f"counting the tokens of {options.data}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean
@@ -107,7 +106,6 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
         findings.violations = [line for line in findings.violations if not line.startswith(this_machine.MEMORY)]
         rates = this_machine.Rates()
         if not findings.violations:
-            print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
             rates = this_machine.measure_rates(config, model.shape, machine.world_size)
         setup = this_machine.plan_here(config, model, machine, rates)
     else:

@@ -113,6 +113,7 @@ def plan_here(config: Config, model: Model, machine: Machine, rates: Rates) -> P
 
 def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
     """Measure the rates of each of `ranks` ranks. Raise ConfigError if torch cannot be started."""
+    print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
     rows = min(MOST_ROWS, config.batch.tokens_per_micro_batch)
     columns = max(1, (shape.moe_ffn or shape.ffn) // config.layout.tp)
     arguments = [config.model.resolved_dtype, *map(str, (rows, shape.hidden, columns))]
