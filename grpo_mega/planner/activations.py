@@ -60,16 +60,13 @@ def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Ac
     again = layers_in_flight(setup, pp_rank, setup.num_recomputed)
     others = layers_in_flight(setup, pp_rank) - again
     trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
-    if setup.uses_te and setup.shape.kv_lora:
-        parts, whole, selective = _te_latent_layer(setup, pp_rank)
-    elif setup.uses_te:
-        parts, whole, selective = _te_layer(setup, pp_rank)
-    elif setup.shape.kv_lora:
-        parts, whole, selective = _latent_layer(setup, pp_rank, padding)
+    if setup.uses_te:
+        one = _te_latent_layer(setup, pp_rank) if setup.shape.kv_lora else _te_layer(setup, pp_rank)
     else:
-        parts, whole, selective = _local_layer(setup, padding)
+        one = _latent_layer(setup, pp_rank, padding) if setup.shape.kv_lora else _local_layer(setup, padding)
     if setup.shape.linear_layers:
-        parts, whole, selective = _hybrid_layer(setup, pp_rank, padding, (parts, whole, selective))
+        one = _hybrid_layer(setup, pp_rank, padding, one)
+    parts, whole, selective = one
     full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
     layer = selective if recompute == "selective" else whole
     shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]

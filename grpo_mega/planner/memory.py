@@ -117,16 +117,16 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
+    asleep = [] if setup.is_separate else [engine.asleep]
     if setup.card.is_cpu:
-        process = product("process", count=1, process=setup.assumed.context_gib * GIB)
-        return [process, *([] if setup.is_separate else [engine.asleep])]
+        return [product("process", count=1, process=setup.assumed.context_gib * GIB), *asleep]
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
         product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", lambda: (trainer + served) * communicator),
         product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
         product("sync buckets", count=3 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
-        *([] if setup.is_separate else [engine.asleep]),
+        *asleep,
     ]
 
 
