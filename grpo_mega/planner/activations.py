@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from grpo_mega.planner.job import PlannedJob, TracedNumber, Trust, figure, product
+from grpo_mega.planner.job import Figures, PlannedJob, TracedNumber, Trust, figure, product
 from grpo_mega.weights.spec import BLOCK
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)
@@ -30,7 +30,7 @@ WHOLE = "a layer keeps without recompute, per token"
 SELECTIVE = "a layer keeps with selective recompute, per token"
 
 # Parts that one layer keeps, and its total without recompute and with selective recompute.
-Layer = tuple[list[TracedNumber], TracedNumber, TracedNumber]
+Layer = tuple[Figures, TracedNumber, TracedNumber]
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Activations:
     exchanged: TracedNumber  # keys, values and results that its attention exchanges with other context-parallel ranks
     logprobs: TracedNumber  # tiles of logits, and their hidden states; on the last stage only
     forward_only: TracedNumber  # working memory in a pass without gradients
-    layer: list[TracedNumber]  # elements that one layer keeps, part by part
+    layer: Figures  # elements that one layer keeps, part by part
 
     @property
-    def kept(self) -> list[TracedNumber]:
+    def kept(self) -> Figures:
         """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
@@ -168,7 +168,7 @@ def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
 
 
 def _with_te_mlp(
-    setup: PlannedJob, pp_rank: int, norms: list[TracedNumber], attention: TracedNumber, recomputed: TracedNumber
+    setup: PlannedJob, pp_rank: int, norms: Figures, attention: TracedNumber, recomputed: TracedNumber
 ) -> Layer:
     """Return what a layer of Transformer Engine keeps, with an MLP and the norm before it.
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import floor
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.job import GIB, PlannedJob, TracedNumber, Trust, figure, product, total
+from grpo_mega.planner.job import GIB, Figures, PlannedJob, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
 
@@ -26,8 +26,8 @@ class StageMemory:
 
     pp_rank: int
     state: State
-    phases: dict[str, list[TracedNumber]]
-    layer: list[TracedNumber]  # the elements that one layer keeps for its backward pass
+    phases: dict[str, Figures]
+    layer: Figures  # the elements that one layer keeps for its backward pass
 
     @cached_property
     def totals(self) -> dict[str, TracedNumber]:
@@ -65,7 +65,7 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     head = product("teachers' output layers", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
-    def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
+    def with_slack(*parts: TracedNumber) -> Figures:
         moving = sum(part.value for part in parts)
         return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=moving)]
 
@@ -96,7 +96,7 @@ def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
     return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
-def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
+def _state_figures(setup: PlannedJob, state: State) -> Figures:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
     is_proven = not config.precision.fp8_parameters and config.optimizer.moments_dtype == "float32"
@@ -113,7 +113,7 @@ def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
     ]
 
 
-def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
+def _fixed(setup: PlannedJob, engine: EngineMemory) -> Figures:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
@@ -130,7 +130,7 @@ def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
     ]
 
 
-def engine_device(setup: PlannedJob) -> list[TracedNumber]:
+def engine_device(setup: PlannedJob) -> Figures:
     """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
@@ -165,7 +165,7 @@ def communicators(setup: PlannedJob) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only
     transposed.
     """
@@ -179,7 +179,7 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNum
     return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 
-def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     """Return the copies of weights that a rank without a GPU holds in the same memory as everything else."""
     if not setup.card.is_cpu:
         return []
@@ -208,7 +208,7 @@ class EngineMemory:
     shortfall: str | None = None  # reason why the engine cannot serve the longest sample
 
     @property
-    def awake(self) -> list[TracedNumber]:
+    def awake(self) -> Figures:
         """Return the memory that a sleeping engine gives back, weights first."""
         return [self.weights, self.cache, self.graphs, self.extra]
 
@@ -320,9 +320,9 @@ def sequences_per_engine(setup: PlannedJob) -> int:
 class HostMemory:
     """Host memory of the node that needs most."""
 
-    pinned: list[TracedNumber]
+    pinned: Figures
     pinned_total: TracedNumber
-    other: list[TracedNumber]
+    other: Figures
     saving: TracedNumber  # additional memory while a checkpoint is gathered and staged
     peak: TracedNumber
 
@@ -368,11 +368,9 @@ def _machine_memory(setup: PlannedJob) -> HostMemory:
     return HostMemory([], product("pinned per node"), other, saving, total("host peak per node", [*other, saving]))
 
 
-def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:
-    """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating
-    ranks.
-    """
-    layout, assumed, config, engine_ranks = setup.layout, setup.assumed, setup.config, num_engine_ranks
+def _node(setup: PlannedJob, node: list[State], engine_ranks: int) -> HostMemory:
+    """Return the host memory of a node with trainer ranks of these states and `engine_ranks` generating ranks."""
+    layout, assumed, config = setup.layout, setup.assumed, setup.config
     algorithm, teachers = config.algorithm, setup.of_teachers()
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)
