@@ -216,6 +216,10 @@ class SampleOptions:
     max_response_length: int | None = flag("default: rollout.max_response_length, or 512", "TOKENS")
     out: Path | None = flag("JSON lines to write, one per response with its log-probs; must not exist", "FILE")
 
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt is None and self.data is None
+
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
