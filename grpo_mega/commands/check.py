@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,10 +40,7 @@ UPDATES = 3
 LAYOUTS = '"tp=2 pp=2 tp=2,pp=2"'
 SampleKey = tuple[int, int]  # prompt id, index in its group; it does not depend on the order of packing
 # Covers the rounding of sharp models; a wrong layout is off by far more.
-TOLERANCE = {
-    "float32": 1e-5,
-    "bfloat16": 2e-2,
-}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,6 @@ class Case:
     name: str
     config: Config
     reverse_groups: bool = False  # True for another order of packing
-
-    @property
-    def world_size(self) -> int:
-        return self.config.layout.world_size
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ def run(options: CheckOptions) -> int:
     config, layouts = configs.load(options.config, list(options.overrides)), options.layouts.split()
     if not layouts:
         raise ConfigError(f"--layouts={options.layouts!r}: must name a layout; write it like {LAYOUTS}")
-    print(f"grpo-mega: note: comparing {options.layouts} with one rank", file=sys.stderr, flush=True)
+    print_notes([f"comparing {options.layouts} with one rank"])
     from grpo_mega.preflight import resolve_dtype  # an error of the config itself is found without numpy and rich
 
     config, note = resolve_dtype(config, uses_gpu(config.device, os.environ))
@@ -133,12 +125,8 @@ def run(options: CheckOptions) -> int:
 
 def check(config: Config, layouts: Sequence[str]) -> list[Difference]:
     """Return the differences of each layout ("tp=2,pp=2") from a single rank. Raise ConfigError for a bad layout."""
-    config = config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1}),
-            "run_dir": Path("unused"),
-        }
-    )
+    batch = config.batch.model_copy(update={"epochs": UPDATES, "mini_batches": 1})
+    config = config.model_copy(update={"batch": batch, "run_dir": Path("unused")})
     with phase("checking the config, the model's files and the data", config.log.progress):
         cases = find_cases(config, layouts)
     with private_folder() as folder:
@@ -191,8 +179,9 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     import torch
 
     started_at, num_done = time.monotonic(), 0
-    for world_size in dict.fromkeys(case.world_size for case in cases):
-        members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
+    sizes = [case.config.layout.world_size for case in cases]
+    for world_size in dict.fromkeys(sizes):
+        members = {i: case for i, case in enumerate(cases) if sizes[i] == world_size}
         request = Launch(members, folder, num_done, len(cases), started_at)
         num_done += len(members)
         code = launch_processes(run_members, request, world_size, folder / f"logs-{world_size}")
@@ -242,13 +231,7 @@ def run_case(case: Case, groups: list[Group], runtime: Runtime, folder: Path) ->
     import torch
 
     from grpo_mega.observe.progress import Pace, Timers
-    from grpo_mega.run.batches import (
-        assign_advantages,
-        attach_logprobs,
-        gather_responses,
-        pack,
-        update_policy,
-    )
+    from grpo_mega.run.batches import assign_advantages, attach_logprobs, gather_responses, pack, update_policy
     from grpo_mega.run.model_files import build_policy, export_policy, read_model_files
 
     model = read_model_files(case.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from grpo_mega.commands.options import KeyOptions
 from grpo_mega.config import Config
 from grpo_mega.config.base import Section, inner_section
 from grpo_mega.errors import ConfigError
+from grpo_mega.text import nearest
 
 NAMES = {bool: "true | false", int: "whole number", float: "number", str: "text", Path: "path", NoneType: "null"}
 
@@ -31,20 +31,17 @@ class Key:
 
 def run(options: KeyOptions) -> int:
     """Print a key, the keys of a section, or all keys. Raise ConfigError for an unknown key."""
-    key = options.key
-    keys = list(find_keys(Config))
+    key, keys = options.key, list(find_keys(Config))
     wanted = [] if key is None else key.replace("[]", "").split(".")
-    chosen = []
-    for one in keys:
+
+    def is_wanted(one: Key) -> bool:  # the wanted key, or a key in the wanted section
         parts = one.name.replace("[]", "").split(".")
-        is_same = (part in (other, "NAME") for part, other in zip(parts, wanted, strict=False))
-        if len(parts) >= len(wanted) and all(is_same):  # the wanted key, or a key in the wanted section
-            chosen.append(one)
+        return len(parts) >= len(wanted) and all(p in (w, "NAME") for p, w in zip(parts, wanted, strict=False))
+
+    chosen = list(filter(is_wanted, keys))
     if not chosen:
-        close = difflib.get_close_matches(str(key), [k.name for k in keys], n=1, cutoff=0.6)
-        remedy = (
-            f"did you mean {close[0]}?" if close else f"use one of {', '.join(Config.model_fields)}, or a key in one"
-        )
+        remedy = nearest(str(key), [one.name for one in keys]).rstrip()
+        remedy = remedy or f"use one of {', '.join(Config.model_fields)}, or a key in one"
         raise ConfigError(f"{key!r} is not a key of the config; {remedy}")
     print(markdown(chosen) if options.is_markdown else "\n\n".join(map(as_text, chosen)))
     return 0

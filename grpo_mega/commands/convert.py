@@ -23,8 +23,9 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +33,8 @@ from typing import TYPE_CHECKING
 from grpo_mega import config as configs
 from grpo_mega.commands.options import ConvertOptions, ExportOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, raise_all
-from grpo_mega.formats.detect import read_manifest
-from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES
+from grpo_mega.formats.detect import find_checkpoint, read_manifest
+from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free
 from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.weights.families import family_of
@@ -49,8 +50,6 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 
 def run(options: ConvertOptions) -> int:
     """Convert in the direction that the source needs. Raise ConfigError or WeightMappingError."""
-    from grpo_mega.formats.detect import find_checkpoint
-
     if options.dry:
         return dry(options)
     source, _ = _ends(options)
@@ -70,11 +69,7 @@ def to_mcore(options: ConvertOptions) -> int:
             raise ConfigError(f"{name}={value}: must go with a Megatron checkpoint, and {source} is none; leave it out")
     from grpo_mega.formats.convert import convert_hf_to_mcore
 
-    try:
-        print_report(convert_hf_to_mcore(source, out, dtype=options.dtype, workers=options.workers), out)
-    except KeyboardInterrupt:
-        return _interrupted()
-    return 0
+    return _run_conversion(convert_hf_to_mcore, source, out, options)
 
 
 def to_hf(options: ConvertOptions) -> int:
@@ -88,26 +83,12 @@ def to_hf(options: ConvertOptions) -> int:
     max_shard_bytes = num_bytes(options.max_shard_size or "5GB")
     from grpo_mega.formats.convert import convert_mcore_to_hf
 
-    try:
-        report = convert_mcore_to_hf(
-            source,
-            out,
-            max_shard_bytes=max_shard_bytes,
-            dtype=options.dtype,
-            workers=options.workers,
-            config_folder=options.config,
-        )
-    except KeyboardInterrupt:
-        return _interrupted()
-    print_report(report, out)
-    return 0
+    convert = partial(convert_mcore_to_hf, max_shard_bytes=max_shard_bytes, config_folder=options.config)
+    return _run_conversion(convert, source, out, options)
 
 
 def dry(options: ConvertOptions) -> int:
     """List the tensors of each rank, and the dtype and size of what a conversion writes."""
-    from grpo_mega.commands.convert import dry_run
-    from grpo_mega.formats.slices import known_dtype
-
     if options.out is not None:
         raise ConfigError(f"{options.out}: must not be given with --dry, because nothing is written; leave it out")
     if (options.source is None) == (options.config is None):
@@ -118,8 +99,7 @@ def dry(options: ConvertOptions) -> int:
         folder = folder.parent
     elif options.config is not None and not (folder / "config.json").is_file():
         raise ConfigError(f"--config={folder} must be a file config.json, or its folder; name one")
-    cast = known_dtype(options.dtype)
-    dry_run(folder, options.layout or "tp=1", cast, stored_dtypes(folder))
+    dry_run(folder, options.layout or "tp=1", known_dtype(options.dtype), stored_dtypes(folder))
     return 0
 
 
@@ -127,12 +107,6 @@ def stored_dtypes(folder: Path) -> Counter[str]:
     """Return the number of parameters of each dtype (safetensors names). Without weights, config.json names the
     dtype.
     """
-    from math import prod
-
-    from grpo_mega.formats.detect import find_checkpoint
-    from grpo_mega.formats.slices import FROM_TORCH
-    from grpo_mega.weights.spec import read_config
-
     try:
         weights = find_checkpoint(folder).open()
     except WeightMappingError:
@@ -191,9 +165,14 @@ def check_workers(workers: int) -> None:
         raise ConfigError(f"--workers={workers}: must be a whole number above 0; leave it out for 2")
 
 
-def _interrupted() -> int:
-    print("interrupted; run the same command again to continue", file=sys.stderr)
-    return EXIT_INTERRUPTED
+def _run_conversion(convert: Callable[..., Report], source: Path, out: Path, options: ConvertOptions) -> int:
+    """Convert, print the result, and return the exit code."""
+    try:
+        print_report(convert(source, out, dtype=options.dtype, workers=options.workers), out)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
 
 
 _AXES = ("tp", "pp", "vpp", "dp", "ep", "etp")
@@ -216,13 +195,7 @@ def dry_run(config_folder: Path, layout_text: str, cast: str | None, stored: Map
     started_at = time.monotonic()
     shape = ModelShape.from_hf_config(read_config(config_folder))
     layout, counts = parse_layout(layout_text), Counts()
-    batch: list[str] = []
-    for line in lines(family_of(shape.model_type), shape, layout, counts):
-        batch.append(line)
-        if len(batch) == 4096:
-            print("\n".join(batch))
-            batch.clear()
-    print("\n".join(batch))
+    sys.stdout.writelines(f"{line}\n" for line in lines(family_of(shape.model_type), shape, layout, counts))
     written = {cast: 1} if cast else stored
     item_bytes = sum(ITEM_BYTES[name] * count for name, count in written.items()) / sum(written.values())
     total, largest = (number * item_bytes / 1e9 for number in (counts.parameters, counts.largest))
@@ -316,10 +289,9 @@ def run_export(options: ExportOptions) -> int:
                 )
             check_base(config, manifest, rank=0, world_size=1)
             adapter.export(checkpoint / STATE, out, config.model, is_merged=options.is_merged)
-            print(f"policy after step {manifest.step} written to {out}")
-            return 0
     finally:
         dist.destroy_process_group()
-    convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
+    if lora is None:
+        convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
     print(f"policy after step {manifest.step} written to {out}")
     return 0

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import EvalOptions
-from grpo_mega.commands.train import check_config, rank_imports
+from grpo_mega.commands.train import check_config, print_notes, rank_imports
 from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 
 Request = TypeVar("Request", bound="EvalRequest")
+PASS_RATE_KEYS = ("pass_rates", "min_pass_rate", "max_pass_rate")  # they select prompts of training
 
 
 @dataclass
@@ -97,7 +98,7 @@ def run(options: EvalOptions) -> int:
 def run_request(request: Request, act: Callable[[Request], None]) -> int:
     """Run `act(request)` on all ranks, with a temporary run_dir. Return the exit code."""
     if not current_rank():
-        print(f"grpo-mega: note: {request.note}", file=sys.stderr, flush=True)
+        print_notes([request.note])
     request.config = check_config(request.config, trains=False)
     with private_folder() as folder:
         run_dir = folder / "run"
@@ -205,7 +206,7 @@ def check_out(out: Path | None) -> None:
 def _choose_data(raw: dict[str, Any], config: Config, options: EvalOptions) -> tuple[tuple[str, ...] | None, str]:
     """Set data.train to the prompts to evaluate, if they are separate sets. Return their names and a description."""
     data = raw["data"]
-    data |= {"pass_rates": None, "min_pass_rate": None, "max_pass_rate": None}
+    data |= dict.fromkeys(PASS_RATE_KEYS)
     if options.train_set:
         if options.data is not None:
             raise ConfigError(f"--data {options.data} and --train-set name two sets; give one of them")

@@ -35,12 +35,12 @@ from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.formats.hf_files import WEIGHT_SUFFIXES
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import write_atomically
-from grpo_mega.planner.job import PlannedJob
+from grpo_mega.planner.job import plan_on
 from grpo_mega.planner.plan import MARGIN, Option, Plan, suggest
 from grpo_mega.planner.state import elements_of
 from grpo_mega.planner.this_machine import Rates, cpu_assumptions, cpu_card, measure_rates
 from grpo_mega.preflight import Machine, find_problems, resolve_dtype, this_machine
-from grpo_mega.preflight.machine import ASSUMED, CARDS, Card, card_of
+from grpo_mega.preflight.machine import CARDS, Card, card_of
 from grpo_mega.preflight.model import Model, num_positions, read_model
 from grpo_mega.preflight.tokenizer import check_tokenizer_files
 from grpo_mega.processes import host_room
@@ -69,7 +69,6 @@ def run(options: InitOptions) -> int:
     check_tokenizer_files(options.model, model.shape.vocab)
     known = list(_known_settings(options))
     if not target.is_gpu:
-        print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
         rates = measure_rates(resolve_dtype(least, is_gpu=False)[0], model.shape, target.world_size)
         target = replace(target, device=cpu_card(target.world_size, host_room(), rates), rates=rates)
     with phase(f"counting the tokens of {options.data}"):
@@ -355,17 +354,8 @@ def _fitting(settings: Sequence[Setting], model: Model, mean_prompt: float, targ
     raw["layout"] = {"dp": target.world_size}
     raw.setdefault("steps", 1)
     config = configs.validate(raw)
-    job = PlannedJob(
-        config=config,
-        shape=model.shape,
-        experts_per_token=model.experts_per_token,
-        card=target.device,
-        world_size=target.world_size,
-        gpus_per_node=target.gpus_per_node,
-        mean_prompt=mean_prompt,
-        mean_response=ASSUMED.response_fill * config.rollout.max_response_length,
-        uses_te=target.is_gpu,
-    )
+    job = plan_on(target.device, config, model, Machine(target.world_size, target.gpus_per_node))
+    job = replace(job, mean_prompt=mean_prompt)
     if target.rates is not None:
         job = replace(job, assumed=cpu_assumptions(config, target.rates))
     if not target.is_gpu:

@@ -2,7 +2,7 @@
 heavy.
 """
 
-# ruff: noqa: RUF009  # `flag` and `positional` return fields, as dataclasses.field does
+# ruff: noqa: RUF009  # `flag`, `switch` and `positional` return fields, as dataclasses.field does
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def flag(help: str, metavar: str | None = None, default: Any = None, *, names: s
     return field(default=default, metadata={"help": help, "metavar": metavar, "names": names, **settings})
 
 
+def switch(help: str, *, names: str = "") -> Any:
+    """Return the field of a flag without a value, which is False unless it is given."""
+    return flag(help, default=False, names=names)
+
+
 def overrides() -> Any:
     text = (
         "overrides a value, for example --set optimizer.lr=1e-6, and keeps text and quotes as they are; may be repeated"
@@ -42,6 +47,12 @@ def overrides() -> Any:
 class ConfigOptions:
     config: Path = positional("YAML file; see examples/*.yaml", "CONFIG", takes="a YAML file; see examples/*.yaml")
     overrides: Sequence[str] = overrides()
+
+
+@dataclass(frozen=True)
+class SftOptions(ConfigOptions):
+    resume: bool = switch("continue the run in run_dir from its last checkpoint")
+    argv: Sequence[str] = ()  # the whole command line
 
 
 @dataclass(frozen=True)
@@ -58,16 +69,8 @@ class RewardOptions(ConfigOptions):
 
 
 @dataclass(frozen=True)
-class TrainOptions(RewardOptions):
-    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
+class TrainOptions(RewardOptions, SftOptions):
     profile: str | None = flag("steps to trace into RUN_DIR/trace, like 3 or 3-4", "STEPS")
-    argv: Sequence[str] = ()  # the whole command line
-
-
-@dataclass(frozen=True)
-class SftOptions(ConfigOptions):
-    resume: bool = flag("continue the run in run_dir from its last checkpoint", default=False)
-    argv: Sequence[str] = ()  # the whole command line
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ReportOptions(RunOptions):
-    watch: bool = flag("serve a live page on loopback until Ctrl-C, and write no file", default=False)
+    watch: bool = switch("serve a live page on loopback until Ctrl-C, and write no file")
     port: int | None = flag("port of the live page; default: any free one", "N")
 
 
@@ -109,9 +112,8 @@ class ReportOptions(RunOptions):
 class ExportOptions(RunOptions):
     out: Path = positional("folder to write, which must not exist", "OUT")
     step: int | None = flag("the checkpoint after this step; default: the latest")
-    is_merged: bool = flag(
+    is_merged: bool = switch(
         "with model.lora, write the base with the adapter merged into it; default: a PEFT folder",
-        default=False,
         names="--merged",
     )
 
@@ -131,7 +133,7 @@ class ConvertOptions:
         "folder with config.json and tokenizer, for a Megatron checkpoint without; with --dry, in place of SOURCE",
         "PATH",
     )
-    dry: bool = flag("write nothing, and list what each rank of --layout would hold; needs no weights", default=False)
+    dry: bool = switch("write nothing, and list what each rank of --layout would hold; needs no weights")
     layout: str | None = flag("with --dry, for example tp=4,pp=4,ep=2; default: tp=1", "LAYOUT")
 
 
@@ -153,13 +155,13 @@ class VerifyOptions:
 class InspectOptions:
     path: Path = positional("Hugging Face folder, Megatron checkpoint, or a run's folder", "PATH")
     config: Path | None = flag("folder with config.json, for a checkpoint without one", "FOLDER")
-    is_json: bool = flag("print JSON", default=False, names="--json")
+    is_json: bool = switch("print JSON", names="--json")
 
 
 @dataclass(frozen=True)
 class KeyOptions:
     key: str | None = positional("a key or a section, like rollout.top_p; default: all keys", "KEY", default=None)
-    is_markdown: bool = flag("print them as a table in Markdown", default=False, names="--markdown")
+    is_markdown: bool = switch("print them as a table in Markdown", names="--markdown")
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class EvalOptions:
     step: int | None = flag("the run's checkpoint after this step; default: the latest")
     model: Path | None = flag("checkpoint folder to evaluate in place of the run's", "FOLDER")
     data: str | None = flag("data set in place of the config's held-out prompts", "PATH")
-    train_set: bool = flag("evaluate data.train; --out is then a file for data.pass_rates", default=False)
+    train_set: bool = switch("evaluate data.train; --out is then a file for data.pass_rates")
     prompts: int | None = flag("only the first N of each set", "N")
     samples: int | None = flag("sampled responses per prompt; default: eval.samples", "N")
     ks: Sequence[int] | None = flag("the K of pass@K and majority@K; default: powers of two up to N", "K", names="--k")
@@ -214,6 +216,10 @@ class SampleOptions:
     max_response_length: int | None = flag("default: rollout.max_response_length, or 512", "TOKENS")
     out: Path | None = flag("JSON lines to write, one per response with its log-probs; must not exist", "FILE")
 
+    @property
+    def is_chat(self) -> bool:
+        return self.prompt is None and self.data is None
+
 
 @dataclass(frozen=True)
 class PlanOptions(ConfigOptions):
@@ -227,15 +233,11 @@ class PlanOptions(ConfigOptions):
     lengths: str | None = flag(
         "lengths of responses: percentiles like p50=700,p99=12000, or a run's samples", "LENGTHS_OR_RUN_DIR"
     )
-    is_json: bool = flag("print JSON", default=False, names="--json")
-    suggests: bool = flag("search other layouts, and name the fastest that fit", default=False, names="--suggest")
-    rehearses: bool = flag(
-        "compare with real Megatron on a few ranks, without a GPU", default=False, names="--rehearse"
-    )
+    is_json: bool = switch("print JSON", names="--json")
+    suggests: bool = switch("search other layouts, and name the fastest that fit", names="--suggest")
+    rehearses: bool = switch("compare with real Megatron on a few ranks, without a GPU", names="--rehearse")
     ranks: Sequence[int] = flag("to rehearse; default: one of some pipeline stages", "N", ())
-    explains: bool = flag(
-        "print every figure's formula and inputs, and all assumptions", default=False, names="--explain"
-    )
+    explains: bool = switch("print every figure's formula and inputs, and all assumptions", names="--explain")
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:

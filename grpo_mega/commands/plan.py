@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError, UserError
 from grpo_mega.planner import report, this_machine
 from grpo_mega.planner.generation import read_lengths
@@ -18,7 +16,7 @@ from grpo_mega.planner.job import PlannedJob, plan_on
 from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.preflight.machine import ASSUMED, CPU, card_of
-from grpo_mega.preflight.model import Model, known_model, read_planned_model, read_teachers
+from grpo_mega.preflight.model import known_model, read_planned_model, read_teachers
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -103,18 +101,14 @@ def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     for name, mean, longest in (("prompt", prompt, longest_prompt), ("response", response, longest_response)):
         if not 0 < mean <= longest:
             raise ConfigError(f"--mean-{name}: must be in (0, {longest}], got {mean:g}")
-    setup = _plan_here(config, model, machine, findings) if card is None else plan_on(card, config, model, machine)
+    if card is None:
+        # Too little memory is no broken rule here: the plan shows what needs it.
+        findings.violations = [line for line in findings.violations if not line.startswith(this_machine.MEMORY)]
+        rates = this_machine.Rates()
+        if not findings.violations:
+            rates = this_machine.measure_rates(config, model.shape, machine.world_size)
+        setup = this_machine.plan_here(config, model, machine, rates)
+    else:
+        setup = plan_on(card, config, model, machine)
     teachers = read_teachers(config, findings.notes)
     return replace(setup, mean_prompt=prompt, mean_response=response, lengths=lengths, teachers=teachers), findings
-
-
-def _plan_here(config: Config, model: Model, machine: Machine, findings: Findings) -> PlannedJob:
-    """Return the job on this machine's cores. Too little memory is no broken rule here: the plan shows what needs
-    it.
-    """
-    findings.violations = [line for line in findings.violations if not line.startswith(this_machine.MEMORY)]
-    rates = this_machine.Rates()
-    if not findings.violations:
-        print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
-        rates = this_machine.measure_rates(config, model.shape, machine.world_size)
-    return this_machine.plan_here(config, model, machine, rates)

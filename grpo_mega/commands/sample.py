@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mega import config as configs
 from grpo_mega.commands.eval import (
+    PASS_RATE_KEYS,
     EvalRequest,
     check_out,
     describe_policy,
@@ -52,26 +53,21 @@ MAX_PROMPT_LENGTH, MAX_RESPONSE_LENGTH = 4096, 512  # tokens, for a model withou
 QUIT = "/quit"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SampleRequest(EvalRequest):
-    num_samples: int = 8
-    temperature: float | None = None  # 0: greedy; None: as in the config
-    answer: str | None = None  # gold answer of the only prompt; used with is_text
-    is_text: bool = False  # the only prompt is a text of the command line
-    is_chat: bool = False
+    options: SampleOptions
 
 
 def run(options: SampleOptions) -> int:
     """Sample or chat on all ranks. Return the exit code. Raise ConfigError or ResumeError."""
     with private_folder() as folder:
         request = make_request(options, folder)
-        return run_request(request, chat_request if request.is_chat else sample_request)
+        return run_request(request, chat_request if options.is_chat else sample_request)
 
 
 def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
     """Return the request. Write the prompt of the command line to `folder`, as a data set. Raise ConfigError."""
-    is_chat = options.prompt is None and options.data is None
-    _check(options, is_chat)
+    _check(options)
     is_run = (options.target / CONFIG_FILE).is_file()
     saved = find_policy(options.target, options.step) if is_run else None
     data = options.data
@@ -86,14 +82,14 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
     )
     raw = config.model_dump(mode="json")
     hold_weights(raw)
-    raw["data"] |= {"train": [{"path": data}], "heldout": None, "heldout_sets": {}, "heldout_size": None}
-    raw["data"] |= {"heldout_fraction": None, "pass_rates": None, "min_pass_rate": None, "max_pass_rate": None}
+    raw["data"] |= {"train": [{"path": data}], "heldout_sets": {}}
+    raw["data"] |= dict.fromkeys(("heldout", "heldout_size", "heldout_fraction", *PASS_RATE_KEYS))
     if options.data is None:
         raw["data"] |= {"prompt_column": "prompt", "answer_column": "answer"}
     raw["eval"] = {"num_prompts": options.prompts}
     if saved is not None:
         read_from(raw["model"], None if saved.export is None else saved.path)
-    if is_chat:
+    if options.is_chat:
         if current_rank() is not None:
             raise ConfigError(
                 "a chat has one rank, which reads the terminal; start it without torchrun, or give --prompt"
@@ -102,35 +98,34 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
         raw["rewards"] = {"functions": [{"name": "format"}], "num_workers": 1}  # no reward that is slow to start
         raw["data"]["teacher_column"] = None
         raw["rollout"]["server_args"] |= {"stream_interval": 1}  # print token by token
-    _set_engine(raw, options, is_chat)
+    _set_engine(raw, options)
     longest = raw["data"]["max_prompt_length"] + raw["rollout"]["max_response_length"]
     raw["batch"]["tokens_per_micro_batch"] = max(raw["batch"]["tokens_per_micro_batch"], longest)
     return SampleRequest(
         config=configs.validate(raw),
         checkpoint=saved.path if saved and saved.export is None else None,
         set_names=("",),
-        description="a chat" if is_chat else "the prompt" if options.data is None else f"prompts of {options.data}",
+        description="the prompt" if options.data is None else f"prompts of {options.data}",
         out=options.out,
         step=saved.step if saved else 0,
         note=describe_policy("sampling from", saved, raw["model"]["path"]),
-        num_samples=options.n,
-        temperature=options.temperature,
-        answer=options.answer,
-        is_text=options.prompt is not None,
-        is_chat=is_chat,
+        options=options,
     )
 
 
-def _check(options: SampleOptions, is_chat: bool) -> None:
+def _check(options: SampleOptions) -> None:
     if options.prompt is not None and options.data is not None:
         raise ConfigError(f"--prompt and --data {options.data} both give prompts; give one of them")
     if options.prompt is not None and not options.prompt.strip():
         raise ConfigError(f"--prompt={options.prompt!r}: must be a text; leave it out to chat")
-    for name in ("answer", "out", "prompts"):
-        needs = "--data" if name == "prompts" else "--prompt" if name == "answer" else "--prompt or --data"
-        is_met = {"--data": options.data, "--prompt": options.prompt, "--prompt or --data": not is_chat or None}[needs]
-        if getattr(options, name) is not None and is_met is None:
-            raise ConfigError(f"--{name}={getattr(options, name)}: must go with {needs}; add it, or leave it out")
+    companions = {
+        "answer": ("--prompt", options.prompt is not None),
+        "out": ("--prompt or --data", not options.is_chat),
+        "prompts": ("--data", options.data is not None),
+    }
+    for name, (companion, is_given) in companions.items():
+        if getattr(options, name) is not None and not is_given:
+            raise ConfigError(f"--{name}={getattr(options, name)}: must go with {companion}; add it, or leave it out")
     for name, value in (("n", options.n), ("prompts", options.prompts)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name}={value}: must be at least 1; leave it out for the default")
@@ -162,11 +157,11 @@ def _config_of_model(options: SampleOptions, data: str) -> Config:
     return configs.validate(raw)
 
 
-def _set_engine(raw: dict[str, Any], options: SampleOptions, is_chat: bool) -> None:
+def _set_engine(raw: dict[str, Any], options: SampleOptions) -> None:
     rollout = raw["rollout"]
     if options.engine is not None:
         rollout["engine"] = options.engine
-    if rollout["engine"] == "embedded" or is_chat:
+    if rollout["engine"] == "embedded" or options.is_chat:
         rollout |= {"tp": 1, "ep": 1}
     given = {"top_p": options.top_p, "max_response_length": options.max_response_length}
     rollout |= {name: value for name, value in given.items() if value is not None}
@@ -178,16 +173,15 @@ def sample_request(request: SampleRequest) -> None:
     with ExitStack() as stack:
         stack.enter_context(ends_at_first("ending; nothing is written"))
         job = stack.enter_context(_ready_job(request))
+        from grpo_mega.run.evaluation import answer
+
         sampling = _sampling(job, request)
         prompts = prompts_of(job, request)[""]
-        if request.is_text:
-            prompts = [replace(prompts[0], answer=request.answer or "")]
+        if request.options.prompt is not None:
+            prompts = [replace(prompts[0], answer=request.options.answer or "")]
         rows: list[dict[str, Any]] = []
-        for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-            part = [Group(prompt, []) for prompt in prompts[first : first + PROMPTS_AT_ONCE]]
-            phase = job.rollouts.generate(part, request.step, request.description, sampling=sampling)
-            groups, _ = job.rollouts.share(phase)
-            job.rollouts.warn_of_failures(groups, request.description, known=set())
+        most_samples = PROMPTS_AT_ONCE * request.options.n
+        for groups in answer(job.rollouts, prompts, sampling, request.step, request.description, most_samples):
             if job.is_main:
                 for group in groups:
                     print(group_text(group, job.rollouts.decode), flush=True)
@@ -224,8 +218,9 @@ def _ready_job(request: SampleRequest) -> Iterator[Job]:
 
 
 def _sampling(job: Job, request: SampleRequest) -> Sampling:
-    temperature = job.rollouts.sampling.temperature if request.temperature is None else request.temperature
-    return replace(job.rollouts.sampling, group_size=request.num_samples, temperature=temperature)
+    given, sampling = request.options.temperature, job.rollouts.sampling
+    temperature = sampling.temperature if given is None else given
+    return replace(sampling, group_size=request.options.n, temperature=temperature)
 
 
 def group_text(group: Group, decode: Any) -> str:

@@ -15,7 +15,6 @@ import difflib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import TrlOptions
-from grpo_mega.commands.train import reward_override, train
+from grpo_mega.commands.train import print_notes, reward_override, train
 from grpo_mega.config import Config
 from grpo_mega.data.rows import read_rows
 from grpo_mega.distributed.launch import current_rank
@@ -51,8 +50,7 @@ def run(options: TrlOptions) -> int:
     """Train with the flags after "grpo" on the command line. Return the exit code."""
     config, resume, notes = read_config(options.argv[1:], os.environ)
     if not current_rank():
-        for note in notes:
-            print(f"grpo-mega: note: {note}", file=sys.stderr)
+        print_notes(notes)
     return train(config, resume, options.argv)
 
 
@@ -97,10 +95,10 @@ def read_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[C
     model = find_model(str(config.model.path), values.get("model_revision"))
     raw["model"]["path"] = str(model)
     if values.get("dtype") == "auto" and "dtype" not in raw["model"]:
-        fields: Any = None
-        with suppress(OSError, ValueError):  # preflight reports the problem with the file
+        dtype = None
+        with suppress(OSError, ValueError, AttributeError):  # preflight reports the problem with the file
             fields = read_json(model / "config.json")
-        dtype = fields.get("dtype") or fields.get("torch_dtype") if isinstance(fields, dict) else None
+            dtype = fields.get("dtype") or fields.get("torch_dtype")
         raw["model"]["dtype"] = "float32" if dtype == "float32" else "bfloat16"
     return configs.validate(raw), values.get("resume", False), notes
 

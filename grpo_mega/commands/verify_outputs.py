@@ -11,6 +11,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,7 @@ from grpo_mega.distributed.launch import only_rank
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.reader import open_reader
-from grpo_mega.processes import private_folder
+from grpo_mega.processes import host_room, private_folder
 from grpo_mega.rollout.embedded.model import scale_attention
 from grpo_mega.text import filter_output
 from grpo_mega.weights.apply import load_shards
@@ -37,10 +41,7 @@ Outputs = dict[str, Tensor]  # [tokens, width] for each layer in order, the logi
 def fits(checkpoint: Checkpoint) -> bool:
     """Return True if the model fits into free memory."""
     family, shape = checkpoint.model()
-    needed = _BYTES_PER_PARAMETER * sum(prod(s) for s in family.hf_tensors(shape).values())
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return needed < free
+    return _BYTES_PER_PARAMETER * sum(map(prod, family.hf_tensors(shape).values())) < host_room().available
 
 
 def outputs(checkpoint: Checkpoint) -> Outputs:
@@ -85,25 +86,38 @@ def _by_transformers(checkpoint: Checkpoint) -> Outputs:
     own = {"experts_implementation": "eager"} if checkpoint.model()[1].num_experts else {}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.weights, dtype=torch.float32, **own).eval()
     scale_attention(model)
-    outputs: dict[str, list[Tensor]] = {}
-    for number, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(_keep(outputs, f"layer {number}"))
-    for tokens in prompts(checkpoint.model()[1].vocab):
+    vocab = checkpoint.model()[1].vocab
+    outputs = _Recorded(model.model.layers)
+    for tokens in prompts(vocab):
         logits = model(torch.tensor([tokens])).logits
-        outputs.setdefault("logits", []).append(logits[0])
-    return {name: torch.cat([v.reshape(-1, v.shape[-1]) for v in values]) for name, values in outputs.items()}
+        outputs["logits"].append(logits)  # after the layers, because the first difference is named
+    return outputs.joined(vocab)
 
 
-def _keep(outputs: dict[str, list[Tensor]], name: str) -> Any:
-    def hook(module: Any, inputs: Any, output: Any) -> None:
-        outputs.setdefault(name, []).append((output[0] if isinstance(output, tuple) else output).detach())
+class _Recorded(defaultdict[str, list[Tensor]]):
+    """The outputs of each layer, one tensor per prompt, as the model runs."""
 
-    return hook
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__(list)
+
+        def keep(name: str, module: Any, inputs: Any, output: Any) -> None:
+            self[name].append((output[0] if isinstance(output, tuple) else output).detach())
+
+        for number, layer in enumerate(layers):
+            layer.register_forward_hook(partial(keep, f"layer {number}"))
+
+    def joined(self, vocab: int) -> Outputs:
+        """Return the outputs of all prompts' tokens, without padded tokens and logits beyond the vocabulary."""
+        outputs = {
+            name: torch.cat([v.reshape(-1, v.shape[-1])[:n] for v, n in zip(values, PROMPT_LENGTHS, strict=True)])
+            for name, values in self.items()
+        }
+        return outputs | {"logits": outputs["logits"][:, :vocab]}
 
 
 def _by_megatron(checkpoint: Checkpoint) -> Outputs:
     from grpo_mega import config as configs
-    from grpo_mega.batching.pack import PackingSpec, pack_mini_batches
+    from grpo_mega.batching.pack import pack_mini_batches
     from grpo_mega.megatron import runtime as runtimes
     from grpo_mega.megatron.model import output_weight
     from grpo_mega.megatron.policy import Policy
@@ -120,12 +134,12 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
         }
     )
     samples = []
-    for number, tokens in enumerate(prompts(checkpoint.model()[1].vocab)):
+    vocab = checkpoint.model()[1].vocab
+    for number, tokens in enumerate(prompts(vocab)):
         prompt = Prompt(number, "", (tokens[0],), "")
         sample = Sample(prompt, 0, tokens[1:], [0.0] * (len(tokens) - 1), "stop", reward=1.0)
         sample.advantages = torch.zeros(len(tokens) - 1)
         samples.append(sample)
-    outputs: dict[str, list[Tensor]] = {}
     with only_rank():
         runtime = runtimes.start(config)
         try:
@@ -133,27 +147,16 @@ def _by_megatron(checkpoint: Checkpoint) -> Outputs:
             policy = Policy(config, model.shape, model.family, model.hf_config, runtime)
             with open_reader(checkpoint.weights, model.family, model.shape) as reader:
                 load_shards(policy.shards.rank_shards(0), policy.tensors(), reader.read)
-            for number, layer in enumerate(policy.models[0].decoder.layers):
-                layer.register_forward_hook(_keep(outputs, f"layer {number}"))
-            batches = [
-                pack_mini_batches(
-                    [[s]], [[1.0]], PackingSpec(dp_size=1, dp_rank=0, token_budget=64, length_multiple=16)
-                )[0][0]
-                for s in samples
-            ]
+            outputs = _Recorded(policy.models[0].decoder.layers)
+            mini_batches = pack_mini_batches([[s] for s in samples], [[1.0]] * len(samples), policy.packing)
 
             def keep_logits(hidden: Tensor, batch: Any) -> None:
-                outputs.setdefault("logits", []).append(hidden @ output_weight(policy.models[-1]).t())
+                outputs["logits"].append(hidden @ output_weight(policy.models[-1]).t())
 
-            policy.pipeline.forward(batches, keep_logits)
+            policy.pipeline.forward(list(chain.from_iterable(mini_batches)), keep_logits)
         finally:
             runtimes.stop()
-    vocab = checkpoint.model()[1].vocab
-    cut = {
-        name: [v.reshape(-1, v.shape[-1])[:n] for v, n in zip(vs, PROMPT_LENGTHS, strict=True)]
-        for name, vs in outputs.items()
-    }
-    return {name: torch.cat(values)[:, : vocab if name == "logits" else None] for name, values in cut.items()}
+    return outputs.joined(vocab)
 
 
 if __name__ == "__main__":

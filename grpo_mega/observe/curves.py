@@ -25,12 +25,12 @@ _COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]  # 
 _HELDOUT_STYLE = {"color": "#222222", "marker": "D", "markersize": 6, "linestyle": "--", "linewidth": 1.2, "zorder": 5}
 _MANY_POINTS = 30  # from this many points on, points are drawn faintly below their moving average
 _LEGEND_COLUMNS = 4  # more columns run into the title
-_PANELS = [  # (title, metric) of the panels below the rewards panel
-    ("KL to the reference", "kl/mean"),
-    ("Response length (tokens)", "response_length/mean"),
-    ("Clip fraction", "clip/fraction"),
-    ("Mismatch, trainer to engine", "mismatch/abs_mean"),
-]
+_PANELS = {  # title -> metric of the panels below the rewards panel
+    "KL to the reference": "kl/mean",
+    "Response length (tokens)": "response_length/mean",
+    "Clip fraction": "clip/fraction",
+    "Mismatch, trainer to engine": "mismatch/abs_mean",
+}
 
 
 def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
@@ -71,11 +71,12 @@ def draw_curves(metrics_path: Path, out_png: Path) -> None:
     functions = sorted(name.removeprefix("reward/") for name in found if name.startswith("reward/"))
     rewards = {"total": "reward/mean"} | {name: f"reward/{name}" for name in functions if name not in _NOT_FUNCTIONS}
     rewards |= {"held-out score": "eval/score"} if "eval/score" in found else {"held-out accuracy": "eval/accuracy"}
-    wanted = [("Reward", rewards)] + [(title, {name: name}) for title, name in _PANELS]
+    wanted = {"Reward": rewards} | {title: {name: name} for title, name in _PANELS.items()}
     panels = [
-        (title, {label: found[name] for label, name in names.items() if name in found}) for title, names in wanted
+        (title, {label: found[name] for label, name in names.items() if name in found})
+        for title, names in wanted.items()
+        if not found.keys().isdisjoint(names.values())
     ]
-    panels = [(title, lines) for title, lines in panels if lines]
     # A curve shows something if a value changes or is not finite. Leave out panels that show nothing.
     changing = [
         (title, lines)
@@ -118,11 +119,8 @@ def series(found: Curves) -> dict[str, Any]:
     thinned = {}
     for name, curve in found.items():
         steps = sorted(curve)
-        bins = (
-            [steps[i : i + width] for i in range(0, len(steps), width)]
-            if len(steps) > MAX_POINTS
-            else [[s] for s in steps]
-        )
+        size = width if len(steps) > MAX_POINTS else 1
+        bins = [steps[i : i + size] for i in range(0, len(steps), size)]
         key = tuple(one[-1] for one in bins)
         summarise = max if name.endswith("max") else _mean
         values = [summarise([curve[s] for s in one]) for one in bins]

@@ -58,7 +58,7 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     return {
         "reward/mean": _mean([s.reward for s in samples]),
         **spread,
-        **{f"reward/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
+        **_mean_scores("reward", samples),
         "reward/excluded": float(sum(not s.is_scored for s in samples)),
         **paid_but_wrong(samples),
         **{f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(verdicts.items())},
@@ -129,7 +129,7 @@ def heldout_metrics(groups: Sequence[Group]) -> StepMetrics:
         return {}
     return {
         "eval/score": sum(map(has_full_marks, samples)) / len(samples),
-        **{f"eval/{name}": _mean([s.scores.get(name) for s in samples]) for name in _names(samples)},
+        **_mean_scores("eval", samples),
         "eval/response_length": sum(s.num_sampled for s in samples) / len(samples),
     }
 
@@ -160,9 +160,10 @@ def _mean(values: Sequence[float | None]) -> float:
     return sum(present) / len(present) if present else 0.0
 
 
-def _names(samples: Sequence[Sample]) -> list[str]:
-    """Return the names of all scores. Agent functions may return other names for other samples."""
-    return list(dict.fromkeys(name for sample in samples for name in sample.scores))
+def _mean_scores(family: str, samples: Sequence[Sample]) -> StepMetrics:
+    """Return the mean of each score. Agent functions may return other names for other samples."""
+    names = dict.fromkeys(name for sample in samples for name in sample.scores)
+    return {f"{family}/{name}": _mean([s.scores.get(name) for s in samples]) for name in names}
 
 
 # Sorted pairs, one per answer: (number of responses with the answer, number of correct responses among them).
@@ -180,13 +181,9 @@ class Tally:
 
 def tally(answers: Sequence[str], is_correct: Sequence[bool]) -> Tally:
     """Count the votes of responses, from the answer of each as text ("" for none) and whether it is correct."""
-    counts: dict[str, list[int]] = {}
-    for answer, right in zip(answers, is_correct, strict=True):
-        if answer:
-            count = counts.setdefault(answer, [0, 0])
-            count[0] += 1
-            count[1] += right
-    return Tally(len(answers), sum(is_correct), tuple(sorted((given, right) for given, right in counts.values())))
+    given = Counter(filter(None, answers))
+    right = Counter(answer for answer, is_right in zip(answers, is_correct, strict=True) if is_right)
+    return Tally(len(answers), sum(is_correct), tuple(sorted((n, right[answer]) for answer, n in given.items())))
 
 
 def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
@@ -199,10 +196,10 @@ def sampled_metrics(tallies: Sequence[Tally], ks: Sequence[int]) -> StepMetrics:
     n = tallies[0].num_samples
     metrics = {f"mean@{n}": _mean([t.num_correct / n for t in tallies])}
     for k in ks:
-        metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(t.num_samples, t.num_correct, k) for t in tallies])
-        metrics[f"majority@{k}"] = _mean([majority_at_k(t.num_samples, t.votes, k) for t in tallies])
-    metrics["never_solved"] = _mean([float(t.num_correct == 0) for t in tallies])
-    metrics["always_solved"] = _mean([float(t.num_correct == t.num_samples) for t in tallies])
+        metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(n, t.num_correct, k) for t in tallies])
+        metrics[f"majority@{k}"] = _mean([majority_at_k(n, t.votes, k) for t in tallies])
+    for name, number in (("never_solved", 0), ("always_solved", n)):
+        metrics[name] = _mean([t.num_correct == number for t in tallies])
     return metrics
 
 

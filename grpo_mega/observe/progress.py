@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -164,7 +164,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seconds: dict[str, float] = {}  # seconds of all finished pieces, by kind
+        self._seconds = defaultdict[str, float](float)  # seconds of all finished pieces, by kind
         self._counts: Counter[str] = Counter()  # number of finished pieces, by kind
         self._todo: dict[str, int] = {}
         self._running: tuple[str, float] | None = None  # kind and start of the piece that is running
@@ -194,7 +194,7 @@ class Pace:
         if self._running is None:
             return 0
         kind, started_at = self._running
-        self._seconds[kind] = self._seconds.get(kind, 0.0) + self._clock() - started_at
+        self._seconds[kind] += self._clock() - started_at
         self._counts[kind] += 1
         self._running = None
         return 1
@@ -263,12 +263,11 @@ class Timers:
         """`take_peak()` returns the peak of bytes held since its last call. None: memory is not measured."""
         self._clock, self._take_peak = clock, take_peak
         self.peaks: dict[str, int] = {}  # maximum bytes over all laps, by phase
-        self.watch: Callable[[str], AbstractContextManager[None]] | None = (
-            None  # context manager entered around every phase
-        )
+        # Context manager entered around every phase.
+        self.watch: Callable[[str], AbstractContextManager[None]] | None = None
         self._lap_peaks: dict[str, int] = {}
         self._open: list[str] = [_OTHER]
-        self._seconds: dict[str, float] = {}
+        self._seconds = defaultdict[str, float](float)
         self._lap_began = self._mark = clock()
 
     @contextmanager
@@ -292,19 +291,18 @@ class Timers:
         The metrics are "seconds/<phase>", "seconds/other", "seconds/step" (their sum) and "memory/<phase>_gib".
         """
         self._charge()
-        self._seconds.setdefault(_OTHER, 0.0)
-        metrics = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items() if phase != _OTHER}
-        metrics["seconds/other"] = self._seconds[_OTHER]
-        metrics["seconds/step"] = self._mark - self._lap_began
+        other = self._seconds.pop(_OTHER, 0.0)
+        metrics = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics |= {"seconds/other": other, "seconds/step": self._mark - self._lap_began}
         metrics |= {f"memory/{phase}_gib": peak / GIB for phase, peak in self._lap_peaks.items()}
-        self._seconds, self._lap_peaks = {}, {}
+        self._seconds.clear()
+        self._lap_peaks.clear()
         self._lap_began = self._mark
         return metrics
 
     def _charge(self) -> None:
-        now = self._clock()
-        phase = self._open[-1]
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+        now, phase = self._clock(), self._open[-1]
+        self._seconds[phase] += now - self._mark
         self._mark = now
         if self._take_peak is not None:
             peak = self._take_peak()

@@ -60,6 +60,7 @@ MAX_HELDOUT_PROMPTS = 300
 MAX_TEXT = 20_000  # maximum number of characters of a held-out answer
 
 T = TypeVar("T")
+Record = dict[str, Any]  # an object of JSON
 _STEP = re.compile(rb'\{"step": (-?\d+),')
 
 
@@ -77,7 +78,7 @@ def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
     return path
 
 
-def render_report(data: dict[str, Any]) -> str:
+def render_report(data: Record) -> str:
     """Return the page for `data` from read_run. With data["is_live_page"] it asks its server for new data."""
     files = {path.name: path.read_text(encoding="utf-8") for path in PAGE.iterdir()}
     body = "\n".join(files[name] for name in SCRIPTS)
@@ -96,26 +97,20 @@ def render_report(data: dict[str, Any]) -> str:
 def embedded(data: Any) -> str:
     """Return JSON that is safe within a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return text
+    return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
 def check_run(run_dir: Path) -> None:
     """Raise ConfigError if the folder does not belong to a run."""
-    if not is_run(run_dir):
+    if not any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE)):
         raise ConfigError(f"{run_dir} is not the folder of a run; name the run_dir of a run that has started")
 
 
-def is_run(run_dir: Path) -> bool:
-    return any((run_dir / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
-
-
-def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
+def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
     """Return the data that page/*.js draws. `is_over`: the run is ending, although it still holds its folder."""
     records, num_bad = read_lines(run_dir / METRICS_FILE)
     found = curves(records)
-    raw: dict[str, Any] = {}
+    raw: Record = {}
     with suppress(OSError, ValueError):
         parsed = parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         raw = parsed if isinstance(parsed, dict) else {}
@@ -125,10 +120,9 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
     if num_bad:
         signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
-    starts: list[dict[str, Any]] = []
+    starts: list[Record] = []
     with suppress(OSError, ValueError, KeyError, TypeError):
-        listed = read_json(run_dir / RUN_FILE)["starts"]
-        starts = [start for start in listed if isinstance(start, dict)] if isinstance(listed, list) else []
+        starts = [start for start in read_json(run_dir / RUN_FILE)["starts"] if isinstance(start, dict)]
     num_ranks = starts[-1].get("num_ranks") if starts else None
     changed = None
     with suppress(ConfigError):
@@ -164,7 +158,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> dict[str, Any]:
     }
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: Path) -> tuple[list[Record], int]:
     """Return the objects of a JSON lines file, and the number of broken lines, not counting a half-written last one."""
     if not path.is_file():
         return [], 0
@@ -199,13 +193,13 @@ def is_held(lock: Path) -> bool:
     return any("FLOCK" in words and any(word.endswith(inode) for word in words) for words in lines)
 
 
-def _subtitle(run_dir: Path, raw: dict[str, Any], num_ranks: Any) -> str:
+def _subtitle(run_dir: Path, raw: Record, num_ranks: Any) -> str:
     model = (raw.get("model") or {}).get("path")
     layout = ", ".join(f"{name.removeprefix('layout.')} {value}" for name, value in _layout(raw, num_ranks))
     return " · ".join(part for part in (str(run_dir), f"model {model}" if model else "", layout) if part)
 
 
-def _layout(raw: dict[str, Any], num_ranks: Any) -> list[list[str]]:
+def _layout(raw: Record, num_ranks: Any) -> list[list[str]]:
     """Return tp, pp and dp, the other layout keys that are set, and the engine. `num_ranks` determines a dp of None."""
     layout = dict(raw.get("layout") or {})
     if not layout:
@@ -226,7 +220,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def samples(path: Path) -> dict[str, Any]:
+def samples(path: Path) -> Record:
     """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
     lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) of the lines of each step
     offset = 0
@@ -246,7 +240,7 @@ def samples(path: Path) -> dict[str, Any]:
     num_bytes = num_left_out = 0
     with path.open("rb") as file:
         for step in shown:
-            records: list[dict[str, Any]] = []
+            records: list[Record] = []
             for start, size in lines[step]:
                 if num_bytes + size > MAX_SAMPLE_BYTES and records:
                     num_left_out += 1
@@ -263,11 +257,11 @@ def samples(path: Path) -> dict[str, Any]:
     return {"steps": found, "note": f"in this page: {', '.join(notes)}; all are in samples.jsonl" if notes else ""}
 
 
-def heldout(run_dir: Path) -> dict[str, Any]:
+def heldout(run_dir: Path) -> Record:
     """Return {"steps", "rows": [{"prompt", "answers": [{"ok", "scores", "response"} or None by step]}], "note"}."""
     files = heldout_files(run_dir)
     steps = _even(sorted(files), MAX_EVALUATIONS)
-    rows: dict[Any, dict[str, Any]] = {}
+    rows: dict[Any, Record] = {}
     num_prompts: set[Any] = set()
     for place, step in enumerate(steps):
         seen: dict[Any, int] = defaultdict(int)
@@ -280,11 +274,7 @@ def heldout(run_dir: Path) -> dict[str, Any]:
             num_prompts.add(key)
             if key not in rows and len(rows) == MAX_HELDOUT_PROMPTS:
                 continue
-            head = {
-                "prompt": str(record.get("prompt", "")),
-                "gold": str(record.get("gold", "")),
-                "set": record.get("set"),
-            }
+            head = {name: str(record.get(name, "")) for name in ("prompt", "gold")} | {"set": record.get("set")}
             row = rows.setdefault(key, head | {"answers": [None] * len(steps)})
             scores, num_samples = record.get("scores") or {}, record.get("samples")
             marks = [v for v in scores.values() if isinstance(v, int | float)]
@@ -304,14 +294,12 @@ def heldout(run_dir: Path) -> dict[str, Any]:
     return {"steps": steps, "rows": list(rows.values()), "note": note}
 
 
-def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(records: list[Record]) -> list[Record]:
     """Return the samples by group as samples.js reads them, with the texts of tokens instead of their ends."""
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[Any, Record] = {}
     for record in records:
         key = (record.get("group"), record.get("prompt_id"))
-        head = {"prompt_id": record.get("prompt_id")} | {
-            name: str(record.get(name) or "") for name in ("prompt", "answer")
-        }
+        texts = {name: str(record.get(name) or "") for name in ("prompt", "answer")}
         response, ends = str(record.get("response", "")), record.get("token_ends")
         tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
         sample = {
@@ -330,11 +318,12 @@ def _groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if tokens and record.get("turns"):
             with suppress(AttributeError, TypeError, ValueError):
                 sample["parts"] = parts_of(record, len(tokens))
-        groups.setdefault(key, head | {"samples": []})["samples"].append(sample)
+        group = groups.setdefault(key, {"prompt_id": record.get("prompt_id"), **texts, "samples": []})
+        group["samples"].append(sample)
     return list(groups.values())
 
 
-def parts_of(record: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
+def parts_of(record: Mapping[str, Any], num_tokens: int) -> list[Record]:
     """Return a conversation as its turns, the inserted tokens between them, and its rewritten histories, in order.
 
     Each part has "kind" (turn, inserted or history) and "label". Turns and inserted tokens have "start" and "end", a
@@ -343,18 +332,16 @@ def parts_of(record: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]
     turns, histories = record["turns"], dict(record.get("contexts") or ())
     rewards = dict(record.get("turn_rewards") or ())
     labels = _labels(record.get("messages") or [], len(turns))
-    parts: list[dict[str, Any]] = []
+    parts: list[Record] = []
     last = 0
     for number, (start, end) in enumerate([*turns, (num_tokens, num_tokens)]):
         inserted = labels[number - 1][1] if number else "before the first turn"
-        cuts = [last, *sorted(at for at in histories if last < at < start), start]
+        cuts = [last, *sorted(at for at in histories if last < at < start), start, start]  # no tokens after the last
         for first, stop in pairwise(cuts):
             if first in histories:
                 parts.append({"kind": "history", "label": "history rewritten", "text": str(histories.pop(first))})
             if stop > first:
                 parts.append({"kind": "inserted", "label": inserted, "start": first, "end": stop})
-        if start in histories:
-            parts.append({"kind": "history", "label": "history rewritten", "text": str(histories.pop(start))})
         if number < len(turns):
             turn = {"kind": "turn", "label": labels[number][0], "start": start, "end": end}
             parts.append(turn | ({"reward": rewards[end - 1]} if end - 1 in rewards else {}))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ from grpo_mega.types import Sample, StepMetrics
 REPEAT_AFTER = 20  # a rule warns at most once in this many steps
 
 Metrics = Mapping[str, float]
+Steps = Sequence[Metrics]  # the metrics of the last steps
 Keys = Mapping[str, Any]  # the values of the config by dotted key; older runs may lack keys
-Check = Callable[[Sequence[Metrics], Keys], str | None]
+Check = Callable[[Steps, Keys], Iterator[str]]  # yields warnings; the first one counts
 
 _MANY_CUT = 0.2
 _RISE = 0.25  # a reward rises if it gains this share of the standard deviation of rewards
@@ -42,7 +43,7 @@ _RISEN_LOSS = 1.25
 class Rule(NamedTuple):
     name: str
     num_steps: int  # the check gets the metrics of this many last steps
-    check: Check  # returns the text of a warning, or None
+    check: Check
     is_logged_elsewhere: bool = False  # the run logs this with more details, so only the report uses the rule
 
 
@@ -98,189 +99,175 @@ def findings(steps: Mapping[int, Metrics], keys: Keys) -> list[Finding]:
 def _text(rule: Rule, recent: deque[Metrics], keys: Keys) -> str | None:
     if len(recent) < rule.num_steps:
         return None
-    return rule.check([recent[i] for i in range(-rule.num_steps, 0)], keys)
+    return next(rule.check([recent[i] for i in range(-rule.num_steps, 0)], keys), None)
 
 
 def _key(keys: Keys, name: str) -> str:
     return name if keys.get(name) is None else f"{name}={keys[name]}"
 
 
-def _mean(steps: Sequence[Metrics], name: str) -> float:
+def _mean(steps: Steps, name: str) -> float:
     """Return the mean over the steps; NaN, which fulfils no condition, if a step has no value."""
     return sum(step.get(name, math.nan) for step in steps) / len(steps)
 
 
-def _cut(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _cut(steps: Steps, keys: Keys) -> Iterator[str]:
     share = _mean(steps, "response_length/cut")
-    if not share > _MANY_CUT:
-        return None
-    return (
-        f"{share:.0%} of the responses were cut at {_key(keys, 'rollout.max_response_length')} in the last"
-        f" {len(steps)} steps; raise it, or make responses shorter with algorithm.overlong_buffer"
-    )
+    if share > _MANY_CUT:
+        yield (
+            f"{share:.0%} of the responses were cut at {_key(keys, 'rollout.max_response_length')} in the last"
+            f" {len(steps)} steps; raise it, or make responses shorter with algorithm.overlong_buffer"
+        )
 
 
-def _hacked(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _hacked(steps: Steps, keys: Keys) -> Iterator[str]:
     old, new = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     before, after = _mean(old, "reward/mean"), _mean(new, "reward/mean")
     cut_before, cut = _mean(old, "response_length/cut"), _mean(new, "response_length/cut")
     is_rising = after - before > max(_RISE * _mean(steps, "reward/std"), 0.01)
-    if not (is_rising and cut_before > _MANY_CUT and cut > max(_MANY_CUT, 0.7 * cut_before)):
-        return None
-    return (
-        f"the reward rose from {before:.3g} to {after:.3g} in the last {len(steps)} steps while {cut:.0%} of the"
-        f" responses were cut at {_key(keys, 'rollout.max_response_length')}; a reward that needs no answer may be"
-        " hacked: read the samples, and change rewards.functions"
-    )
+    if is_rising and cut_before > _MANY_CUT and cut > max(_MANY_CUT, 0.7 * cut_before):
+        yield (
+            f"the reward rose from {before:.3g} to {after:.3g} in the last {len(steps)} steps while {cut:.0%} of the"
+            f" responses were cut at {_key(keys, 'rollout.max_response_length')}; a reward that needs no answer may be"
+            " hacked: read the samples, and change rewards.functions"
+        )
 
 
-def _equal_rewards(steps: Sequence[Metrics], keys: Keys) -> str | None:
-    is_equal = all(s.get("reward/std") == 0 and s.get("groups/zero_variance", 0) > 0.99 for s in steps)
-    if not is_equal:
-        return None
-    return (
-        f"all rewards of a step were equal in the last {len(steps)} steps (mean {_mean(steps, 'reward/mean'):.3g}), so"
-        " nothing was learned; check rewards.functions with grpo-mega eval, or use other prompts in data.train"
-    )
+def _equal_rewards(steps: Steps, keys: Keys) -> Iterator[str]:
+    if all(s.get("reward/std") == 0 and s.get("groups/zero_variance", 0) > 0.99 for s in steps):
+        yield (
+            f"all rewards of a step were equal in the last {len(steps)} steps (mean {_mean(steps, 'reward/mean'):.3g}),"
+            " so nothing was learned; check rewards.functions with grpo-mega eval, or use other prompts in data.train"
+        )
 
 
-def _zero_variance(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _zero_variance(steps: Steps, keys: Keys) -> Iterator[str]:
     share = _mean(steps, "groups/zero_variance")
-    if not share > _MANY_WITHOUT_VARIANCE or not any(s.get("reward/std", 0) > 0 for s in steps):
-        return None
-    return (
-        f"{share:.0%} of the groups had no variance in the last {len(steps)} steps and taught nothing (mean reward"
-        f" {_mean(steps, 'reward/mean'):.3g}); choose prompts with data.min_pass_rate and max_pass_rate, raise"
-        f" {_key(keys, 'algorithm.group_size')}, or raise {_key(keys, 'algorithm.dynamic_sampling_tries')}"
-    )
+    if share > _MANY_WITHOUT_VARIANCE and any(s.get("reward/std", 0) > 0 for s in steps):
+        yield (
+            f"{share:.0%} of the groups had no variance in the last {len(steps)} steps and taught nothing (mean reward"
+            f" {_mean(steps, 'reward/mean'):.3g}); choose prompts with data.min_pass_rate and max_pass_rate, raise"
+            f" {_key(keys, 'algorithm.group_size')}, or raise {_key(keys, 'algorithm.dynamic_sampling_tries')}"
+        )
 
 
-def _mismatch(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _mismatch(steps: Steps, keys: Keys) -> Iterator[str]:
     k3, limit = engine_mismatch(dict(steps[-1])), keys.get("rollout.mismatch_warn")
-    if limit is None or not k3 > limit:
-        return None
-    return (
-        f"engine and trainer differ by a KL (k3) of {k3:.3g} nats per token, above rollout.mismatch_warn={limit:g};"
-        f" set {_key(keys, 'rollout.dtype')} to the trainer's dtype, or correct for it with"
-        " algorithm.correction.importance"
-    )
+    if limit is not None and k3 > limit:
+        yield (
+            f"engine and trainer differ by a KL (k3) of {k3:.3g} nats per token, above rollout.mismatch_warn={limit:g};"
+            f" set {_key(keys, 'rollout.dtype')} to the trainer's dtype, or correct for it with"
+            " algorithm.correction.importance"
+        )
 
 
-def _staleness(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _staleness(steps: Steps, keys: Keys) -> Iterator[str]:
     def grown(unit: str) -> float:
         name = f"ledger/dropped_{unit}/stale"  # a counter since the start of the run, absent while it is 0
         return steps[-1].get(name, 0.0) - steps[0].get(name, 0.0)
 
     limit = _key(keys, "rollout.max_staleness")
     if grown("groups") > 0:
-        return (
+        yield (
             f"{grown('groups'):.0f} groups with {grown('tokens'):,.0f} tokens became older than {limit} and restarted"
             f" in the last {len(steps)} steps; raise it, or start fewer groups with {_key(keys, 'rollout.oversample')}"
         )
-    ages = [int(name.removeprefix(K3_STALE)) for name in steps[-1] if name.startswith(K3_STALE)]
-    oldest = max(ages, default=0)
+    oldest = max((int(name.removeprefix(K3_STALE)) for name in steps[-1] if name.startswith(K3_STALE)), default=0)
     k3 = _mean(steps, f"{K3_STALE}{oldest}")
-    if not (oldest > 0 and k3 > _STALE_K3):
-        return None
-    return (
-        f"tokens that are {oldest} versions old differ by a KL (k3) of {k3:.3g} nats per token from the policy that"
-        f" trains on them, in the last {len(steps)} steps; lower {limit}, or lower {_key(keys, 'optimizer.lr')}"
-    )
+    if oldest > 0 and k3 > _STALE_K3:
+        yield (
+            f"tokens that are {oldest} versions old differ by a KL (k3) of {k3:.3g} nats per token from the policy that"
+            f" trains on them, in the last {len(steps)} steps; lower {limit}, or lower {_key(keys, 'optimizer.lr')}"
+        )
 
 
-def _clip(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _clip(steps: Steps, keys: Keys) -> Iterator[str]:
     share = _mean(steps, "clip/fraction")
-    if not share > _MANY_CLIPPED:
-        return None
-    return (
-        f"{share:.0%} of the tokens were clipped in the last {len(steps)} steps; lower {_key(keys, 'optimizer.lr')},"
-        f" {_key(keys, 'batch.mini_batches')} or {_key(keys, 'batch.epochs')}"
-    )
+    if share > _MANY_CLIPPED:
+        yield (
+            f"{share:.0%} of the tokens were clipped in the last {len(steps)} steps; lower"
+            f" {_key(keys, 'optimizer.lr')}, {_key(keys, 'batch.mini_batches')} or {_key(keys, 'batch.epochs')}"
+        )
 
 
-def _drift(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _drift(steps: Steps, keys: Keys) -> Iterator[str]:
     before, after = (_mean(part, "response_length/mean") for part in (steps[:_DRIFT_ENDS], steps[-_DRIFT_ENDS:]))
-    if after > _DRIFT * before:
-        remedy = "limit it with algorithm.overlong_buffer"
-    elif after < before / _DRIFT:
-        remedy = f"read the samples, and change rewards.functions or raise {_key(keys, 'algorithm.kl_beta')}"
-    else:
-        return None
-    return (
+    change = (
         f"the mean response length went from {before:.0f} to {after:.0f} tokens in the last {len(steps)} steps"
-        f" ({_key(keys, 'rollout.max_response_length')}); {remedy}"
+        f" ({_key(keys, 'rollout.max_response_length')})"
     )
+    if after > _DRIFT * before:
+        yield f"{change}; limit it with algorithm.overlong_buffer"
+    elif after < before / _DRIFT:
+        raised = _key(keys, "algorithm.kl_beta")
+        yield f"{change}; read the samples, and change rewards.functions or raise {raised}"
 
 
-def _cache(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _cache(steps: Steps, keys: Keys) -> Iterator[str]:
     share = _mean(steps, "engine/retracted")
-    if not share > _MANY_RETRACTED:
-        return None
-    return (
-        f"the engines' KV cache was full, so {share:.0%} of the responses were interrupted and computed again in the"
-        f" last {len(steps)} steps; raise {_key(keys, 'rollout.cache_tokens')} or"
-        f" {_key(keys, 'rollout.memory_fraction')}, or lower {_key(keys, 'rollout.max_concurrent')}"
-    )
+    if share > _MANY_RETRACTED:
+        yield (
+            f"the engines' KV cache was full, so {share:.0%} of the responses were interrupted and computed again in"
+            f" the last {len(steps)} steps; raise {_key(keys, 'rollout.cache_tokens')} or"
+            f" {_key(keys, 'rollout.memory_fraction')}, or lower {_key(keys, 'rollout.max_concurrent')}"
+        )
 
 
-def _idle(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _idle(steps: Steps, keys: Keys) -> Iterator[str]:
     idle, part = _mean(steps, "engine/idle"), _mean(steps, "seconds/sample") / max(_mean(steps, "seconds/step"), 1e-9)
-    is_separate = keys.get("rollout.placement") == "separate"
-    if not (idle > _MOSTLY_IDLE and (is_separate or part > _LONG_PHASE)):
-        return None
     wasted = f"the engines' slots were idle for {idle:.0%} of the time of generation in the last {len(steps)} steps"
-    if is_separate:
-        return f"{wasted}; lower {_key(keys, 'layout.engine_ranks')}, or raise {_key(keys, 'rollout.max_staleness')}"
-    lengths = "/".join(f"{_mean(steps, f'response_length/{name}'):.0f}" for name in ("mean", "max"))
-    return (
-        f"{wasted}, which is {part:.0%} of a step, because a few responses are long (mean/longest: {lengths} tokens);"
-        " set rollout.oversample=1.25 and rollout.partial=true, or rollout.placement=separate"
-    )
+    if idle > _MOSTLY_IDLE and keys.get("rollout.placement") == "separate":
+        yield f"{wasted}; lower {_key(keys, 'layout.engine_ranks')}, or raise {_key(keys, 'rollout.max_staleness')}"
+    elif idle > _MOSTLY_IDLE and part > _LONG_PHASE:
+        lengths = "/".join(f"{_mean(steps, f'response_length/{name}'):.0f}" for name in ("mean", "max"))
+        yield (
+            f"{wasted}, which is {part:.0%} of a step, because a few responses are long (mean/longest: {lengths}"
+            " tokens); set rollout.oversample=1.25 and rollout.partial=true, or rollout.placement=separate"
+        )
 
 
-def _rising(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _rising(steps: Steps, keys: Keys) -> Iterator[str]:
     before, after = (_mean(part, "loss/nll") for part in (steps[:_DRIFT_ENDS], steps[-_DRIFT_ENDS:]))
-    if "epoch" not in steps[-1] or not after > _RISEN_LOSS * before:  # only sft logs epochs
-        return None
-    return (
-        f"the loss rose from {before:.3g} to {after:.3g} in the last {len(steps)} steps; lower"
-        f" {_key(keys, 'optimizer.lr')}, or raise {_key(keys, 'optimizer.warmup_steps')}"
-    )
+    if "epoch" in steps[-1] and after > _RISEN_LOSS * before:  # only sft logs epochs
+        yield (
+            f"the loss rose from {before:.3g} to {after:.3g} in the last {len(steps)} steps; lower"
+            f" {_key(keys, 'optimizer.lr')}, or raise {_key(keys, 'optimizer.warmup_steps')}"
+        )
 
 
-def _not_finite(steps: Sequence[Metrics], keys: Keys) -> str | None:
-    names = sorted(name for name, value in steps[-1].items() if not math.isfinite(value))
-    return f"not finite: {', '.join(names)}; lower {_key(keys, 'optimizer.lr')}" if names else None
+def _not_finite(steps: Steps, keys: Keys) -> Iterator[str]:
+    if names := sorted(name for name, value in steps[-1].items() if not math.isfinite(value)):
+        yield f"not finite: {', '.join(names)}; lower {_key(keys, 'optimizer.lr')}"
 
 
-def _wrong(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _wrong(steps: Steps, keys: Keys) -> Iterator[str]:
     share = steps[-1].get("reward/paid_but_wrong", 0.0)
-    if not share > _PAID_BUT_WRONG:
-        return None
-    return f"{share:.1%} of the paid responses were wrong; change rewards.functions"
+    if share > _PAID_BUT_WRONG:
+        yield f"{share:.1%} of the paid responses were wrong; change rewards.functions"
 
 
-def _dropped(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _dropped(steps: Steps, keys: Keys) -> Iterator[str]:
     if num_nonfinite := steps[-1].get("nonfinite_mini_batches", 0):
-        return f"{num_nonfinite:.0f} mini-batches were dropped because loss or gradient was not finite"
-    number = steps[-1].get("dropped_mini_batches", 0)
-    return f"{number:.0f} mini-batches were dropped by algorithm.early_stop_imp_ratio" if number else None
+        yield f"{num_nonfinite:.0f} mini-batches were dropped because loss or gradient was not finite"
+    if number := steps[-1].get("dropped_mini_batches", 0):
+        yield f"{number:.0f} mini-batches were dropped by algorithm.early_stop_imp_ratio"
 
 
-def _checks(steps: Sequence[Metrics], keys: Keys) -> str | None:
+def _checks(steps: Steps, keys: Keys) -> Iterator[str]:
     endings = ("/timeout", "/crashed", "/error")
     shares = {
         name: v
         for name, v in steps[-1].items()
         if name.startswith("verdict/") and name.endswith(endings) and v > 0 and name.split("/")[1] not in OF_PROGRAMS
     }
-    listed = ", ".join(f"{name.removeprefix('verdict/')} {shares[name]:.1%}" for name in sorted(shares))
-    return f"reward functions failed, share of samples: {listed}; see rewards.deadline_s" if shares else None
+    if shares:
+        listed = ", ".join(f"{name.removeprefix('verdict/')} {shares[name]:.1%}" for name in sorted(shares))
+        yield f"reward functions failed, share of samples: {listed}; see rewards.deadline_s"
 
 
-def _excluded(steps: Sequence[Metrics], keys: Keys) -> str | None:
-    number = steps[-1].get("reward/excluded", 0)
-    return f"{number:.0f} samples had no reward and were excluded" if number > 0 else None
+def _excluded(steps: Steps, keys: Keys) -> Iterator[str]:
+    if (number := steps[-1].get("reward/excluded", 0)) > 0:
+        yield f"{number:.0f} samples had no reward and were excluded"
 
 
 RULES = (

@@ -35,7 +35,7 @@ from grpo_mega.observe.writers import (
 )
 from grpo_mega.paths import METRICS_FILE
 from grpo_mega.text import get_console, well_formed
-from grpo_mega.types import Group, StepMetrics
+from grpo_mega.types import Group, Sample, StepMetrics
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -49,7 +49,8 @@ class RunLog:
         self, writers: Sequence[Writer] = (), samples_per_step: int = 0, monitor: Monitor | None = None
     ) -> None:
         """`monitor`: warns after a step if a rule of rules.py fires."""
-        self.writers, self._rows, self._monitor = list(writers), SampleRows(samples_per_step), monitor
+        self.writers, self._samples_per_step, self._monitor = list(writers), samples_per_step, monitor
+        self._texts: dict[int, str] = {}  # text of each token in the log so far
 
     def log_step(self, step: int, metrics: StepMetrics) -> None:
         for writer in self.writers:
@@ -73,7 +74,9 @@ class RunLog:
         """Log the first whole groups of the step, at least log.samples_per_step samples. `decode` turns token ids into
         text.
         """
-        rows = self._rows.of(step, groups, decode) if self.writers else []
+        num_samples = num_logged(groups, self._samples_per_step) if self.writers else 0
+        flat = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
+        rows = [sample_row(step, index, sample, decode, self._texts) for index, sample in flat[:num_samples]]
         for writer in self.writers if rows else ():
             writer.write_samples(rows)
 
@@ -112,58 +115,47 @@ def num_logged(groups: Sequence[Group], samples_per_step: int) -> int:
     return next((end for end in ends if end >= samples_per_step), sum(len(group.samples) for group in groups))
 
 
-class SampleRows:
-    """Creates rows; caches the text of single tokens."""
-
-    def __init__(self, samples_per_step: int) -> None:
-        self._samples_per_step = samples_per_step
-        self._texts: dict[int, str] = {}
-
-    def of(self, step: int, groups: Sequence[Group], decode: Decode) -> list[dict[str, Any]]:
-        """Return the rows of the logged samples of a step."""
-        flat = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
-        rows = []
-        for index, sample in flat[: num_logged(groups, self._samples_per_step)]:
-            ids, response = sample.response_ids, decode(sample.response_ids)
-            for token in ids:
-                if token not in self._texts:
-                    self._texts[token] = decode([token])
-            texts = [self._texts[token] for token in ids]
-            adds_up = "".join(texts) == response
-            advantages = sample.advantages.tolist() if sample.advantages is not None else []
-            turns = sample.sampled or [(0, sample.response_len)]
-            of_sampled = [value for start, end in turns for value in advantages[start:end]]
-            row = {
-                "step": step,
-                "prompt_id": sample.prompt.id,
-                "group": index,
-                "index": sample.index,
-                "policy_version": sample.policy_version,
-                "prompt": sample.prompt.text,
-                "response": response,
-                "answer": sample.prompt.answer,
-                "finish_reason": sample.finish_reason,
-                "reward": sample.reward,
-                "rewards": sample.scores,
-                "verdicts": sample.verdicts,
-                "advantage": sum(of_sampled) / len(of_sampled) if of_sampled else None,
-                "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
-                "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
-            }
-            if len(sample.spans) > 1:
-                row["spans"] = [list(span) for span in sample.spans]
-            if len(set(of_sampled)) > 1:
-                row["advantages"] = [_short(v) for v in advantages]
-            if sample.old_logprobs is not None:
-                pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
-                row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
-            if sample.messages is not None:
-                row["messages"] = sample.messages
-                row["turns"] = [list(turn) for turn in turns]
-                row["contexts"] = [[context.start, decode(context.token_ids)] for context in sample.contexts]
-                row["turn_rewards"] = list(zip(sample.step_ends, sample.step_rewards, strict=True))
-            rows.append(row)
-        return rows
+def sample_row(step: int, group: int, sample: Sample, decode: Decode, token_texts: dict[int, str]) -> dict[str, Any]:
+    """Return the row of a sample of the step's group number `group`. `token_texts` caches the text of single tokens."""
+    ids, response = sample.response_ids, decode(sample.response_ids)
+    for token in ids:
+        if token not in token_texts:
+            token_texts[token] = decode([token])
+    texts = [token_texts[token] for token in ids]
+    adds_up = "".join(texts) == response
+    advantages = sample.advantages.tolist() if sample.advantages is not None else []
+    turns = sample.sampled or [(0, sample.response_len)]
+    of_sampled = [value for start, end in turns for value in advantages[start:end]]
+    row = {
+        "step": step,
+        "prompt_id": sample.prompt.id,
+        "group": group,
+        "index": sample.index,
+        "policy_version": sample.policy_version,
+        "prompt": sample.prompt.text,
+        "response": response,
+        "answer": sample.prompt.answer,
+        "finish_reason": sample.finish_reason,
+        "reward": sample.reward,
+        "rewards": sample.scores,
+        "verdicts": sample.verdicts,
+        "advantage": sum(of_sampled) / len(of_sampled) if of_sampled else None,
+        "token_ends": list(accumulate(map(len, texts))) if adds_up else token_ends(ids, response, decode),
+        "rollout_logprobs": [round(v, _LOGPROB_DIGITS) for v in sample.rollout_logprobs],
+    }
+    if len(sample.spans) > 1:
+        row["spans"] = [list(span) for span in sample.spans]
+    if len(set(of_sampled)) > 1:
+        row["advantages"] = [_short(v) for v in advantages]
+    if sample.old_logprobs is not None:
+        pairs = zip(sample.old_logprobs, sample.rollout_logprobs, strict=True)
+        row["mismatch"] = [_short(old - rollout) for old, rollout in pairs]
+    if sample.messages is not None:
+        row["messages"] = sample.messages
+        row["turns"] = [list(turn) for turn in turns]
+        row["contexts"] = [[context.start, decode(context.token_ids)] for context in sample.contexts]
+        row["turn_rewards"] = list(zip(sample.step_ends, sample.step_rewards, strict=True))
+    return row
 
 
 def token_ends(token_ids: Sequence[int], text: str, decode: Decode) -> list[int] | None:

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -57,7 +57,7 @@ class Writer:
         self.write_step(step, metrics)
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write `rows` from samples.SampleRows, at least one."""
+        """Write `rows` from run_log.sample_row, at least one."""
 
     def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
         """Write the tokens per expert, by layer. The list of a dense layer is empty."""
@@ -107,28 +107,28 @@ class JsonLinesWriter(Writer):
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        names = (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE)
-        self._metrics, self._samples, self._messages = [(folder / name).open("a", encoding="utf-8") for name in names]
-        self._step, self._experts = 0, folder / EXPERTS_FILE
+        self._folder, self._step = folder, 0
+        for name in (METRICS_FILE, SAMPLES_FILE, MESSAGES_FILE):
+            self._append(name, ())
 
     def write_step(self, step: int, metrics: StepMetrics) -> None:
         self._step = step
-        _append(self._metrics, [{"step": step, **metrics}])
-        os.stat(self._metrics.name)  # raises if the folder was removed; writes to the open file would be lost
+        self._append(METRICS_FILE, [{"step": step, **metrics}])
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        _append(self._samples, rows)
+        self._append(SAMPLES_FILE, rows)
 
     def write_loads(self, step: int, tokens: Sequence[Sequence[int]]) -> None:
-        write_atomically(self._experts, json_line({"step": step, "tokens": tokens}).encode())
+        write_atomically(self._folder / EXPERTS_FILE, json_line({"step": step, "tokens": tokens}).encode())
 
     def write_message(self, text: str, *, level: Level = "info") -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        _append(self._messages, [{"step": self._step, "time": now, "level": level, "text": text}])
+        self._append(MESSAGES_FILE, [{"step": self._step, "time": now, "level": level, "text": text}])
 
-    def close(self) -> None:
-        for file in (self._metrics, self._samples, self._messages):
-            file.close()
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append to a file, which is opened each time: if the folder was removed, this raises."""
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.writelines(json_line(row) for row in rows)
 
 
 class ReportWriter(Writer):
@@ -181,11 +181,6 @@ class ReportWriter(Writer):
             self._has_warned = True
             with contextlib.suppress(Exception):  # log files may already be closed
                 self._warn(f"the run's report cannot be written ({' '.join(why.split())}); training continues")
-
-
-def _append(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    file.writelines(json_line(row) for row in rows)
-    file.flush()
 
 
 def step_line(metrics: Mapping[str, float], width: int) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from grpo_mega.planner.job import PlannedJob, TracedNumber, Trust, figure, product
+from grpo_mega.planner.job import Figures, PlannedJob, TracedNumber, Trust, figure, product
 from grpo_mega.weights.spec import BLOCK
 
 PADDING = 1.25  # largest factor by which attention pads segments to a common length (attention.MAX_PADDING)
@@ -30,7 +30,7 @@ WHOLE = "a layer keeps without recompute, per token"
 SELECTIVE = "a layer keeps with selective recompute, per token"
 
 # Parts that one layer keeps, and its total without recompute and with selective recompute.
-Layer = tuple[list[TracedNumber], TracedNumber, TracedNumber]
+Layer = tuple[Figures, TracedNumber, TracedNumber]
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,30 @@ class Activations:
     exchanged: TracedNumber  # keys, values and results that its attention exchanges with other context-parallel ranks
     logprobs: TracedNumber  # tiles of logits, and their hidden states; on the last stage only
     forward_only: TracedNumber  # working memory in a pass without gradients
-    layer: list[TracedNumber]  # elements that one layer keeps, part by part
+    layer: Figures  # elements that one layer keeps, part by part
 
     @property
-    def kept(self) -> list[TracedNumber]:
+    def kept(self) -> Figures:
         """Return the largest memory that autograd keeps."""
         return [self.saved, self.recomputed]
 
 
 def activations(setup: PlannedJob, pp_rank: int, padding: float = PADDING) -> Activations:
     """Return the activations of a rank of the stage; `padding` is the factor by which attention lengthens segments."""
-    h, b, s, tokens = (
-        setup.shape.hidden,
-        setup.itemsize,
-        setup.sequence_parts,
-        setup.micro_batch_tokens,
-    )
+    h, b, s, tokens = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.micro_batch_tokens
     q, _, f, _, share, _ = _sizes(setup)
     precision, recompute = setup.config.precision, setup.config.model.recompute
     # Layers in flight that are recomputed whole, and the other layers.
     again = layers_in_flight(setup, pp_rank, setup.num_recomputed)
     others = layers_in_flight(setup, pp_rank) - again
     trust: Trust = "unproven" if setup.uses_te and precision.fp8 and precision.fp8_recipe == "mxfp8" else "estimate"
-    if setup.uses_te and setup.shape.kv_lora:
-        parts, whole, selective = _te_latent_layer(setup, pp_rank)
-    elif setup.uses_te:
-        parts, whole, selective = _te_layer(setup, pp_rank)
-    elif setup.shape.kv_lora:
-        parts, whole, selective = _latent_layer(setup, pp_rank, padding)
+    if setup.uses_te:
+        one = _te_latent_layer(setup, pp_rank) if setup.shape.kv_lora else _te_layer(setup, pp_rank)
     else:
-        parts, whole, selective = _local_layer(setup, padding)
+        one = _latent_layer(setup, pp_rank, padding) if setup.shape.kv_lora else _local_layer(setup, padding)
     if setup.shape.linear_layers:
-        parts, whole, selective = _hybrid_layer(setup, pp_rank, padding, (parts, whole, selective))
+        one = _hybrid_layer(setup, pp_rank, padding, one)
+    parts, whole, selective = one
     full = figure("a layer keeps with full recompute, per token", lambda: h / s, "")
     layer = selective if recompute == "selective" else whole
     shown = {"none": [*parts, whole], "selective": [*parts, whole, layer], "full": [*parts, whole, full]}[recompute]
@@ -114,6 +106,12 @@ def _sizes(setup: PlannedJob) -> tuple[int, int, int, int, float, float]:
     r = chosen * imbalance * etp / tp if shape.num_experts else 0
     router = (20 * chosen + 5 * shape.num_experts) / (setup.itemsize * setup.sequence_parts)
     return shape.q // tp, kv, f, shape.shared_ffn // tp, r, router
+
+
+def _moe_share(setup: PlannedJob, pp_rank: int) -> float:
+    """Return the share of a stage's layers that have experts. With recompute one such layer stands for all."""
+    share = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank)
+    return 1.0 if setup.config.model.recompute != "none" and share else share
 
 
 def _te_layer(setup: PlannedJob, pp_rank: int) -> Layer:
@@ -170,7 +168,7 @@ def _te_latent_layer(setup: PlannedJob, pp_rank: int) -> Layer:
 
 
 def _with_te_mlp(
-    setup: PlannedJob, pp_rank: int, norms: list[TracedNumber], attention: TracedNumber, recomputed: TracedNumber
+    setup: PlannedJob, pp_rank: int, norms: Figures, attention: TracedNumber, recomputed: TracedNumber
 ) -> Layer:
     """Return what a layer of Transformer Engine keeps, with an MLP and the norm before it.
 
@@ -180,9 +178,7 @@ def _with_te_mlp(
     shape, b, s, h, chosen = setup.shape, setup.itemsize, setup.sequence_parts, setup.shape.hidden, setup.recomputed
     _, _, fe, fs, r, router = _sizes(setup)
     f, (x, o) = shape.ffn // setup.layout.tp, _fp8_bytes(setup, pp_rank)
-    moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank) if shape.num_experts else 0.0
-    if setup.config.model.recompute != "none" and moe:
-        moe = 1.0
+    moe = _moe_share(setup, pp_rank)
     # The MLP keeps both halves of its first product, and their gated product in the form that the second linear layer
     # keeps. Router, experts and shared experts share the output of the norm before them.
     dense = (1 + x / b) * h / s + 4 / (b * s) + (2 + x / b) * f
@@ -218,22 +214,20 @@ def _local_layer(setup: PlannedJob, padding: float) -> Layer:
     """
     h, b, s, d = setup.shape.hidden, setup.itemsize, setup.sequence_parts, setup.shape.head_dim
     q, kv, f, fs, r, router = _sizes(setup)
+    fs = fs if setup.shape.num_experts else f  # every token passes a dense MLP, as it passes a shared expert
     has_qk = int(setup.family.qk_norm or setup.shape.qk_norm > 0)
     padded, keys = _lengthened(setup, padding)
     norms = figure("norms keep, per token", lambda: 2 * h * (8 / b + 1) / s, "")
     qk = figure("norms of queries and keys keep, per token", lambda: has_qk * 8 / b * (q + kv), "")
-    if setup.shape.num_experts:
-        whole = figure(
-            WHOLE,
-            lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
-            "",
-        )
-    else:
-        whole = figure(WHOLE, lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + 5 * f, "")
+    whole = figure(
+        WHOLE,
+        lambda: norms + qk + q + 2 * (padded * q + keys * kv) + 4 * d + r * (h + 6 * f + 4 / b) + router + 5 * fs,
+        "",
+    )
     chosen = setup.recomputed
     core = 3 * q + 3 * kv if "core_attn" in chosen else q + 2 * (padded * q + keys * kv)
-    mlp = r * (h + 6 * f + 4 / b) + router + 5 * fs if setup.shape.num_experts else 5 * f
-    mlp *= ("moe" if setup.shape.num_experts else "mlp") not in chosen
+    has_mlp = ("moe" if setup.shape.num_experts else "mlp") not in chosen
+    mlp = has_mlp * (r * (h + 6 * f + 4 / b) + router + 5 * fs)
     inputs = 2 * h / s if "layernorm" in chosen else norms
     selective = figure(SELECTIVE, lambda: inputs + qk + core + 4 * d + mlp, "")
     return [norms, qk], whole, selective
@@ -246,17 +240,10 @@ def _latent_layer(setup: PlannedJob, pp_rank: int, padding: float) -> Layer:
     """
     shape, tp, b, s = setup.shape, setup.layout.tp, setup.itemsize, setup.sequence_parts
     q, _, fe, fs, r, router = _sizes(setup)
-    h, v, f, angles, latents = (
-        shape.hidden,
-        shape.v // tp,
-        shape.ffn // tp,
-        4 * shape.rope_dim,
-        shape.q_lora + shape.kv_lora,
-    )
+    h, v, f, angles = shape.hidden, shape.v // tp, shape.ffn // tp, 4 * shape.rope_dim
+    latents = shape.q_lora + shape.kv_lora
     padded, keys = _lengthened(setup, padding)
-    moe = setup.num_moe_layers(pp_rank) / setup.num_layers(pp_rank)
-    if setup.config.model.recompute != "none" and moe:
-        moe = 1.0
+    moe = _moe_share(setup, pp_rank)
     attention = figure(
         "norms of a layer and its latents keep, per token", lambda: (2 * h + latents) * (8 / b + 1) / s, ""
     )

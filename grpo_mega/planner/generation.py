@@ -147,17 +147,15 @@ def mean_wait(engines: Engines, lengths: Lengths, prompt: float, schedule: StepG
         for group in backlog:
             if group.first_step is not None and group.first_step < oldest:
                 group.restart()
-        needed = {index for index, group in enumerate(backlog) if group.first_step == oldest}
+        needed = {group for group in backlog if group.first_step == oldest}
         while len(backlog) < schedule.num_started:
             backlog += next(draw)
         here = backlog[: schedule.num_started]
-        waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=[here[i] for i in needed]))
-        whole = [index for index, group in enumerate(here) if not group.opened()]
-        whole.sort(key=lambda index: (index not in needed, here[index].first_step, index))
-        kept = set(whole[: schedule.prompts])
-        backlog = (
-            [group for index, group in enumerate(backlog) if index not in kept] if schedule.keeps_unfinished else []
-        )
+        waits.append(run_phase(engines, prompt, here, step, wanted=schedule.prompts, needed=needed))
+        whole = [group for group in here if not group.opened()]
+        whole.sort(key=lambda group: (group not in needed, group.first_step))
+        trained = set(whole[: schedule.prompts])
+        backlog = [group for group in backlog if group not in trained] if schedule.keeps_unfinished else []
         if schedule.ahead:
             run_phase(engines, prompt, backlog[: schedule.ahead], step, until=training)
     return sum(waits[-NUM_AVERAGED_STEPS:]) / NUM_AVERAGED_STEPS
@@ -200,10 +198,14 @@ def run_phase(
     queue = deque(opened)
     servers = [_Server(engines, prompt, share=-(-len(opened) // engines.count)) for _ in range(engines.count)]
     events: list[tuple[float, int]] = []  # next end of a response, per server
-    for index, server in enumerate(servers):
-        server.take(queue)
-        if server.live:
-            heappush(events, (server.next_end(), index))
+
+    def refill(index: int) -> None:
+        servers[index].take(queue)
+        if servers[index].live:
+            heappush(events, (servers[index].next_end(), index))
+
+    for index in range(len(servers)):
+        refill(index)
     now = 0.0
     while events and events[0][0] <= until:
         now, index = heappop(events)
@@ -212,9 +214,7 @@ def run_phase(
         unmet.difference_update(whole)
         if missing <= 0 and not unmet:
             break
-        servers[index].take(queue)
-        if servers[index].live:
-            heappush(events, (servers[index].next_end(), index))
+        refill(index)
     else:
         now = until if events else now
     for server in servers:

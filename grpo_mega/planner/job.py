@@ -345,6 +345,9 @@ class TracedNumber(float):
         return {name: getattr(self, name) for name in ("label", "value", "unit", "formula", "inputs", "trust")}
 
 
+Figures = list[TracedNumber]
+
+
 def figure(label: str, formula: Callable[[], Number], unit: Unit = "B", trust: Trust = "estimate") -> TracedNumber:
     """Return the figure of a lambda. No other lambda may start on the same line."""
     assert isinstance(formula, FunctionType)

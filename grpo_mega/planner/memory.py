@@ -13,7 +13,7 @@ from functools import cached_property
 from math import floor
 
 from grpo_mega.planner.activations import activations
-from grpo_mega.planner.job import GIB, PlannedJob, TracedNumber, Trust, figure, product, total
+from grpo_mega.planner.job import GIB, Figures, PlannedJob, TracedNumber, Trust, figure, product, total
 from grpo_mega.planner.state import FP32, State, Storage, elements_of, stage_state
 from grpo_mega.rollout.routes import RouterSizes
 
@@ -26,8 +26,8 @@ class StageMemory:
 
     pp_rank: int
     state: State
-    phases: dict[str, list[TracedNumber]]
-    layer: list[TracedNumber]  # the elements that one layer keeps for its backward pass
+    phases: dict[str, Figures]
+    layer: Figures  # the elements that one layer keeps for its backward pass
 
     @cached_property
     def totals(self) -> dict[str, TracedNumber]:
@@ -50,7 +50,7 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     gathered = product("gathered for a save", elements=state.gathered, bytes=FP32)
     bucket = min(setup.config.sync.bucket_mib * 2**20, engine.weights.value)
     moving = product("sync buckets in flight", count=2 if setup.is_served or setup.is_separate else 5, bucket=bucket)
-    awake = [] if setup.is_separate else [engine.weights, engine.cache, engine.graphs, engine.extra]
+    awake = [] if setup.is_separate else engine.awake
     resident = [] if setup.takes_turns else awake[:3] if setup.is_served else awake[:1]
     stays = [] if setup.keeps_host_copies else trainer if setup.card.is_cpu else trainer[:3]
     # Gradients and optimizer state return to the device with the update.
@@ -65,23 +65,16 @@ def stage_memory(setup: PlannedJob, engine: EngineMemory, pp_rank: int) -> Stage
     head = product("teachers' output layers", vocab=vocab, hidden=hidden, bytes=setup.itemsize / setup.layout.tp)
     forward = max([acts.forward_only, *(activations(one, pp_rank).forward_only for one in teachers)])
 
-    def with_slack(*parts: TracedNumber) -> list[TracedNumber]:
-        return [
-            *parts,
-            product("fragmentation", share=setup.assumed.slack_share, moving=sum(part.value for part in parts)),
-        ]
+    def with_slack(*parts: TracedNumber) -> Figures:
+        moving = sum(part.value for part in parts)
+        return [*parts, product("fragmentation", share=setup.assumed.slack_share, moving=moving)]
 
+    updating = with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs)
     phases = {
         "sampling": [*fixed, *stays, *awake],
         "asleep": [*fixed, *stays, *([] if setup.takes_turns else awake)],  # between two turns; else nobody sleeps
         "log-probs": [*fixed, *frozen, *resident, taught, *with_slack(forward, acts.exchanged, acts.logprobs)],
-        "update": [
-            *fixed,
-            *trainer,
-            *resident,
-            head,
-            *with_slack(*acts.kept, acts.work, acts.exchanged, acts.logprobs),
-        ],
+        "update": [*fixed, *trainer, *resident, head, *updating],
         "checkpoint": [*fixed, *trainer, *resident, *with_slack(gathered)],
         "sync": [*fixed, *(trainer[:1] if setup.keeps_host_copies else stays), *awake[:1], *resident[1:], moving],
     }
@@ -103,43 +96,41 @@ def _teacher_weights(of_teacher: PlannedJob, pp_rank: int) -> float:
     return float(state_of(of_teacher, pp_rank).num_parameters * of_teacher.itemsize)
 
 
-def _state_figures(setup: PlannedJob, state: State) -> list[TracedNumber]:
+def _state_figures(setup: PlannedJob, state: State) -> Figures:
     """Return weights, gradients and optimizer state of the stage's rank that holds most."""
     config = setup.config
-    trust: Trust = (
-        "unproven" if config.precision.fp8_parameters or config.optimizer.moments_dtype != "float32" else "exact"
-    )
+    is_proven = not config.precision.fp8_parameters and config.optimizer.moments_dtype == "float32"
+    trust: Trust = "exact" if is_proven else "unproven"
     b, elements, fp8_elements, share = setup.itemsize, state.elements, state.fp8_elements, state.largest_share
     held = elements + state.frozen
     master, moments = state.storage.master_bytes, state.storage.moment_bytes
-    weights = figure("weights", lambda: b * held + fp8_elements, trust=trust)
-    optimizer = figure("optimizer state", lambda: (master + moments) * share, trust=trust)
-    if fp32 := state.fp32_elements:  # weights that stay fp32, and are their own masters
-        weights = figure("weights", lambda: b * held + (FP32 - b) * fp32, trust=trust)
-        own_masters = max(state.fp32_optimizer_elements, default=0)
-        optimizer = figure("optimizer state", lambda: (master + moments) * share - master * own_masters, trust=trust)
-    gradients = product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements)
-    return [weights, gradients, optimizer]
+    # Weights that stay fp32 take more bytes, and are their own masters.
+    more_fp32, own_masters = (FP32 - b) * state.fp32_elements, max(state.fp32_optimizer_elements)
+    return [
+        figure("weights", lambda: b * held + fp8_elements + more_fp32, trust=trust),
+        product("gradients", trust="exact", bytes=FP32, elements=elements + fp8_elements),
+        figure("optimizer state", lambda: (master + moments) * share - master * own_masters, trust=trust),
+    ]
 
 
-def _fixed(setup: PlannedJob, engine: EngineMemory) -> list[TracedNumber]:
+def _fixed(setup: PlannedJob, engine: EngineMemory) -> Figures:
     """Return the memory that a trainer's device holds in every phase."""
     trainer, communicator = len(communicators(setup)), setup.assumed.communicator_gib * GIB
     bucket, is_served = setup.config.sync.bucket_mib * 2**20, setup.is_served and not setup.is_separate
+    asleep = [] if setup.is_separate else [engine.asleep]
     if setup.card.is_cpu:
-        process = product("process", count=1, process=setup.assumed.context_gib * GIB)
-        return [process, *([] if setup.is_separate else [engine.asleep])]
+        return [product("process", count=1, process=setup.assumed.context_gib * GIB), *asleep]
     served = 1 if is_served and setup.config.rollout.tp > 1 else 0  # the engine's communicators
     return [
         product("CUDA contexts", count=2 if is_served else 1, context=setup.assumed.context_gib * GIB),
         figure("NCCL buffers", lambda: (trainer + served) * communicator),
         product("workspaces", workspace=setup.assumed.workspace_gib * GIB),
         product("sync buckets", count=3 if is_served else 0, bucket=bucket),  # they stay, so handles stay valid
-        *([] if setup.is_separate else [engine.asleep]),
+        *asleep,
     ]
 
 
-def engine_device(setup: PlannedJob) -> list[TracedNumber]:
+def engine_device(setup: PlannedJob) -> Figures:
     """Return the memory of a separate engine's device. It is the same at all times; empty for colocated engines."""
     if not setup.is_separate:
         return []
@@ -151,10 +142,7 @@ def engine_device(setup: PlannedJob) -> list[TracedNumber]:
         product("NCCL buffers", groups=groups, communicator=assumed.communicator_gib * GIB),
         product("sync buckets", count=3, bucket=setup.config.sync.bucket_mib * 2**20),
         engine.asleep,
-        engine.weights,
-        engine.cache,
-        engine.graphs,
-        engine.extra,
+        *engine.awake,
     ]
 
 
@@ -177,7 +165,7 @@ def communicators(setup: PlannedJob) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     """Return Transformer Engine's fp8 copies of the linear weights: plain and transposed; of FP8 weights only
     transposed.
     """
@@ -191,7 +179,7 @@ def _fp8_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNum
     return [figure(label, lambda: copies * in_fp8 * max(0, elements - ends * vocab * hidden / tp), trust="unproven")]
 
 
-def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> list[TracedNumber]:
+def _host_copies(setup: PlannedJob, state: State, pp_rank: int) -> Figures:
     """Return the copies of weights that a rank without a GPU holds in the same memory as everything else."""
     if not setup.card.is_cpu:
         return []
@@ -218,6 +206,11 @@ class EngineMemory:
     asleep: TracedNumber  # memory that stays while the engine sleeps
     concurrent: TracedNumber  # sequences of mean length that an engine decodes at once
     shortfall: str | None = None  # reason why the engine cannot serve the longest sample
+
+    @property
+    def awake(self) -> Figures:
+        """Return the memory that a sleeping engine gives back, weights first."""
+        return [self.weights, self.cache, self.graphs, self.extra]
 
 
 def engine_memory(setup: PlannedJob) -> EngineMemory:
@@ -246,13 +239,12 @@ def engine_memory(setup: PlannedJob) -> EngineMemory:
         share = 1 / 1.9  # SGLang 0.5.21's default of mamba_full_memory_ratio is 0.9 of the KV cache
     tokens = figure("tokens in a KV cache", lambda: floor(cache * share / per_token), "tokens")
     ffn = setup.shape.moe_ffn * setup.experts_per_token or setup.shape.ffn
+    # server_arguments in rollout/sglang/server.py sets this number.
+    states = 4 * concurrent + 1 if card.is_cpu else 0
     extra = figure(
-        "engine's working memory", lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4
+        "engine's working memory",
+        lambda: prefill * (4 * hidden + 3 * ffn / tp) * b + 3 * concurrent * vocab * 4 + states * state,
     )
-    if state and card.is_cpu:
-        states = 4 * concurrent + 1  # server_arguments in rollout/sglang/server.py sets this number
-        working = extra
-        extra = figure("engine's working memory", lambda: working + states * state)
     graphs = product("engine's graphs", graphs=setup.assumed.graph_gib * GIB)
     asleep = product("engine's workspaces", workspaces=setup.assumed.engine_workspace_gib * GIB)
     shortfall = None
@@ -308,9 +300,7 @@ def _embedded(setup: PlannedJob) -> EngineMemory:
     cache = product("KV cache", concurrent=concurrent, longest=longest, per_token=per_token)
     tokens = product("tokens in a KV cache", "tokens", concurrent=concurrent, longest=longest)
     # The cache of a layer grows by copying, so a second copy exists for a moment.
-    extra = figure("engine's working memory", lambda: 2 * cache / layers + 2 * concurrent * vocab * 4)
-    if state:
-        extra = figure("engine's working memory", lambda: 2 * cache / layers + concurrent * (2 * vocab * 4 + state))
+    extra = figure("engine's working memory", lambda: 2 * cache / layers + concurrent * (2 * vocab * 4 + state))
     graphs, asleep = product("engine's graphs"), product("engine's workspaces")
     return EngineMemory(weights, cache, tokens, graphs, extra, asleep, _concurrent(setup, tokens))
 
@@ -330,9 +320,9 @@ def sequences_per_engine(setup: PlannedJob) -> int:
 class HostMemory:
     """Host memory of the node that needs most."""
 
-    pinned: list[TracedNumber]
+    pinned: Figures
     pinned_total: TracedNumber
-    other: list[TracedNumber]
+    other: Figures
     saving: TracedNumber  # additional memory while a checkpoint is gathered and staged
     peak: TracedNumber
 
@@ -378,11 +368,9 @@ def _machine_memory(setup: PlannedJob) -> HostMemory:
     return HostMemory([], product("pinned per node"), other, saving, total("host peak per node", [*other, saving]))
 
 
-def _node(setup: PlannedJob, node: list[State], num_engine_ranks: int) -> HostMemory:
-    """Return the host memory of a node with trainer ranks of these states and with `num_engine_ranks` generating
-    ranks.
-    """
-    layout, assumed, config, engine_ranks = setup.layout, setup.assumed, setup.config, num_engine_ranks
+def _node(setup: PlannedJob, node: list[State], engine_ranks: int) -> HostMemory:
+    """Return the host memory of a node with trainer ranks of these states and `engine_ranks` generating ranks."""
+    layout, assumed, config = setup.layout, setup.assumed, setup.config
     algorithm, teachers = config.algorithm, setup.of_teachers()
     ranks = len(node) if setup.is_separate else setup.ranks_per_node
     weights, elements = sum(s.weights for s in node), sum(s.num_parameters for s in node)

@@ -167,7 +167,7 @@ class Plan:
     @property
     def both_fit(self) -> bool:
         """Return True if sleep=auto will find after the first update that policy and engine need not take turns."""
-        engine = self.engine.weights.gib + self.engine.cache.gib + self.engine.graphs.gib + self.engine.extra.gib
+        engine = sum(figure.gib for figure in self.engine.awake)
         training = max(stage.totals["update"].gib for stage in self.stages)
         is_asked = self.setup.takes_turns and self.setup.config.rollout.sleep == "auto"
         return is_asked and training + engine <= (1 - MARGIN) * self.capacity_gib
@@ -175,12 +175,11 @@ class Plan:
     @cached_property
     def sync_traffic(self) -> Traffic:
         """Return the sync's traffic between ranks, counted transfer by transfer."""
-        setup, family, shape = self.setup, self.setup.family, self.setup.shape
+        setup, shape = self.setup, self.setup.shape
+        family = setup.trained_family if setup.sends_adapter else setup.family
         source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te)
         quantise = setup.config.rollout.quantization is not None
         if setup.sends_adapter:
-            family = setup.trained_family
-            source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te)
             target = leader_shards(family, shape, setup.config.rollout.tp, setup.num_engine_ranks)
         elif setup.is_served:
             target = engine_shards(family, shape, setup.engine_layout, setup.num_engine_ranks, quantise=quantise)

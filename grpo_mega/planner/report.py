@@ -114,7 +114,8 @@ def _sync_remark(plan: Plan) -> Iterator[str]:
 def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) -> dict[str, Any]:
     setup, layout = plan.setup, plan.setup.layout
     places = [(rank, layout.place(rank)) for rank in range(layout.world_size)]
-    report: dict[str, Any] = {
+    suggestions = {} if options is None else {"suggestions": [_option_json(option) for option in options]}
+    return {
         "fits": plan.fits,
         "peak_gib": round(plan.peak_gib, 3),
         "capacity_gib": plan.capacity_gib,
@@ -168,9 +169,7 @@ def as_json(plan: Plan, findings: Findings, options: Sequence[Option] | None) ->
         "change_first": [_option_json(option) for option in first_changes(plan)],
         "figures": {section.name: [figure.as_json() for figure in section.figures] for section in sections(plan)},
         "assumptions": {name: {"value": value, "why": why} for name, value, why in setup.assumed.rows()},
-    }
-    suggestions = {} if options is None else {"suggestions": [_option_json(option) for option in options]}
-    return report | suggestions
+    } | suggestions
 
 
 def refusal_json(gpu: str, findings: Findings) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from grpo_mega.config import Config
 from grpo_mega.errors import ConfigError
@@ -41,35 +42,15 @@ SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, if gradien
 FP32 = 4
 
 # Modules in the order in which Megatron registers them. The first part that a name contains sets its place.
-_ORDER = (
-    "embedding.",
-    "input_layernorm",
-    *("dt_bias", "A_log", "in_proj.layer_norm_weight", "in_proj.weight", "in_proj.lora"),
-    *("conv1d", "out_norm", "out_proj"),
-    "linear_proj",
-    "linear_qkv.layer_norm_weight",
-    "linear_qkv.weight",
-    "linear_qkv.bias",
-    "linear_qkv.lora",
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj.layer_norm_weight",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj.layer_norm_weight",
-    "linear_kv_up_proj",
-    "q_layernorm",
-    "kv_layernorm",
-    "k_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.router",
-    "gate_weight",
-    "linear_fc1.layer_norm_weight",
-    "linear_fc1",
-    "linear_fc2",
-    "final_layernorm",
-    "output_layer",
-)
+_ORDER = """
+    embedding. input_layernorm
+    dt_bias A_log in_proj.layer_norm_weight in_proj.weight in_proj.lora conv1d out_norm out_proj
+    linear_proj linear_qkv.layer_norm_weight linear_qkv.weight linear_qkv.bias linear_qkv.lora
+    linear_q_proj linear_q_down_proj linear_q_up_proj.layer_norm_weight linear_q_up_proj
+    linear_kv_down_proj linear_kv_up_proj.layer_norm_weight linear_kv_up_proj q_layernorm kv_layernorm k_layernorm
+    pre_mlp_layernorm mlp.router gate_weight linear_fc1.layer_norm_weight linear_fc1 linear_fc2
+    final_layernorm output_layer
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 _LINEAR = re.compile(r"\.linear_\w+\.weight\d*$")  # weights of linear layers, which FP8 quantises
 
 
@@ -140,10 +121,11 @@ class State:
     optimizer_elements: tuple[int, ...]  # per rank of the stage (MegatronLayout.rank_in_stage)
     gathered: float  # elements on the device while a save gathers a bucket: the whole bucket and this rank's share
     storage: Storage
+    fp32_elements: int  # elements of `elements` or `frozen` in fp32, in a bf16 model
+    fp32_optimizer_elements: tuple[int, ...]  # elements of `optimizer_elements` in fp32, in a bf16 model
+    num_fp32: int  # fp32 parameters without padding, in a bf16 model
+
     frozen: int = 0  # elements of the base, with model.lora; most other numbers are then the adapter's
-    fp32_elements: int = 0  # elements of `elements` or `frozen` in fp32, in a bf16 model
-    fp32_optimizer_elements: tuple[int, ...] = ()  # elements of `optimizer_elements` in fp32; empty if there are none
-    num_fp32: int = 0  # fp32 parameters without padding, in a bf16 model
 
     @property
     def weights(self) -> int:
@@ -158,9 +140,8 @@ class State:
 
     def optimizer(self, rank_in_stage: int) -> int:
         """Return the bytes of masters and moments after Adam has created them."""
-        own_masters = self.fp32_optimizer_elements[rank_in_stage] if self.fp32_optimizer_elements else 0
         everything = self.optimizer_elements[rank_in_stage] * self.storage.optimizer_bytes
-        return everything - own_masters * self.storage.master_bytes
+        return everything - self.fp32_optimizer_elements[rank_in_stage] * self.storage.master_bytes
 
     @property
     def largest_share(self) -> int:
@@ -179,13 +160,11 @@ def stage_state(
     layout: MegatronLayout,
     pp_rank: int,
     storage: Storage,
-    *,
-    fused_norms: bool = False,
-    grouped_experts: bool = False,
+    **names: bool,
 ) -> State:
-    """Return the state of each rank of a stage. The last two are as in `megatron_shards`."""
+    """Return the state of each rank of a stage. `names`: fused_norms and grouped_experts, as in `megatron_shards`."""
     rank = next(r for r in range(layout.world_size) if layout.place(r) == (0, pp_rank, 0))
-    chunks = chunk_parameters(family, shape, layout, rank, fused_norms=fused_norms, grouped_experts=grouped_experts)
+    chunks = chunk_parameters(family, shape, layout, rank, **names)
     buffers: list[Buffer] = []
     for i, chunk in enumerate(chunks):
         # Only the first chunk of the first stage has several buckets.
@@ -216,30 +195,22 @@ def stage_state(
         gathered=max((1 + 1 / len(b.shares)) * b.largest_bucket for b in buffers),
         storage=storage,
         fp32_elements=sum(b.size for b in buffers if b.is_fp32),
-        fp32_optimizer_elements=tuple(fp32_shares) if any(fp32_shares) else (),
+        fp32_optimizer_elements=tuple(fp32_shares),
         num_fp32=sum(p.size for chunk in chunks for p in chunk if p.is_fp32) * (storage.itemsize < FP32),
     )
 
 
 def chunk_parameters(
-    family: Family,
-    shape: ModelShape,
-    layout: MegatronLayout,
-    rank: int,
-    *,
-    fused_norms: bool = False,
-    grouped_experts: bool = False,
+    family: Family, shape: ModelShape, layout: MegatronLayout, rank: int, **names: bool
 ) -> list[list[Parameter]]:
-    """Return a rank's parameters by chunk, in the order of Megatron's modules."""
+    """Return a rank's parameters by chunk, in the order of Megatron's modules. `names` are as in `stage_state`."""
     chunks: list[list[tuple[tuple[int, ...], Parameter]]] = [[] for _ in range(layout.vpp)]
-    names = {"fused_norms": fused_norms, "grouped_experts": grouped_experts}
     for block in megatron_blocks(family, shape, layout, rank, **names):
-        parameters = ((name, tensor) for name, tensor in block.tensors.items() if not name.endswith("expert_bias"))
-        for name, tensor in parameters:
-            chunk = int(name.partition(".")[0].removeprefix("chunk"))
-            for place, parameter in _repeated(block, name, math.prod(tensor.shape), shape, layout):
-                chunks[chunk].append((place, parameter))
-    return [[parameter for _, parameter in sorted(chunk, key=lambda pair: pair[0])] for chunk in chunks]
+        for name, tensor in block.tensors.items():
+            if not name.endswith("expert_bias"):
+                chunk = int(name.partition(".")[0].removeprefix("chunk"))
+                chunks[chunk] += _repeated(block, name, math.prod(tensor.shape), shape, layout)
+    return [[parameter for _, parameter in sorted(chunk, key=itemgetter(0))] for chunk in chunks]
 
 
 def buffer_of(parameters: Sequence[Parameter], dp_size: int, bucket_size: int | None) -> Buffer:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from grpo_mega.config import Config
-from grpo_mega.distributed.environment import gpu_sign
+from grpo_mega.distributed.environment import uses_gpu
 from grpo_mega.distributed.launch import num_cores
 from grpo_mega.errors import ConfigError
 from grpo_mega.planner.job import PlannedJob, plan_on
@@ -79,7 +79,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     model = findings.model
     if model is None or any(job_problems(config, model.shape, machine)):
         return findings  # there are no ranks to count the memory of
-    room, is_cpu = host_room(), runs_on_cpu(config)
+    room, is_cpu = host_room(), not uses_gpu(config.device, os.environ)
     # Without a GPU the card's rates do not matter; with one, host memory does not depend on the card.
     setup = plan_here(config, model, machine, Rates()) if is_cpu else plan_on(CARDS["h100"], config, model, machine)
     setup = replace(setup, teachers=read_teachers(config, []))
@@ -92,11 +92,6 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
             f" {room.total / GIB:.1f} are free in {room.limit}; the kernel kills a rank if memory runs out"
         )
     return findings
-
-
-def runs_on_cpu(config: Config) -> bool:
-    """Return True if the ranks of a job on this machine compute on its cores."""
-    return config.device == "cpu" or (config.device == "auto" and gpu_sign(os.environ) is None)
 
 
 def free_on_gpu(
@@ -118,6 +113,7 @@ def plan_here(config: Config, model: Model, machine: Machine, rates: Rates) -> P
 
 def measure_rates(config: Config, shape: ModelShape, ranks: int) -> Rates:
     """Measure the rates of each of `ranks` ranks. Raise ConfigError if torch cannot be started."""
+    print("measuring a matrix product of the model's sizes", file=sys.stderr, flush=True)
     rows = min(MOST_ROWS, config.batch.tokens_per_micro_batch)
     columns = max(1, (shape.moe_ffn or shape.ffn) // config.layout.tp)
     arguments = [config.model.resolved_dtype, *map(str, (rows, shape.hidden, columns))]

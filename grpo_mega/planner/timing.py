@@ -7,7 +7,8 @@ kind and link, with the number of groups of ranks that span several nodes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -34,7 +35,7 @@ class Timing:
 
 
 def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMemory) -> Timing:
-    by_kind = {link.kind: float(link.seconds) for link in links}
+    by_kind = defaultdict(float, {link.kind: float(link.seconds) for link in links})
     logprobs, update = _passes(setup, by_kind, state)
     moves, reference = int(setup.keeps_host_copies), int(setup.copies_reference)
     weights, optimizer, rate = state.weights, state.largest_optimizer, setup.card.host_bytes * setup.assumed.host_share
@@ -54,15 +55,9 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
             lambda: prefill + ceil(sequences / concurrent) * response * full + (longest - response) * last,
             "s",
         )
-    sync = product("sync", "s", sync=by_kind.get("sync to the engines", 0.0))
-    phases = [
-        sampling,
-        logprobs,
-        update,
-        offload,
-        sync,
-        product("everything else", "s", overhead=setup.assumed.step_overhead_s),
-    ]
+    sync = product("sync", "s", sync=by_kind["sync to the engines"])
+    rest = product("everything else", "s", overhead=setup.assumed.step_overhead_s)
+    phases = [sampling, logprobs, update, offload, sync, rest]
     step, gpus = total("a step", phases, "s"), setup.world_size
     peak, trainers = setup.card.bf16_flops, setup.layout.world_size
     tokens, outputs, (updates, _) = setup.batch.tokens, setup.batch.samples * setup.mean_response, setup.num_passes
@@ -77,14 +72,14 @@ def timing(setup: PlannedJob, links: list[Link], state: State, engine: EngineMem
     return Timing(phases, step, decoding, speed, flops_share)
 
 
-def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
-    """Return the times of the log-probs and of the update."""
+def _passes(setup: PlannedJob, by_kind: Mapping[str, float], state: State) -> tuple[TracedNumber, TracedNumber]:
+    """Return the times of the log-probs and of the update. `by_kind` has a time for every kind of link."""
     layout, config, in_fp8 = setup.layout, setup.config, len(setup.layers_in_fp8)
     layers, output = _layers_seconds(setup, in_fp8), _output_seconds(setup)
     reference_layers = layers if config.precision.fp8_reference else _layers_seconds(setup, 0)
     # Transformer Engine computes with some keys and values while it sends others.
-    ring = by_kind.get("context parallel", 0.0) * (1 - setup.assumed.overlap_share * setup.uses_te)
-    within = by_kind.get("tensor parallel", 0.0) + by_kind.get("experts", 0.0) + ring
+    ring = by_kind["context parallel"] * (1 - setup.assumed.overlap_share * setup.uses_te)
+    within = by_kind["tensor parallel"] + by_kind["experts"] + ring
     (updates, forwards), reference = setup.num_passes, int(setup.has_reference)
     taught: float = 0  # a forward pass of each teacher over a step's tokens
     for one in setup.of_teachers():
@@ -92,10 +87,10 @@ def _passes(setup: PlannedJob, by_kind: dict[str, float], state: State) -> tuple
         taught += max(largest, one.num_layers(layout.pp - 1) / one.largest_stage * largest + _output_seconds(one))
     passes, outputs = _passes_of_update(setup) + _repeated(setup), 4 if config.model.lora is None else 3
     # Interleaved stages overlap their sends with computation; other stages wait for them.
-    pipeline = 0.0 if layout.vpp > 1 else by_kind.get("pipeline", 0.0)
+    pipeline = 0.0 if layout.vpp > 1 else by_kind["pipeline"]
     bubble, last = setup.batch.bubble, setup.num_layers(layout.pp - 1) / setup.largest_stage
     overlap = 0.5 * config.layout.overlap_grad_reduce + 0.5 * config.layout.overlap_param_gather
-    reduce = by_kind.get("gradients and weights", 0.0) * (1 - setup.assumed.overlap_share * overlap)
+    reduce = by_kind["gradients and weights"] * (1 - setup.assumed.overlap_share * overlap)
     touched = 2 * state.storage.optimizer_bytes + 4 + setup.itemsize  # bytes per element in an optimizer step
     touched_bytes = config.batch.optimizer_steps * (state.largest_share * touched + state.gradients)
     adam = touched_bytes / (setup.card.hbm_bytes * setup.assumed.hbm_share)
@@ -179,25 +174,16 @@ def _layers_seconds(setup: PlannedJob, num_in_fp8: int) -> float:
 def _output_seconds(setup: PlannedJob) -> float:
     """Return the time to multiply the responses' hidden states by the output weight once, on the last stage."""
     tokens, shape = setup.batch.samples * setup.mean_response / setup.layout.num_replicas, setup.shape
-    return (
-        2
-        * tokens
-        * shape.hidden
-        * shape.vocab
-        / setup.layout.tp
-        / (setup.card.bf16_flops * setup.assumed.logprob_share)
-    )
+    rate = setup.card.bf16_flops * setup.assumed.logprob_share
+    return 2 * tokens * shape.hidden * shape.vocab / setup.layout.tp / rate
 
 
 def _simulated(
     setup: PlannedJob, engine: EngineMemory, step: TracedNumber, lengths: Lengths, training: float
 ) -> TracedNumber:
     """Return the simulated time that a step waits until its groups are complete; see generation.py."""
-    rollout, prompts, group = (
-        setup.config.rollout,
-        setup.config.batch.prompts_per_step,
-        setup.config.algorithm.group_size,
-    )
+    rollout, prompts = setup.config.rollout, setup.config.batch.prompts_per_step
+    group = setup.config.algorithm.group_size
     concurrent, without = int(engine.concurrent), step.at(concurrent=1, context=0)
     if not setup.is_served:  # the embedded engine takes whole groups
         concurrent = max(1, concurrent // group) * group
@@ -273,24 +259,20 @@ def groups(layout: MegatronLayout, axis: str) -> tuple[tuple[int, ...], ...]:
 
     The axes are tp, cp, pp, dp (includes cp); for experts etp, ep and edp (ranks with the same part of an expert).
     """
-    members: dict[tuple[int, ...], list[int]] = {}
-    # The keys of a rank's tp_rank, pp_rank and replica index.
-    key: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
-        "tp": lambda tp, pp, replica: (pp, replica),
-        "cp": lambda tp, pp, replica: (tp, pp, replica // layout.cp),
-        "pp": lambda tp, pp, replica: (tp, replica),
-        "dp": lambda tp, pp, replica: (tp, pp),
-        "etp": lambda tp, pp, replica: (pp, (replica * layout.tp + tp) // layout.etp),
-        "ep": lambda tp, pp, replica: (
-            pp,
-            (replica * layout.tp + tp) % layout.etp,
-            (replica * layout.tp + tp) // (layout.etp * layout.ep),
-        ),
-        "edp": lambda tp, pp, replica: (pp, (replica * layout.tp + tp) % (layout.etp * layout.ep)),
-    }
+    members: dict[object, list[int]] = {}  # keyed by the rank's place along all other axes
+    tp, experts = layout.tp, layout.etp * layout.ep
     for rank in range(layout.world_size):
-        tp_rank, pp_rank, dp_rank = layout.place(rank)
-        members.setdefault(key[axis](tp_rank, pp_rank, dp_rank * layout.cp + layout.cp_rank(rank)), []).append(rank)
+        (tp_rank, pp, dp_rank), in_stage = layout.place(rank), layout.rank_in_stage(rank)
+        key = {
+            "tp": (pp, in_stage // tp),
+            "cp": (pp, tp_rank, dp_rank),
+            "pp": in_stage,
+            "dp": (pp, tp_rank),
+            "etp": (pp, in_stage // layout.etp),
+            "ep": (pp, in_stage % layout.etp, in_stage // experts),
+            "edp": (pp, in_stage % experts),
+        }
+        members.setdefault(key[axis], []).append(rank)
     return tuple(map(tuple, members.values()))
 
 
@@ -330,21 +312,15 @@ def communication(setup: PlannedJob, state: State) -> Iterator[Link]:
     if setup.world_size > 1:
         # This is an upper bound: all of the engine's weights come from other ranks. `plan.sync_traffic` counts them
         # exactly.
-        received = _received_in_sync(setup)
-        engines, trainers = setup.num_engine_ranks, layout.world_size
+        label, engines, trainers = "sync to the engines", setup.num_engine_ranks, layout.world_size
+        received = received_weights(setup, label)
+        if setup.sends_adapter:
+            elements = elements_of(setup.trained_family, setup.shape, None).total
+            received = product(label, elements=elements, b=setup.engine_itemsize)
         sent = replace(received, trust="estimate")
         if setup.is_separate and engines > trainers:  # fewer ranks send than receive
-            sent = figure(received.label, lambda: received * engines / trainers)
+            sent = figure(label, lambda: received * engines / trainers)
         yield _link(setup, sent, [range(setup.world_size)])
-
-
-def _received_in_sync(setup: PlannedJob) -> TracedNumber:
-    """Return all bytes that a rank of the engine receives in a sync: the weights, or an adapter."""
-    label = "sync to the engines"
-    if not setup.sends_adapter:
-        return received_weights(setup, label)
-    elements = elements_of(setup.trained_family, setup.shape, None).total
-    return product(label, trust="exact", elements=elements, b=setup.engine_itemsize)
 
 
 def mlp_repeated(setup: PlannedJob, part: str) -> float:

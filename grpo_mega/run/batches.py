@@ -38,8 +38,10 @@ from grpo_mega.rollout.routes import is_intact, num_recorded
 from grpo_mega.rollout.sglang.session import served_logprobs
 from grpo_mega.types import Group, PackedBatch, Sample, StepMetrics
 
+MiniBatches = Sequence[Sequence[PackedBatch]]  # the micro-batches of each mini-batch
 
-def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[PackedBatch]]:
+
+def pack(config: Config, groups: Sequence[Group], policy: Policy) -> MiniBatches:
     """Return this data-parallel rank's micro-batches of each mini-batch, with token weights from global counts.
 
     `groups` are all groups of the step. Assign their advantages before, unless attach_logprobs does it. Return [] if
@@ -60,14 +62,14 @@ def pack(config: Config, groups: Sequence[Group], policy: Policy) -> list[list[P
 def attach_logprobs(
     config: Config,
     groups: Sequence[Group],
-    batches: list[list[PackedBatch]],
+    batches: MiniBatches,
     policy: Policy,
     runtime: Runtime,
     timers: Timers,
     step: int = 0,
     *,
     shows_progress: bool = False,
-) -> list[list[PackedBatch]]:
+) -> MiniBatches:
     """Return the batches with old_, ref_ and teacher_logprobs, and with the values that the loss computes from
     mini-batches.
 
@@ -109,7 +111,7 @@ def attach_logprobs(
 
 
 @contextmanager
-def _shown_passes(config: Config, batches: Sequence[Sequence[PackedBatch]], is_shown: bool) -> Iterator[None]:
+def _shown_passes(config: Config, batches: MiniBatches, is_shown: bool) -> Iterator[None]:
     """Show the progress of the forward passes of policy, reference and teachers inside."""
     teachers = sum(teacher.url is None for teacher in config.teachers.values())
     num_models = int(config.needs_old_logprobs) + int(config.algorithm.kl_beta > 0) + teachers
@@ -122,7 +124,7 @@ def _shown_passes(config: Config, batches: Sequence[Sequence[PackedBatch]], is_s
 
 
 def update_policy(
-    config: Config, policy: Policy, batches: Sequence[Sequence[PackedBatch]], pace: Pace, is_shown: bool
+    config: Config, policy: Policy, batches: MiniBatches, pace: Pace, is_shown: bool
 ) -> list[StepMetrics]:
     """Run the optimizer steps of one rollout, and show their progress. Return the metrics of each step."""
     num_passes = sum(map(len, batches)) * (config.layout.vpp or 1) * config.batch.epochs
@@ -138,7 +140,7 @@ def update_policy(
 def attach_teacher_logprobs(
     config: Config,
     samples: Sequence[Sample],
-    batches: Sequence[Sequence[PackedBatch]],
+    batches: MiniBatches,
     teachers: Mapping[str, Teacher],
     runtime: Runtime,
 ) -> None:
@@ -178,7 +180,7 @@ def attach_teacher_logprobs(
             batch.teacher_logprobs = kept if batch.teacher_logprobs is None else batch.teacher_logprobs + kept
 
 
-def attach_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
+def attach_routes(batches: MiniBatches, samples: Sequence[Sample], runtime: Runtime) -> None:
     """Send the recorded experts of each sample to the data-parallel rank that trains it. Set the batches' routes."""
     trainers_N = torch.zeros(len(samples), dtype=torch.int64, device=runtime.device.torch_device)  # 1 + dp_rank
     for batch in chain.from_iterable(batches):
@@ -192,10 +194,10 @@ def attach_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sa
         batch.routes = routes_row(batch, samples)
 
 
-def check_routes(batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime) -> None:
+def check_routes(batches: MiniBatches, samples: Sequence[Sample], runtime: Runtime) -> None:
     """Raise MismatchError on all ranks if a packed row's experts differ from the recorded experts of a sample."""
     worst = 0  # 1 + index of a sample with wrong experts; 0 if there is none
-    for batch in (batch for mini_batch in batches for batch in mini_batch):
+    for batch in chain.from_iterable(batches):
         positions, cuts = batch.position_ids.numpy(), batch.cu_seqlens.tolist()
         for index, start, end in zip(batch.sample_indices, cuts, cuts[1:], strict=False):
             if (recorded := samples[index].routes) and batch.routes is not None:
@@ -286,7 +288,7 @@ def staleness_metrics(samples: Sequence[Sample], old_logprobs: Sequence[Tensor],
 def _attach_from_whole(
     a: AlgorithmConfig,
     groups: Sequence[Group],
-    batches: Sequence[Sequence[PackedBatch]],
+    batches: MiniBatches,
     old_logprobs: Sequence[Tensor],
     random: torch.Generator,
 ) -> None:
@@ -339,7 +341,7 @@ def _penalty(a: AlgorithmConfig, batch: PackedBatch) -> Tensor | None:
 
 def gather_responses(
     values_of: Callable[[PackedBatch], Tensor | None],
-    mini_batches: Sequence[Sequence[PackedBatch]],
+    mini_batches: MiniBatches,
     samples: Sequence[Sample],
     runtime: Runtime,
     first: int | None = None,
@@ -353,7 +355,7 @@ def gather_responses(
     device = runtime.device.torch_device
     values_N = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
     parts = values_N.split(lengths)
-    for batch in (b for mini in mini_batches for b in mini):
+    for batch in chain.from_iterable(mini_batches):
         values_T = values_of(batch)
         if values_T is not None and runtime.tp_rank == 0:
             for index, places in zip(batch.sample_indices, response_places(batch, samples), strict=True):
@@ -363,7 +365,7 @@ def gather_responses(
 
 
 def gather_old_logprobs(
-    mini_batches: Sequence[Sequence[PackedBatch]], samples: Sequence[Sample], runtime: Runtime, first: int | None = None
+    mini_batches: MiniBatches, samples: Sequence[Sample], runtime: Runtime, first: int | None = None
 ) -> list[Tensor]:
     """Return the old log-probs of the step's (first) samples after the update. Tokens outside the loss have NaN."""
 

@@ -165,7 +165,8 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
     newest = max((when for when, _, _ in written), default=0.0)
     # If the clock of this node is behind, its checkpoints must still count as newer.
     manifest = replace(manifest, written_at=max(time.time(), newest + _CLOCK_TICK_S))
-    _write_through(partial / MANIFEST, json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
+    (partial / MANIFEST).write_text(json.dumps({"format": FORMAT} | asdict(manifest), indent=1) + "\n")
+    sync_to_disk(partial / MANIFEST)
     sync_to_disk(partial)
     if any(path == final for _, _, path in written):
         remove(final)
@@ -177,7 +178,8 @@ def publish(folder: Path, manifest: Manifest, keep: int) -> None:
     os.rename(partial, final)
     sync_to_disk(folder)
     pointer = folder / f".{LATEST}"
-    _write_through(pointer, final.name + "\n")
+    pointer.write_text(final.name + "\n")
+    sync_to_disk(pointer)
     os.replace(pointer, folder / LATEST)
     sync_to_disk(folder)
     for old in surplus(folder, keep):
@@ -218,10 +220,3 @@ def _whole(folder: Path) -> list[tuple[float, int, Path]]:
             manifest = read_manifest(file.parent)
             checkpoints.append((manifest.written_at, manifest.step, file.parent))
     return sorted(checkpoints)
-
-
-def _write_through(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -28,7 +28,8 @@ from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import EngineError, SyncError
-from grpo_mega.observe.progress import FreeMemory, Timers, progress
+from grpo_mega.observe.progress import GIB, FreeMemory, Timers, progress
+from grpo_mega.run.saving import all_ranks
 from grpo_mega.types import StepMetrics
 from grpo_mega.weights.apply import buckets
 from grpo_mega.weights.plan import TransferPlan
@@ -150,10 +151,9 @@ class Colocation:
         Other ranks know only at the end of the update. So the rank must need none of them, for its passes and for its
         engine.
         """
-        can_sleep = self.memory is not None and self.config.sleep == "auto" and not self._takes_turns
-        if self.memory is None or not can_sleep or self.memory.ran_out or self.config.tp > 1:
+        if self.memory is None or self.policy is None or self.config.sleep != "auto" or self._takes_turns:
             return False
-        if self.policy is None or not self.policy.can_repeat_passes:
+        if self.memory.ran_out or self.config.tp > 1 or not self.policy.can_repeat_passes:
             return False
         self.memory.ran_out = True
         self.engine.sleep()
@@ -228,37 +228,24 @@ class GpuMemory:
     def both_fit(self) -> bool:
         """Return True if both fit on every rank and leave MARGIN of the device free. All ranks call it together."""
         is_enough = self._training_bytes + self._engine_bytes <= (1 - MARGIN) * self._total_bytes
-        answer = torch.tensor([int(is_enough and not self.ran_out)])
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-        return bool(answer)
+        return all_ranks(is_enough and not self.ran_out)
 
     def summary(self) -> str:
-        gib = 2**30
         return (
-            f"training peaks at {self._training_bytes / gib:.1f} GiB, the engine holds {self._engine_bytes / gib:.1f}"
-            f" GiB, of {self._total_bytes / gib:.1f} GiB"
+            f"training peaks at {self._training_bytes / GIB:.1f} GiB, the engine holds {self._engine_bytes / GIB:.1f}"
+            f" GiB, of {self._total_bytes / GIB:.1f} GiB"
         )
 
 
+@dataclass(frozen=True)
 class WeightSync:
-    def __init__(
-        self,
-        plan: TransferPlan,
-        dtype: torch.dtype,
-        bucket_bytes: int,
-        all_gather: AllGather,
-        *,
-        verify: bool = True,
-        ranks: dist.ProcessGroup | None = None,
-        shows_progress: bool = False,
-    ) -> None:
-        """`dtype`: the engine's dtype, for tensors that the plan does not quantise. `verify`: send and compare
-        checksums.
-
-        `ranks`: the group of all ranks of the plan; None for the default group.
-        """
-        self._plan, self._dtype, self._bucket_bytes, self._verify = plan, dtype, bucket_bytes, verify
-        self._all_gather, self._ranks, self._shows_progress = all_gather, ranks, shows_progress
+    plan: TransferPlan
+    dtype: torch.dtype  # the engine's dtype, for tensors that the plan does not quantise
+    bucket_bytes: int
+    all_gather: AllGather
+    verify: bool = True  # send and compare checksums
+    ranks: dist.ProcessGroup | None = None  # the group of all ranks of the plan; None: the default group
+    shows_progress: bool = False
 
     def sync_weights(self, tensors: Mapping[str, Tensor], engine: Receiver, *, version: int) -> int:
         """Fill the engine from the policy's `tensors` on all ranks. Return the bytes that this rank received from other
@@ -268,16 +255,16 @@ class WeightSync:
         differs.
         """
         self._check("starting a sync", engine.start_update(), "the engine's tensors do not match the plan")
-        num_bytes, num_rounds = 0, len(self._plan.rounds(self._bucket_bytes, self._dtype.itemsize))
-        with progress(num_rounds, "weight sync, buckets", self._shows_progress) as bar:
+        num_bytes, num_rounds = 0, len(self.plan.rounds(self.bucket_bytes, self.dtype.itemsize))
+        with progress(num_rounds, "weight sync, buckets", self.shows_progress) as bar:
             for bucket in buckets(
-                self._plan,
+                self.plan,
                 tensors,
-                dtype=self._dtype,
-                bucket_bytes=self._bucket_bytes,
+                dtype=self.dtype,
+                bucket_bytes=self.bucket_bytes,
                 allocate=engine.allocate,
-                group=self._ranks,
-                verify=self._verify,
+                group=self.ranks,
+                verify=self.verify,
             ):
                 engine.load(bucket)
                 num_bytes += bucket.num_bytes_received
@@ -287,7 +274,7 @@ class WeightSync:
 
     def _check(self, phase: str, problems: list[str], summary: str) -> None:
         """Raise SyncError on all ranks with the problems of the first rank that has any."""
-        for rank, names in enumerate(self._all_gather(phase, problems)):
+        for rank, names in enumerate(self.all_gather(phase, problems)):
             if names:
                 more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
                 raise SyncError(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
     description = f"prompts of {name}" if name else "held-out prompts"
     if config.eval.greedy:
         sampling = replace(rollouts.sampling, group_size=1, temperature=0.0, longest_first=False)
-        phases = _answered(rollouts, prompts, sampling, step, description, result)
-        groups = [group for groups in phases for group in groups]
+        groups = list(chain.from_iterable(answer(rollouts, prompts, sampling, step, description)))
+        result.num_failed += _num_failed(groups)
         if is_main:
             usable, dropped = drop_unusable(groups)
             result.num_unusable = len(dropped)
@@ -111,7 +112,7 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
             seed=config.seed + SEED_OFFSET,
             longest_first=False,
         )
-        _add_sampled(rollouts, result, _answered(rollouts, prompts, sampling, step, f"{description}, sampled", result))
+        _add_sampled(rollouts, result, answer(rollouts, prompts, sampling, step, f"{description}, sampled"))
     if result.num_failed:
         result.metrics["reward_errors"] = float(result.num_failed)
     return result
@@ -138,19 +139,28 @@ def is_correct(sample: Sample, rewards: RewardsConfig) -> bool:
     return has_full_marks(sample)
 
 
-def _answered(
-    rollouts: Rollouts, prompts: Sequence[Prompt], sampling: Sampling, step: int, description: str, result: Evaluated
+def answer(
+    rollouts: Rollouts,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    step: int,
+    description: str,
+    most_samples: int = MOST_SAMPLES,
 ) -> Iterator[list[Group]]:
-    """Yield the groups of all prompts in their order, phase by phase."""
-    size = max(1, MOST_SAMPLES // sampling.group_size)
+    """Yield the scored groups of all prompts in their order, phase by phase. A phase has at most `most_samples`."""
+    size = max(1, most_samples // sampling.group_size)
     for first in range(0, len(prompts), size):
         part = prompts[first : first + size]
         text = description if len(part) == len(prompts) else f"{description}, {first + 1} to {first + len(part)}"
         phase = rollouts.generate([Group(prompt, []) for prompt in part], step, text, sampling=sampling)
         groups, _ = rollouts.share(phase)
         rollouts.warn_of_failures(groups, text, known=set())
-        result.num_failed += sum("error" in sample.verdicts.values() for group in groups for sample in group.samples)
         yield groups
+
+
+def _num_failed(groups: Sequence[Group]) -> int:
+    """Return the number of answers with a reward function that raised or crashed."""
+    return sum("error" in sample.verdicts.values() for group in groups for sample in group.samples)
 
 
 def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Group]]) -> None:
@@ -162,9 +172,9 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
     rows = iter(result.rows)
     result.num_unusable = 0
     for groups in phases:
+        result.num_failed += _num_failed(groups)
         if rollouts.rendezvous.rank != 0:
             continue
-        result.num_unusable += len(drop_unusable(groups)[1])
         for group, row in zip(groups, rows, strict=False):
             # The normalized answer is the vote; "" if there is none.
             answers = [
@@ -174,6 +184,7 @@ def _add_sampled(rollouts: Rollouts, result: Evaluated, phases: Iterator[list[Gr
             correct = [is_correct(sample, rollouts.config.rewards) for sample in group.samples]
             is_usable = not drop_unusable([group])[1]
             row |= {"samples": len(answers), "solved": sum(correct) if is_usable else None, "answers": answers}
+            result.num_unusable += not is_usable
             if is_usable:
                 tallies.append(tally(answers, correct))
                 lengths += [sample.num_sampled for sample in group.samples]

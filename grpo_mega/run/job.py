@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.chat import load_demonstrations
@@ -64,7 +62,7 @@ from grpo_mega.run.model_files import (
     read_tokenizer,
     training_sampling,
 )
-from grpo_mega.run.saving import Checkpoints, verify_files
+from grpo_mega.run.saving import Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
 from grpo_mega.types import Prompt, StepMetrics, Turn
 
@@ -171,7 +169,7 @@ class TrainingJob:
     def save(self, step: int) -> None:
         """Start to save the policy and the run's progress after `step`. Files are written in the background."""
         assert self.policy is not None, "a rank without a policy saves nothing"
-        layout = self.runtime.layout
+        layout, algorithm = self.runtime.layout, self.config.algorithm
         self.checkpoints.save(
             self.policy,
             Manifest(
@@ -185,8 +183,8 @@ class TrainingJob:
                 draws=self.backlog.draws,
                 inputs=self.inputs.digests(),
                 adapter=self.config.model.recorded_lora,
-                kl_beta=None if self.config.algorithm.kl_target is None else self.policy.algorithm.kl_beta,
-                kl_beta_from=None if self.config.algorithm.kl_target is None else self.config.algorithm.kl_beta,
+                kl_beta=None if algorithm.kl_target is None else self.policy.algorithm.kl_beta,
+                kl_beta_from=None if algorithm.kl_target is None else algorithm.kl_beta,
             ),
             self.backlog.files() if self.is_main else {},
         )
@@ -255,8 +253,7 @@ class TrainingJob:
 
     def log_peak_memory(self) -> None:
         """Log the peak memory of each phase so far, as the maximum over ranks. All ranks call it."""
-        peaks: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(peaks, self.timers.peaks)
+        peaks = gather(self.timers.peaks)
         largest = {phase: max(p.get(phase, 0) for p in peaks) / 2**30 for phase in self.timers.peaks}
         owner = "GPU (tensors)" if self.runtime.device.is_cuda else "process"
         listed = ", ".join(f"{phase} {gib:.2f}" for phase, gib in sorted(largest.items(), key=lambda item: -item[1]))

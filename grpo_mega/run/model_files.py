@@ -56,6 +56,7 @@ from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
+from grpo_mega.run.saving import gather
 from grpo_mega.text import well_formed
 from grpo_mega.weights.apply import execute
 from grpo_mega.weights.boxes import Box, RankShards, whole
@@ -199,9 +200,9 @@ def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
                 teacher = Teacher(config, theirs.shape, theirs.family, theirs.hf_config, runtime, model.shape.vocab)
                 theirs.read_weights(teacher.load)
             policy.teachers[name] = teacher
-            continue
-        with runtime.raise_on_all_ranks():
-            check_server(name, settings.url)
+        else:
+            with runtime.raise_on_all_ranks():
+                check_server(name, settings.url)
     return policy
 
 
@@ -351,8 +352,7 @@ class InputDigests(threading.Thread):
                         bar.advance(_CHUNK * (num_done - num_seen))
                         num_seen = num_done
                         recorder().beat()
-            everyone: list[tuple[dict[tuple[str, int], str], str]] = [({}, "")] * dist.get_world_size()
-            dist.all_gather_object(everyone, (self._digests, self._problem))
+            everyone = gather((self._digests, self._problem))
             for _, problem in everyone:
                 if problem:
                     raise ConfigError(
@@ -361,10 +361,11 @@ class InputDigests(threading.Thread):
             by_file: dict[str, list[str]] = {}
             for (name, _), digest in sorted(item for digests, _ in everyone for item in digests.items()):
                 by_file.setdefault(name, []).append(digest)
-            joined = {name: hashlib.sha256("".join(pieces).encode()).hexdigest() for name, pieces in by_file.items()}
-            self._gathered = (
-                joined | {name: pieces[0] for name, pieces in by_file.items() if len(pieces) == 1} | self._data
-            )
+            joined = {
+                name: pieces[0] if len(pieces) == 1 else hashlib.sha256("".join(pieces).encode()).hexdigest()
+                for name, pieces in by_file.items()
+            }
+            self._gathered = joined | self._data
         return self._gathered
 
     def changes(self, recorded: Mapping[str, str]) -> list[str]:

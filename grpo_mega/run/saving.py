@@ -23,9 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from grpo_mega.run.checkpoints import clean, partial_name, publish
 if TYPE_CHECKING:
     from grpo_mega.megatron.policy import Policy
 
+T = TypeVar("T")
 MEMORY = Path("/dev/shm")
 PREFIX = "grpo_mega-staging-"
 SECONDS_FOR_OTHERS = 20.0  # after an error, how long this rank waits for other ranks to finish their parts
@@ -119,8 +121,7 @@ class Checkpoints:
             return
         self._writer.may_publish.set()
         self._wait(self._writer)
-        failures = [""] * dist.get_world_size()
-        dist.all_gather_object(failures, self._writer.failure)
+        failures = gather(self._writer.failure)
         self._writer = None
         for failure in filter(None, failures):
             step, self._last, self.saved_step = self.saved_step, None, None
@@ -196,22 +197,18 @@ def stage(write: Callable[[Path], None], num_bytes: int, disk: Path) -> list[Sta
     if `disk` is in the same file system. All ranks call it together.
     """
     rank = dist.get_rank()
-    nodes: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * dist.get_world_size()
     # An id of the tmpfs that this rank uses. Containers on one machine may have separate ones.
     machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
     tmpfs = machine, MEMORY.stat().st_dev if MEMORY.is_dir() else 0
-    dist.all_gather_object(nodes, (tmpfs, num_bytes))
     # By rank, only this node.
-    sizes = {other: size for other, (node, size) in enumerate(nodes) if node == tmpfs}
+    sizes = {other: size for other, (node, size) in enumerate(gather((tmpfs, num_bytes))) if node == tmpfs}
     leader = min(sizes)
     made, lock = None, None
     with suppress(OSError):  # there is no writable tmpfs
         has_room = rank == leader and sum(sizes.values()) < shutil.disk_usage(MEMORY).free / 2
         if has_room and MEMORY.stat().st_dev != disk.stat().st_dev:
             made, lock = make_locked_folder(PREFIX, MEMORY)
-    folders: list[Path | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(folders, made)
-    memory = folders[leader]
+    memory = gather(made)[leader]
     try:
         is_in_memory = all_ranks(memory is not None and is_private(memory))
         folder = memory if memory is not None and is_in_memory else disk
@@ -242,6 +239,13 @@ def all_ranks(value: bool) -> bool:
     flag = torch.tensor([int(value)])
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
+
+
+def gather(value: T, ranks: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all `ranks`. None: the default group. All of them call it."""
+    values = [value] * dist.get_world_size(ranks)
+    dist.all_gather_object(values, value, group=ranks)
+    return values
 
 
 def is_private(folder: Path) -> bool:
@@ -349,9 +353,7 @@ def verify_files(checkpoint: Path, manifest: Manifest, rank: int, world_size: in
         with path.open("rb") as file:
             if _digest(file, lambda _: recorder().beat()) != checksum:
                 wrong.append(f"checkpoint file {path} has changed since it was written (checksum differs)")
-    everyone: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(everyone, wrong)
-    for problem in (problem for one in everyone for problem in one):
+    for problem in chain.from_iterable(gather(wrong)):
         raise ResumeError(f"{problem}; put the name of an older step-N into {checkpoint.parent / LATEST} and resume")
 
 

@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +26,29 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from grpo_mega.distributed.device import Device
 from grpo_mega.observe.progress import Timers
 from grpo_mega.observe.run_log import RunLog
+from grpo_mega.run.saving import gather
 
 MAX_ALLOCATIONS = 200_000  # maximum number of allocations in a memory snapshot
 
 Span = tuple[str, int, int]  # (phase, start, end), times in nanoseconds since 1970
 
 
+@dataclass(frozen=True)
 class Tracer:
     """Traces the steps of log.profile. All ranks call `step` for every step."""
 
-    def __init__(
-        self,
-        steps: range,
-        folder: Path,
-        rank: int,
-        device: Device,
-        timers: Timers,
-        log: RunLog,
-        ranks: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Trace `steps` into files in `folder`. `ranks`: the group of all ranks. None: the default group."""
-        self._steps, self._folder = steps, folder
-        self._rank, self._device, self._timers, self._log, self._ranks = rank, device, timers, log, ranks
+    steps: range
+    folder: Path  # for the files
+    rank: int
+    device: Device
+    timers: Timers
+    log: RunLog
+    ranks: dist.ProcessGroup | None = None  # the group of all ranks; None: the default group
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Trace the context if this step is to be traced. If the trace cannot be written, log a warning."""
-        if step not in self._steps:
+        if step not in self.steps:
             yield
             return
         spans: list[Span] = []
@@ -65,51 +62,50 @@ class Tracer:
             finally:
                 spans.append((phase, phase_start, time.time_ns()))
 
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._device.is_cuda
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.device.is_cuda
         start = time.time_ns()
         with self._allocations(step), profile(activities=activities, acc_events=True) as profiler:
-            self._timers.watch = watched
+            self.timers.watch = watched
             try:
                 yield
             finally:
-                self._timers.watch = None
+                self.timers.watch = None
         spans.append((f"step {step}", start, time.time_ns()))
-        with self._timers("trace"):
-            everyone: list[tuple[str, list[Span]]] = [("", [])] * dist.get_world_size(self._ranks)
-            dist.all_gather_object(everyone, (f"rank {self._rank} on {platform.node()}", spans), group=self._ranks)
+        with self.timers("trace"):
+            everyone = gather((f"rank {self.rank} on {platform.node()}", spans), self.ranks)
             try:
-                self._folder.mkdir(exist_ok=True)
-                own = self._path(step, f"-rank-{self._rank}.json")
+                self.folder.mkdir(exist_ok=True)
+                own = self._path(step, f"-rank-{self.rank}.json")
                 profiler.export_chrome_trace(str(own))
                 trace = json.loads(own.read_text())
                 for event in trace["traceEvents"]:  # torch calls the process of every rank "python"
                     if (event.get("ph"), event.get("name"), event.get("pid")) == ("M", "process_name", os.getpid()):
-                        event["args"]["name"] = f"rank {self._rank}"
+                        event["args"]["name"] = f"rank {self.rank}"
                 own.write_text(json.dumps(trace))
-                if self._rank == 0:
+                if self.rank == 0:
                     path = self._path(step, ".json")
                     path.write_text(json.dumps(phase_trace(everyone)))
-                    self._log.message(
+                    self.log.message(
                         f"trace of step {step} in {path}, with a trace of each rank's operations in the same folder"
                     )
             except OSError as error:
-                self._log.warn(f"the trace of step {step} cannot be written ({error.strerror})")
+                self.log.warn(f"the trace of step {step} cannot be written ({error.strerror})")
 
     @contextmanager
     def _allocations(self, step: int) -> Iterator[None]:
-        if not self._device.is_cuda:
+        if not self.device.is_cuda:
             yield
             return
-        self._folder.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
         try:
             yield
-            torch.cuda.memory._dump_snapshot(str(self._path(step, f"-rank-{self._rank}.pickle")))
+            torch.cuda.memory._dump_snapshot(str(self._path(step, f"-rank-{self.rank}.pickle")))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _path(self, step: int, rest: str) -> Path:
-        return self._folder / f"step-{step:06d}{rest}"
+        return self.folder / f"step-{step:06d}{rest}"
 
 
 def phase_trace(everyone: list[tuple[str, list[Span]]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import SampleRows, num_logged, open_run_log, token_ends
+from grpo_mega.observe.run_log import num_logged, open_run_log, sample_row, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Context, Group, Prompt, Sample, Span
 
@@ -191,7 +191,7 @@ def test_token_texts_add_up_to_the_response_for_any_tokenizer() -> None:
 
 
 def test_a_row_of_a_conversation_has_turns_and_means_over_sampled_tokens() -> None:
-    (row,) = SampleRows(1).of(1, [make_group(1)], decode)
+    row = sample_row(1, 0, make_group(1).samples[0], decode, {})
     assert row["advantage"] == 0.5 and row.keys().isdisjoint({"messages", "turns", "contexts", "turn_rewards"})
     group = make_group(1)
     one = group.samples[0] = replace(
@@ -206,12 +206,12 @@ def test_a_row_of_a_conversation_has_turns_and_means_over_sampled_tokens() -> No
         advantages=torch.tensor([2.0, 0.0, 0.0, 2.0]),
         old_logprobs=[-0.1, 0.0, 0.0, -0.1],
     )
-    (row,) = SampleRows(1).of(1, [group], decode)
+    row = sample_row(1, 0, group.samples[0], decode, {})
     assert row["advantage"] == 2.0 and "advantages" not in row and row["mismatch"] == [0, 0, 0, 0.1]
     assert row["turns"] == [[0, 1], [3, 4]] and row["contexts"] == [[3, "XY"]] and row["messages"] == one.messages
     assert json.loads(json.dumps(row["turn_rewards"])) == [[0, 0.5]]
     one.advantages = torch.tensor([2.0, 0.0, 0.0, -1.0])
-    (row,) = SampleRows(1).of(1, [group], decode)
+    row = sample_row(1, 0, group.samples[0], decode, {})
     assert row["advantage"] == 0.5 and row["advantages"] == [2, 0, 0, -1]
 
 
