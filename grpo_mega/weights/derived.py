@@ -20,19 +20,10 @@ from typing import cast
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
-from grpo_mega.weights.families import GatedQKV, Stacked
+from grpo_mega.weights.families import Stacked
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard
 
-_IN_PROJ, _QKV = "self_attention.in_proj.weight", "self_attention.linear_qkv.weight"
-
-
-@dataclass(frozen=True)
-class ServedGatedQKV(GatedQKV):
-    """The query and the gate of each head of a rank, one head after the other, then its keys, then its values."""
-
-    def engine(self, shard: Shard) -> LocalTensor:
-        doubled = replace(shard.shape, num_heads=2 * shard.shape.num_heads)
-        return super(GatedQKV, self).engine(replace(shard, shape=doubled))
+_IN_PROJ = "self_attention.in_proj.weight"
 
 
 def served_family(family: Family, shape: ModelShape) -> Family:
@@ -52,8 +43,6 @@ def _served(row: Row) -> Iterator[Row]:
             hf = tuple(row.hf[tensor] for tensor in tensors)
             engine = row.hf[0].replace("in_proj_qkv", name)
             yield _renamed(replace(row, hf=hf, op=Stacked(own, in_proj.trailing), engine=engine))
-    elif row.megatron.endswith(_QKV):
-        yield _renamed(replace(row, op=ServedGatedQKV(("hidden",))))
     else:
         yield _renamed(row)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
@@ -252,6 +252,14 @@ def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
             )
 
 
+class Rows(NamedTuple):
+    """A run of rows of a Hugging Face tensor."""
+
+    name: str
+    start: int
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class Shard:
     """The input of an op: the tensor `local` of one tensor-parallel rank, made from the Hugging Face tensors
@@ -267,6 +275,15 @@ class Shard:
     def tensor(self, shape: Index, pieces: Iterable[tuple[Box, Index]]) -> LocalTensor:
         """Return a local tensor of this shape with each box at its offset."""
         return LocalTensor(shape, tuple(Piece(box, self.local, offset) for box, offset in pieces))
+
+    def stack(self, runs: Iterable[Rows], trailing: tuple[str, ...]) -> LocalTensor:
+        """Return a local tensor of runs of rows, one below the other. `trailing`: the dims after the rows."""
+        rest, pieces, row = self.shape.dims(trailing), [], 0
+        zeros = (0,) * len(rest)
+        for name, start, num_rows in runs:
+            pieces.append((Box(name, (start, *zeros), (start + num_rows, *rest)), (row, *zeros)))
+            row += num_rows
+        return self.tensor((row, *rest), pieces)
 
 
 class Op(Protocol):
