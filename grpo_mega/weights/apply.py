@@ -232,8 +232,8 @@ class _Exchange:
             piece = subtensor(self._sources, t.source)[region(t.source_offset, t.box.shape)]
             place = buffer[start : start + self._num_bytes(t)]
             start += place.numel()
+            key = t.source, t.source_offset, t.box.shape
             if t.is_quantised:
-                key = t.source, t.source_offset, t.box.shape
                 if key in quantised:
                     place.copy_(quantised[key][0])
                 else:  # FP8 values, followed by the scales of their blocks
@@ -245,7 +245,6 @@ class _Exchange:
                 continue
             dtype = torch.float32 if t.is_float32 else self._dtype
             piece = piece.to(dtype)
-            key = t.source, t.source_offset, t.box.shape
             if self._verify and key not in self._sums:
                 self._sums[key] = checksum(piece)
             if place.storage_offset() % dtype.itemsize:  # unaligned after quantised slices

@@ -154,7 +154,7 @@ def module_names(family: Family) -> list[str]:
 
 
 def _linear_rows(family: Family, shape: ModelShape) -> list[Row]:
-    return [row for row in family.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
+    return [row for row in family.rows if row.is_linear and row.is_in(shape)]
 
 
 def _short(name: str) -> str:

@@ -121,6 +121,7 @@ _OF = {
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 HYBRID = (*MULTIMODAL, *MULTIMODAL.values())  # model types with layers of linear attention (gated delta net)
 HYBRID_MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 # Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
@@ -139,11 +140,11 @@ class Field:
 
     def refuses(self, value: Any) -> str | None:
         """Return the required type of a value if the value has another type; None if it is right."""
-        kind = self.kind.removesuffix("?")
-        is_right, wording = _KINDS[kind]
-        if is_right(value) or (value is None and self.kind.endswith("?")):
+        is_right, wording = _KINDS[self.kind.removesuffix("?")]
+        may_be_null = self.kind.endswith("?")
+        if is_right(value) or (may_be_null and value is None):
             return None
-        return f"{wording} or null" if self.kind.endswith("?") else wording
+        return f"{wording} or null" if may_be_null else wording
 
 
 def _is_int(value: Any) -> bool:
@@ -188,15 +189,13 @@ Fields = dict[str, Any]
 _MAX_LAYERS, _MAX_COUNT, _MAX_SIZE = 10_000, 100_000, 10**12
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MOE_ROWS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-# Fields that every config.json of the model type has, although transformers has a default for them.
-_NEEDED_OF = {
-    "mixtral": ("num_local_experts",),
-    **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
+# MoE model types: the fields with the number of experts, the rows of an expert, and the rows of the shared expert.
+# Every config.json of the type has them, although transformers has a default for them.
+MOE_FIELDS = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
-    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
+    **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
+    **dict.fromkeys((*LATENT, "glm4_moe"), ("n_routed_experts", "moe_intermediate_size")),
 }
 _COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -211,7 +210,6 @@ _SIZES = (
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_NEEDS = {
     "linear": ("factor",),
@@ -232,7 +230,7 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     fields, aliases = dict(raw), ALIASES.get(model_type, {})
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
     rows = ("intermediate_size",) * ("intermediate_size" in FIELDS[model_type])
-    for name in (*_NEEDED, *rows, *_NEEDED_OF.get(model_type, ())):
+    for name in (*_NEEDED, *rows, *MOE_FIELDS.get(model_type, ())):
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
     for name, field in {**FIELDS[model_type], **SHARED_FIELDS}.items():
@@ -412,7 +410,7 @@ def _rope(fields: Fields, default_theta: float) -> Fields:
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    _check_rope(rope, is_latent=fields["model_type"] in _LATENT)
+    _check_rope(rope, is_latent=fields["model_type"] in LATENT)
     return rope
 
 

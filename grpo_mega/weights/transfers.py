@@ -40,10 +40,6 @@ class Transfer(NamedTuple):
     is_quantised: bool = False
 
     @property
-    def size(self) -> int:
-        return self.box.size
-
-    @property
     def is_float32(self) -> bool:
         return self.box.tensor.endswith(FLOAT32)
 
@@ -75,15 +71,10 @@ class Template:
     def at(self, transfer: Transfer, place: int) -> Transfer:
         """Return one of the transfers with the numbers of a place in its names."""
         i, e = self.layers[place // len(self.experts)], self.experts[place % len(self.experts)]
-        return Transfer(
-            transfer.source_rank,
-            transfer.target_rank,
-            transfer.source.format(i=i - self.source_first[0], e=e - self.source_first[1]),
-            transfer.target.format(i=i - self.target_first[0], e=e - self.target_first[1]),
-            transfer.source_offset,
-            transfer.target_offset,
-            transfer.box.numbered(i, e),
-            transfer.is_quantised,
+        return transfer._replace(
+            source=transfer.source.format(i=i - self.source_first[0], e=e - self.source_first[1]),
+            target=transfer.target.format(i=i - self.target_first[0], e=e - self.target_first[1]),
+            box=transfer.box.numbered(i, e),
         )
 
 

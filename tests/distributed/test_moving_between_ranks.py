@@ -118,9 +118,11 @@ def check_execute(rank: int, targets: Sequence[RankShards], bucket_bytes: int) -
     assert_equal([found], [filled(targets, TENSORS)[rank]])
     remote = [t for t in made.transfers() if t.source_rank != t.target_rank]
     assert (
-        received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
+        received
+        == sum(incoming for _, incoming in sizes)
+        == 8 * sum(t.box.size for t in remote if t.target_rank == rank)
     )
-    assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.size for t in remote if t.source_rank == rank)
+    assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.box.size for t in remote if t.source_rank == rank)
     limit = max(bucket_bytes, 8 * LONGEST_ROW)
     assert all(size <= limit for pair in sizes for size in pair), (sizes, limit)
 

@@ -29,11 +29,11 @@ def traffic_of(transfers: list[Transfer], world_size: int, ranks_per_node: int) 
     for t in transfers:
         is_near = t.source_rank // ranks_per_node == t.target_rank // ranks_per_node
         if t.source_rank == t.target_rank:
-            moved["same_rank"] += 4 * t.size
+            moved["same_rank"] += 4 * t.box.size
         else:
-            moved["same_node" if is_near else "between_nodes"] += 4 * t.size
-            sent[t.source_rank] += 4 * t.size
-            received[t.target_rank] += 4 * t.size
+            moved["same_node" if is_near else "between_nodes"] += 4 * t.box.size
+            sent[t.source_rank] += 4 * t.box.size
+            received[t.target_rank] += 4 * t.box.size
     return Traffic(**moved, sent=tuple(sent), received=tuple(received))
 
 

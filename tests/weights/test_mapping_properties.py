@@ -107,7 +107,7 @@ def test_a_plan_moves_only_the_elements_that_each_rank_lacks(case: Case, to_engi
     tensors = numbered(case.family, case.shape)
     received: dict[int, int] = defaultdict(int)
     for t in plan(sources, targets).transfers():
-        received[t.target_rank] += t.size if t.source_rank != t.target_rank else 0
+        received[t.target_rank] += t.box.size if t.source_rank != t.target_rank else 0
     for rank, target in enumerate(targets):
         source = sources[rank] if rank < len(sources) else {}
         assert received[rank] == lower_bound(source, target, tensors)
@@ -124,7 +124,7 @@ def test_replicas_share_the_sending() -> None:
         held |= whole(f"t{i}", 5)
     sent: dict[int, int] = defaultdict(int)
     for t in plan([held] * 3 + [{}] * 3, [{}] * 3 + [held] * 3).transfers():
-        sent[t.source_rank] += t.size
+        sent[t.source_rank] += t.box.size
     assert sent == {0: 60, 1: 60, 2: 60}
 
 
