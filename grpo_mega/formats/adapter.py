@@ -90,11 +90,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, family:
     """
     from safetensors.torch import save_file
 
-    from grpo_mega.formats.output import publish_folder
+    from grpo_mega.formats.output import make_partial, publish_folder
 
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = make_partial(folder)
     named = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(named, partial / WEIGHTS, metadata={"format": "pt"})
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -135,13 +133,11 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
     """Write W + alpha / rank B A, computed in fp32, for each weight W of the base, in model.dtype."""
     from safetensors.torch import save_file
 
-    from grpo_mega.formats.output import publish_folder
+    from grpo_mega.formats.output import make_partial, publish_folder
     from grpo_mega.formats.reader import joined, open_reader, torch_dtype
 
     assert model.lora is not None
-    partial, scale = out.with_name(out.name + ".partial"), model.lora.alpha / model.lora.rank
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial, scale = make_partial(out), model.lora.alpha / model.lora.rank
     dtype = torch_dtype(FROM_TORCH[model.resolved_dtype])
     with open_reader(model.path, family, shape) as base:
         sizes = family.hf_tensors(shape) | {name: base.shape(name) for name in extra_names(base.names)}

@@ -183,13 +183,12 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         is_number = iteration.isascii() and iteration.isdigit()
         candidates.append(path / (f"iter_{int(iteration):07d}" if is_number else iteration))
     state = next((c for c in candidates if is_distributed_checkpoint(c)), None)
-    manifest = None
-    if state is not None and (state.parent / MANIFEST).exists():
-        try:
-            manifest = read_manifest(state.parent)
-        except ResumeError as error:
-            raise WeightMappingError(str(error)) from None
-    export = _newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
+    try:
+        manifest = read_manifest(state.parent) if state is not None and (state.parent / MANIFEST).exists() else None
+        export = newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
+        own_export = newer_export(path.parent, None) if path.name == EXPORT_DIR else None
+    except ResumeError as error:
+        raise WeightMappingError(str(error)) from None
     if export is not None and _is_hugging_face(export.folder):
         note, folder = export_note(export, manifest), export.folder
         return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
@@ -200,8 +199,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
     if state is not None:
         return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
     if _is_hugging_face(path):
-        export = _newer_export(path.parent, None) if path.name == EXPORT_DIR else None
-        return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=export)
+        return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=own_export)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
         " give one"
@@ -318,13 +316,6 @@ def _name_in(path: Path) -> str:
         return read_name(path)
     except (OSError, ValueError) as error:
         raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
-
-
-def _newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
-    try:
-        return newer_export(run_dir, last)
-    except ResumeError as error:
-        raise WeightMappingError(str(error)) from None
 
 
 def _side_of(state: Path) -> Path:

@@ -191,7 +191,7 @@ _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_head
 _MOE_ROWS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 # MoE model types: the fields with the number of experts, the rows of an expert, and the rows of the shared expert.
 # Every config.json of the type has them, although transformers has a default for them.
-MOE_FIELDS = {
+MOE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
