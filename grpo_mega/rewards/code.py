@@ -38,6 +38,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import ConfigError
 from grpo_mega.processes import kill_session
 from grpo_mega.rewards.api import NoScore, Score
 from grpo_mega.rewards.math.answer import conclusion_of, whole_turn
@@ -77,10 +78,13 @@ def code(
     if not blocks:
         return Score(0.0, "wrong")
     programs = [(f"{blocks[-1]}\n{text}", given) for text, given, _ in cases]
-    try:
-        runs = _run_twice(programs, timeout_s, stops_early=not partial)
-    except SandboxFailed as error:
-        raise NoScore(str(error)) from None
+    for num_left in (1, 0):  # if the sandbox itself fails, try again once
+        try:
+            runs = run_programs(programs, timeout_s, total_s=timeout_s, stops_early=not partial)
+            break
+        except SandboxFailed as error:
+            if not num_left:
+                raise NoScore(str(error)) from None
     verdicts = [_verdict(run, expected) for run, (_, _, expected) in zip(runs, cases, strict=False)]
     failed = [verdict for verdict in verdicts if verdict != "correct"]
     value = 1.0 - len(failed) / len(cases) if partial else float(not failed)
@@ -88,12 +92,12 @@ def code(
 
 
 def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
-    """Raise ValueError if the pool would end a check before its programs time out."""
+    """Raise ConfigError if the pool would end a check before its programs time out."""
     needed = options.get("timeout_s", TIMEOUT_S) + START_S
     if deadline_s < needed:
-        raise ValueError(
-            f"rewards.deadline_s={deadline_s:g} leaves no time for timeout_s and the start of the sandbox; raise it to"
-            f" {needed:g}"
+        raise ConfigError(
+            f"reward function 'code': rewards.deadline_s={deadline_s:g} leaves no time for timeout_s and the start of"
+            f" the sandbox; raise it to {needed:g}"
         )
 
 
@@ -146,14 +150,6 @@ def _verdict(run: Run, expected: str | None) -> str:
     return "correct" if lines[0] == lines[1] else "wrong"
 
 
-def _run_twice(programs: list[tuple[str, str]], timeout_s: float, *, stops_early: bool) -> list[Run]:
-    """Run the programs. If the sandbox itself fails, try again once."""
-    try:
-        return run_programs(programs, timeout_s, total_s=timeout_s, stops_early=stops_early)
-    except SandboxFailed:
-        return run_programs(programs, timeout_s, total_s=timeout_s, stops_early=stops_early)
-
-
 def _parsed(value: Any) -> Any:
     """Return the value of a JSON text, and anything else as it is."""
     try:
@@ -203,7 +199,6 @@ def run_programs(
     total_s: float = math.inf,
     stops_early: bool = False,
     isolates: bool | None = None,
-    memory_bytes: int = MEMORY_BYTES,
 ) -> list[Run]:
     """Run pairs of a program and its standard input one after another, each in fresh processes, and return outcomes.
 
@@ -211,13 +206,13 @@ def run_programs(
     program that does not finish. `isolates`: whether to use namespaces; None uses them where the kernel allows it.
     Raises SandboxFailed.
     """
-    request: dict[str, Any] = {
+    request = {
         "programs": list(programs),
         "timeout_s": timeout_s,
         "total_s": min(total_s, len(programs) * timeout_s),
         "stops_early": stops_early,
         "isolates": missing_sandbox() is None if isolates is None else isolates,
-        "memory_bytes": memory_bytes,
+        "memory_bytes": MEMORY_BYTES,
         "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }

@@ -102,17 +102,9 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
             function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
-    if name == "code":
-        from grpo_mega.rewards.code import check_deadline as check_time
-
-        try:
-            check_time(options, deadline_s)
-        except ValueError as error:
-            raise ConfigError(f"reward function 'code': {error}") from None
-    if name == "reward_model":
-        from grpo_mega.rewards.reward_model import check_deadline  # imported late, because its imports take time
-
-        check_deadline(options, deadline_s)
+    if name in OF_PROGRAMS | OF_SERVERS:
+        module = importlib.import_module(BUILT_IN[name].rpartition(".")[0])
+        module.check_deadline(options, deadline_s)
 
 
 def bind(name: str, options: Mapping[str, Any], step_splitter: str, code_dir: Path | None = None) -> RewardFunction:
