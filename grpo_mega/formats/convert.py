@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import skip_data
 
 from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
@@ -47,7 +45,7 @@ from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Frame, Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.reader import torch_dtype
-from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, known_dtype, target_of
+from grpo_mega.formats.slices import ITEM_BYTES, STORAGE_NAMES, TORCH_NAMES, known_dtype, target_of
 from grpo_mega.weights.boxes import Index, LocalTensor, alone, whole
 from grpo_mega.weights.spec import ModelShape
 
@@ -274,14 +272,37 @@ def state_bytes() -> bytes:
 @cache
 def frame_of(dtype: str, shape: Index) -> Frame:
     """Return what `torch.save` writes around the bytes of a contiguous tensor. Its CRC32 is 0 until it is known."""
-    with FakeTensorMode():
-        tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+    described = io.BytesIO()
+    _Pickler(described, tensor, STORAGE_NAMES[dtype]).dump(tensor)
     sink = _Sink()
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(tensor, sink)
+    writer: Any = torch._C.PyTorchFileWriter(sink)
+    for name, content in (("data.pkl", described.getvalue()), ("byteorder", b"little")):
+        writer.write_record(name, content, len(content))
+    writer.write_record_metadata("data/0", tensor.nbytes)
+    writer.write_end_of_file()
     before, after = sink.parts
     # The first CRC32 follows the signature of the data descriptor; the second precedes the name in the directory.
     return Frame(bytes(before), bytes(after), (4, after.rindex(b"archive/data/0") - 30))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tensor without memory like torch.save pickles a tensor whose bytes are in the record data/0."""
+
+    def __init__(self, file: io.BytesIO, tensor: torch.Tensor, storage_name: str) -> None:
+        super().__init__(file, protocol=2)
+        self._tensor, self._storage_name = tensor, storage_name
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is not self._tensor:
+            return NotImplemented
+        arguments: tuple[Any, ...] = (obj.untyped_storage(), 0, tuple(obj.shape), obj.stride(), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.UntypedStorage):
+            return None
+        return "storage", getattr(torch, self._storage_name), "0", "cpu", self._tensor.numel()
 
 
 class _Sink(io.BytesIO):

@@ -164,12 +164,11 @@ class MegatronWeights:
 
             def check(chunk: Chunk) -> None:
                 extent = self._extents[chunk]
-                block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0, 0
-                while done < extent.num_bytes:
+                block, crc = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0
+                for done in range(0, extent.num_bytes, BLOCK_BYTES):
                     view = block[: extent.num_bytes - done]
                     self._reader.read_into(extent.path, extent.offset + done, view)
                     crc = crc32(view, crc)
-                    done += len(view)
                 if crc != self._crcs[chunk]:
                     raise WeightMappingError(
                         f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset"

@@ -44,7 +44,8 @@ FP8 = "F8_E4M3"  # dtype of block-quantised checkpoints
 ITEM_BYTES = {name: int(size) for name, size, _, _ in _ROWS} | {"U64": 8, "U32": 4, "U16": 2, "F8_E8M0": 1}
 TORCH_NAMES = {name: torch for name, _, torch, _ in _ROWS}
 FROM_TORCH = {torch: name for name, torch in TORCH_NAMES.items()}
-FROM_STORAGE = {storage: name for name, _, _, storage in _ROWS if storage != "-"}
+STORAGE_NAMES = {name: storage for name, _, _, storage in _ROWS if storage != "-"}
+FROM_STORAGE = {storage: name for name, storage in STORAGE_NAMES.items()}
 
 
 def known_dtype(dtype: str | None) -> str | None:
@@ -233,4 +234,5 @@ def matrix(shape: Index) -> tuple[int, int]:
 
 
 def row_and_column(index: Index) -> tuple[int, int]:
-    return (index[0], 0) if len(index) == 1 else (index[0], index[1])
+    row, column, *_ = (*index, 0)
+    return row, column

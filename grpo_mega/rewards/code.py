@@ -7,8 +7,8 @@ sandbox_main.py. Where the kernel forbids namespaces, the limits and the time ho
 and read and write files as an unprivileged user. `missing_sandbox` says so.
 
 `verdict` of a run: "finished" (exit status 0), "error" (an exception, another status or a signal), "timeout",
-"memory", "output" (more than MAX_OUTPUT_BYTES) or "refused" (an exception because the sandbox denies network, files or
-processes).
+"memory", "output" (more than sandbox_main.OUTPUT_BYTES) or "refused" (an exception because the sandbox denies
+network, files or processes).
 
 The reward `code` runs the last fenced block of Python after the thought. The cases are in the first of these places:
 
@@ -166,8 +166,6 @@ def _lines(value: Any) -> list[str]:
     return [] if not value else [value] if isinstance(value, str) else list(map(str, value))
 
 
-MAX_OUTPUT_BYTES = 1 << 20
-MEMORY_BYTES = 1 << 30  # address space of each process of a program
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
 _SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
@@ -212,8 +210,6 @@ def run_programs(
         "total_s": min(total_s, len(programs) * timeout_s),
         "stops_early": stops_early,
         "isolates": missing_sandbox() is None if isolates is None else isolates,
-        "memory_bytes": MEMORY_BYTES,
-        "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }
     answer = _run_sandbox(request, _SANDBOX_START_S + request["total_s"])

@@ -33,6 +33,8 @@ from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
 NOBODY = 65534
 MAX_PROCESSES, MAX_FILES, FOLDER_BYTES = 64, 64, 64 << 20
+MEMORY_BYTES = 1 << 30  # address space of each process of a program
+OUTPUT_BYTES = 1 << 20  # limit of each output of a program
 _NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
@@ -211,9 +213,8 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(done_end, False)
     with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
         is_done = os.read(done_end, len(word)) == word
-    most = request["output_bytes"]
-    texts = [os.pread(fd, most, 0).decode(errors="replace") for fd in streams[1:]]
-    is_full = any(os.fstat(fd).st_size >= most for fd in streams[1:])
+    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:]]
+    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
     for fd in (*streams, done_end):
         os.close(fd)
     verdicts = {_OUT_OF_MEMORY: "memory", -signal.SIGKILL: "memory", _REFUSED: "refused", -signal.SIGXCPU: "timeout"}
@@ -258,10 +259,10 @@ def _drop_rights(request: dict[str, Any]) -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     seconds = math.ceil(request["timeout_s"]) + 1
     for limit, value in (
-        (resource.RLIMIT_AS, request["memory_bytes"]),
+        (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, request["output_bytes"]),
+        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
         (resource.RLIMIT_NOFILE, MAX_FILES),
         (resource.RLIMIT_CORE, 0),
     ):

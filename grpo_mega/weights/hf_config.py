@@ -238,7 +238,7 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         given = other_names.get(name, name)
         if given in raw and (must_be := field.refuses(raw[given])):
             raise _wrong(given, raw[given], must_be)
-    for name in ("id2label", "label2id"):
+    for name in ("id2label", "label2id", "rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name), dict | None):
             raise _wrong(name, fields[name], "an object or null")
     _check_numbers(fields)
@@ -385,9 +385,6 @@ def _check_numbers(fields: Fields) -> None:
 def _rope(fields: Fields, default_theta: float) -> Fields:
     """Return the rotary embedding's parameters from `rope_parameters`, `rope_scaling` and single fields."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if value is not None and not isinstance(value, dict):
-            raise _wrong(name, value, "an object or null")
     if scaling and parameters and dict(scaling) != dict(parameters):
         raise WeightMappingError(
             f"config.json has rope_scaling={_shown(scaling)}, which contradicts rope_parameters={_shown(parameters)}; "
