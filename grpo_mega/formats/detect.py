@@ -211,7 +211,7 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     checkpoint = find_checkpoint(path, config_folder)
     _, shape = checkpoint.model()
     weights = checkpoint.open()
-    dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
+    dtypes = Counter(TORCH_NAMES[weights.dtype(name)] for name in weights.shapes)
     manifest, export = checkpoint.manifest, checkpoint.export
     step = manifest.step if manifest else export.step if export else None
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
@@ -320,9 +320,7 @@ def _name_in(path: Path) -> str:
 
 def _side_of(state: Path) -> Path:
     """Return the folder with config.json: `state`, a folder above it, or the model that a run's config.yaml names."""
-    if (state / "config.json").is_file():
-        return state
-    for folder in list(state.resolve().parents)[:4]:
+    for folder in (state, *list(state.resolve().parents)[:4]):
         if (folder / "config.json").is_file():
             return folder
         config = folder / CONFIG_FILE

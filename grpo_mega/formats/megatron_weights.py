@@ -235,11 +235,15 @@ class MegatronWeights:
         return self._saved[key]
 
 
+@dataclass(eq=False)
 class _Section(io.RawIOBase):
     """A part of a file, as a separate file object."""
 
-    def __init__(self, files: Files, path: Path, start: int, length: int) -> None:
-        self._files, self._path, self._start, self._length, self._at = files, path, start, length, 0
+    files: Files
+    path: Path
+    start: int
+    length: int
+    at: int = 0
 
     def seekable(self) -> bool:
         return True
@@ -248,14 +252,14 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
         if at < 0:
             raise OSError(f"offset {offset} is before the start of the file")
-        self._at = at
+        self.at = at
         return at
 
     def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self._length - self._at))
-        self._files.read_into(self._path, self._start + self._at, memoryview(buffer)[:length])
-        self._at += length
+        length = max(0, min(len(buffer), self.length - self.at))
+        self.files.read_into(self.path, self.start + self.at, memoryview(buffer)[:length])
+        self.at += length
         return length

@@ -32,11 +32,10 @@ MAX_CUT = 4
 _REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 Decode = Callable[[Sequence[int]], str]
 
-VERDICTS = (
-    *("correct", "wrong", "unparsable", "gold_unparsable", "well_formed", "malformed", "oracle_right", "oracle_wrong"),
-    *("steps_right", "steps_wrong", "no_steps", "scored", "not_applicable", "timeout", "error"),
-    *("memory", "output", "refused", "length", "turns", "deadline"),
-)
+VERDICTS = """
+    correct wrong unparsable gold_unparsable well_formed malformed oracle_right oracle_wrong steps_right
+    steps_wrong no_steps scored not_applicable timeout error memory output refused length turns deadline
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 
 
 class Scorer:

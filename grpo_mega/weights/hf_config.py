@@ -197,16 +197,15 @@ MOE_FIELDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
     **dict.fromkeys((*LATENT, "glm4_moe"), ("n_routed_experts", "moe_intermediate_size")),
 }
-_COUNTS = (
-    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
-    *("n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", *_MOE_ROWS, "head_dim", "max_position_embeddings"),
-    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-)
+_COUNTS = """
+    num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts n_shared_experts
+    num_experts_per_tok n_group topk_group decoder_sparse_step linear_num_key_heads linear_num_value_heads
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
+_SIZES = """
+    vocab_size hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim
+    max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads

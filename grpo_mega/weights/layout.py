@@ -50,11 +50,10 @@ class MegatronLayout:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Return (tp_rank, pp_rank, dp_rank) of a global rank."""
-        index, rank = {"tp": rank % self.tp}, rank // (self.tp * self.cp)
-        for axis in self.order.split("-")[1:]:
-            size = getattr(self, axis)
-            index[axis], rank = rank % size, rank // size
-        return index["tp"], index["pp"], index["dp"]
+        tp_rank, others = rank % self.tp, rank // (self.tp * self.cp)
+        if self.order == "tp-dp-pp":
+            return tp_rank, others // self.dp, others % self.dp
+        return tp_rank, others % self.pp, others // self.pp
 
     def cp_rank(self, rank: int) -> int:
         """Return the cp_rank of a global rank."""
