@@ -282,11 +282,10 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
     difference.extra = sorted(set(other_shapes) - set(shapes))
     common = []
     for name in (n for n in shapes if n in other_shapes):
-        sides = [(shapes[name], ours.dtype(name)), (other_shapes[name], theirs.dtype(name))]
-        if sides[0] == sides[1]:
+        in_a, in_b = (f"{side.dtype(name)} {list(side.shapes[name])}" for side in (ours, theirs))
+        if in_a == in_b:
             common.append(name)
         else:
-            in_a, in_b = (f"{dtype} {list(shape)}" for shape, dtype in sides)
             difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
     with (

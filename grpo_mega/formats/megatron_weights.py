@@ -78,12 +78,13 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
         of_layer, of_expert = (tensors(family.rows_of(kind, shape, span)) for kind in ("layer", "expert"))
         for layer in layers:
             stack, place = stacked_layers(shape, layer)
-            for keys, tensor in of_layer:
-                yield Stored(_numbered(keys, shape, layer), stack, place, tensor.numbered(layer, 0))
+            found = [Stored(keys, stack, place, tensor.numbered(layer, 0)) for keys, tensor in of_layer]
             for expert in range(shape.num_experts):
-                for keys, tensor in of_expert:
-                    own = tensor.numbered(layer, expert)
-                    yield Stored(_numbered(keys, shape, layer), (*stack, shape.num_experts), (*place, expert), own)
+                dims, at = (*stack, shape.num_experts), (*place, expert)
+                found += [Stored(keys, dims, at, tensor.numbered(layer, expert)) for keys, tensor in of_expert]
+            prefix = "layers." if stack else f"layers.{layer}."
+            for one in found:
+                yield replace(one, keys=tuple(key.replace("layers.", prefix, 1) for key in one.keys))
 
 
 def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
@@ -95,10 +96,6 @@ def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
 def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
     """Return the leading dims of a layer's keys, and the layer's place in them; empty if layers differ."""
     return ((), ()) if shape.has_unequal_layers else ((shape.num_layers,), (layer,))
-
-
-def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str, ...]:
-    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.has_unequal_layers else keys
 
 
 class MegatronWeights:

@@ -221,13 +221,11 @@ def run_programs(
 @cache
 def missing_sandbox() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
+    request = {"programs": [], "isolates": True, "folders": _python_folders()}
     try:
-        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _SANDBOX_START_S)[
-            "missing"
-        ]
+        return _run_sandbox(request, _SANDBOX_START_S)["missing"] or None
     except SandboxFailed as error:
-        problem = str(error)
-    return problem or None
+        return str(error)
 
 
 def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:

@@ -299,14 +299,15 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             pending, self._pending = self._pending, {}
             self._checks.end_rollout()
-        for sample in pending.values() if self._is_judged else ():
+        for key, sample in pending.items() if self._is_judged else ():
             judged = sample.outcomes[ACCURACY]
             if COSINE in self._weights:
                 sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
             if LENGTH in self._weights:
-                group = [pending[key] for key in sample.group if key in pending]
-                scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
-                sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
+                keys = [one for one in sample.group if one in pending]
+                judgements = [pending[one].outcomes[ACCURACY] for one in keys]
+                scores = len_reward(judgements, [pending[one].length for one in keys])
+                sample.outcomes[LENGTH] = scores[keys.index(key)]
             if error := sample.errors.pop(ACCURACY, None):
                 sample.errors |= {name: error for name in self._weights if name in JUDGED}
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}

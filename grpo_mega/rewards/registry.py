@@ -195,13 +195,12 @@ def call_group(
         values[FINISH_REASON] = [one[FINISH_REASON] for _, _, _, one in samples]
     if conversations:
         values[MESSAGES] = list(conversations)
-    parameters = _parameters_of(function)
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        values = {name: value for name, value in values.items() if name in parameters}
     # Options of the config take precedence over data columns with the same name.
-    options = getattr(function, "keywords", {})
+    parameters, options = _parameters_of(function), getattr(function, "keywords", {})
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = [name for name in values if name not in options and (takes_all or name in parameters)]
     try:
-        returned = function(**{name: value for name, value in values.items() if name not in options})
+        returned = function(**{name: values[name] for name in taken})
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
     except TypeError as error:

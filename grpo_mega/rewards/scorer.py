@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from grpo_mega.errors import RewardError
@@ -102,12 +103,13 @@ class Scorer:
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
             # By token, because steps that end at the same token become one step.
             is_chat = sample.messages is not None
-            rewards = dict(zip(sample.step_ends, sample.step_rewards, strict=True)) if is_chat else {}
+            rewards = defaultdict(float, zip(sample.step_ends, sample.step_rewards, strict=True) if is_chat else ())
             start = sample.last_turn
             tokens = tokens_at(sample.response_ids[start:], self._decode, [step.end for step in result.steps])
             for token, step in zip(tokens, result.steps, strict=True):
-                rewards[start + token] = rewards.get(start + token, 0.0) + step.value
-            sample.step_ends, sample.step_rewards = sorted(rewards), [rewards[token] for token in sorted(rewards)]
+                rewards[start + token] += step.value
+            sample.step_ends = sorted(rewards)
+            sample.step_rewards = [rewards[token] for token in sample.step_ends]
 
     def check(self) -> None:
         """Raise RewardError if this rollout and earlier ones show that a reward function is broken."""

@@ -362,14 +362,12 @@ def _check_numbers(fields: Fields) -> None:
             raise _wrong(name, value, f"a positive whole number up to {limit:,}")
     if (fields.get("first_k_dense_replace") or 0) < 0:
         raise _wrong("first_k_dense_replace", fields["first_k_dense_replace"], "0 or more")
-    for name, most in (("rms_norm_eps", 1.0), ("routed_scaling_factor", 1e6)):
-        if name in fields and not 0 < fields[name] <= most:
-            raise _wrong(name, fields[name], f"above 0 and at most {most:g}")
+    for name, most in (("rms_norm_eps", 1), ("routed_scaling_factor", 1e6), ("partial_rotary_factor", 1)):
+        value = fields.get(name)
+        if value is not None and not (_is_number(value) and 0 < value <= most):
+            raise _wrong(name, value, f"above 0 and at most {most:g}")
     if not 0 <= fields["initializer_range"] <= 1:
         raise _wrong("initializer_range", fields["initializer_range"], "from 0 to 1")
-    partial = fields.get("partial_rotary_factor")
-    if partial is not None and not (_is_number(partial) and 0 < partial <= 1):
-        raise _wrong("partial_rotary_factor", partial, "above 0 and at most 1")
     for name in _TOKENS:
         ids = fields[name] if isinstance(fields[name], list) else [fields[name]]
         is_default = fields[name] == FIELDS[fields["model_type"]][name].default
