@@ -63,10 +63,9 @@ class _Pair:
     chosen: tuple[int, ...]
     rank: int
 
-    def _local(self, shard: Shard) -> tuple[LocalTensor, dict[str, int]]:
-        """Return the layer's weight on a rank, and the index among the chosen ones of each of its matrices."""
-        numbers = tuple(str(i) for i in range(len(self.base.hf_shapes(shard.shape))))
-        return self.base.megatron(replace(shard, names=numbers)), {str(i): k for k, i in enumerate(self.chosen)}
+    def _weight(self, shard: Shard) -> LocalTensor:
+        """Return the layer's weight on a rank. Its matrices have their indexes as names."""
+        return self.base.megatron(replace(shard, names=_numbers(self.base, shard.shape)))
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class LoraA(_Pair):
         return tuple((self.rank, self.base.hf_shapes(shape)[i][1]) for i in self.chosen)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        weight, _ = self._local(shard)
-        start, stop = weight.pieces[0].box.start[1], weight.pieces[0].box.stop[1]
+        box = self._weight(shard).pieces[0].box
+        start, stop = box.start[1], box.stop[1]
         boxes = [Box(name, (0, start), (self.rank, stop)) for name in shard.names]
         pieces = [(box, (k * self.rank, 0)) for k, box in enumerate(boxes)]
         return shard.tensor((len(boxes) * self.rank, stop - start), pieces)
@@ -90,10 +89,10 @@ class LoraB(_Pair):
         return tuple((self.base.hf_shapes(shape)[i][0], self.rank) for i in self.chosen)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        weight, chosen = self._local(shard)
+        weight, chosen = self._weight(shard), {str(i): name for i, name in zip(self.chosen, shard.names, strict=True)}
         pieces = [
             (
-                Box(shard.names[chosen[p.box.tensor]], (p.box.start[0], 0), (p.box.stop[0], self.rank)),
+                Box(chosen[p.box.tensor], (p.box.start[0], 0), (p.box.stop[0], self.rank)),
                 (p.offset[0], 0),
             )
             for p in weight.pieces
@@ -133,7 +132,7 @@ def whole_layers(family: Family, shape: ModelShape, targets: Sequence[str]) -> t
 
 def _parts_with(chosen: Sequence[int], row: Row, shape: ModelShape) -> tuple[str, ...]:
     """Return the suffixes of the keys of the chosen matrices' rows."""
-    pieces = row.op.megatron(Shard(tuple(str(i) for i in range(len(row.hf))), "", shape)).pieces
+    pieces = row.op.megatron(Shard(_numbers(row.op, shape), "", shape)).pieces
     parts = zip(row.saved_as, pieces, strict=True) if row.saved_as else ()
     return tuple(part for part, piece in parts if int(piece.box.tensor) in chosen)
 
@@ -155,6 +154,10 @@ def module_names(family: Family) -> list[str]:
 
 def _linear_rows(family: Family, shape: ModelShape) -> list[Row]:
     return [row for row in family.rows if row.is_linear and row.is_in(shape)]
+
+
+def _numbers(op: Op, shape: ModelShape) -> tuple[str, ...]:
+    return tuple(map(str, range(len(op.hf_shapes(shape)))))
 
 
 def _short(name: str) -> str:

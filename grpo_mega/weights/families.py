@@ -188,11 +188,10 @@ OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
 
 
-def _row(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None, *, engine: str | None = None) -> Row:
-    """Return the row of one weight of a layer: a linear layer split along `axis`, or a norm."""
-    return Row(
-        (f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", Copy(dims, axis), engine=engine, is_linear=len(dims) == 2
-    )
+def _row(hf: str, megatron: str, dims: str, axis: int | None = None, *, engine: str | None = None) -> Row:
+    """Return the row of one weight of a layer: a linear layer [rows, columns] split along `axis`, or a norm."""
+    op = Copy(tuple(dims.split()), axis)
+    return Row((f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", op, engine=engine, is_linear=len(op.dims) == 2)
 
 
 def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
@@ -206,7 +205,7 @@ def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
 
 
 def _qk_norms(width: str) -> tuple[Row, ...]:
-    return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", (width,)) for x in "qk")
+    return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", width) for x in "qk")
 
 
 def _mlp(
@@ -221,11 +220,11 @@ def _mlp(
         is_linear=True,
         span=span,
     )
-    return fused, replace(_row(f"{hf}.down_proj", f"{block}.linear_fc2", ("hidden", rows), 1), span=span)
+    return fused, replace(_row(f"{hf}.down_proj", f"{block}.linear_fc2", f"hidden {rows}", 1), span=span)
 
 
 def _router(block: str = "mlp", span: Span | None = None) -> Row:
-    return replace(_row(f"{block}.gate", "mlp.router", ("num_experts", "hidden")), is_linear=False, span=span)
+    return replace(_row(f"{block}.gate", "mlp.router", "num_experts hidden"), is_linear=False, span=span)
 
 
 def _experts(
@@ -249,18 +248,18 @@ def _experts(
 
 
 def _latent_norm(latent: str, width: str) -> Row:
-    row = _row(f"self_attn.{latent}_a_layernorm", f"self_attention.{latent}_layernorm", (width,))
+    row = _row(f"self_attn.{latent}_a_layernorm", f"self_attention.{latent}_layernorm", width)
     return replace(row, megatron_te=f"{_MCORE}self_attention.linear_{latent}_up_proj.layer_norm_weight")
 
 
-_INPUT_NORM = _row("input_layernorm", "input_layernorm", ("hidden",))
-_MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", ("hidden",))
+_INPUT_NORM = _row("input_layernorm", "input_layernorm", "hidden")
+_MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", "hidden")
 _QKV_BIAS = _qkv("bias", ())
 
 ATTENTION = (
     replace(_INPUT_NORM, megatron_te=_MCORE + "self_attention.linear_qkv.layer_norm_weight"),
     _qkv("weight", ("hidden",)),
-    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "q"), 1),
+    _row("self_attn.o_proj", "self_attention.linear_proj", "hidden q", 1),
 )
 _FUSED_MLP_NORM = replace(_MLP_NORM, megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight")
 MLP = (_FUSED_MLP_NORM, *_mlp())
@@ -270,15 +269,15 @@ _FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # used if the queri
 _KV_DOWN = "self_attn.kv_a_proj_with_mqa", "self_attention.linear_kv_down_proj"
 _LATENT_ATTENTION = (
     _INPUT_NORM,
-    _row("self_attn.q_proj", "self_attention.linear_q_proj", ("q_from_hidden", "hidden"), 0),
-    _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", ("q_lora", "hidden"), engine=_FUSED),
+    _row("self_attn.q_proj", "self_attention.linear_q_proj", "q_from_hidden hidden", 0),
+    _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", "q_lora hidden", engine=_FUSED),
     _latent_norm("q", "q_lora"),
-    _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", ("q", "q_lora"), 0),
-    _row(*_KV_DOWN, ("kv_down_fused", "hidden"), engine=_FUSED),
-    _row(*_KV_DOWN, ("kv_down_alone", "hidden")),
+    _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", "q q_lora", 0),
+    _row(*_KV_DOWN, "kv_down_fused hidden", engine=_FUSED),
+    _row(*_KV_DOWN, "kv_down_alone hidden"),
     _latent_norm("kv", "kv_lora"),
-    _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", ("kv_up", "kv_lora"), 0),
-    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "v"), 1),
+    _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", "kv_up kv_lora", 0),
+    _row("self_attn.o_proj", "self_attention.linear_proj", "hidden v", 1),
 )
 # First layers with an MLP, then layers with experts and shared experts.
 _DENSE_THEN_MOE = (
