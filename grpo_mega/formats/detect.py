@@ -169,7 +169,6 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
 
     Raise WeightMappingError if `path` is not a checkpoint, or its config.json cannot be found.
     """
-    path = Path(path)
     if not path.is_dir():
         raise WeightMappingError(f"{path} is not a folder; name the folder of a checkpoint")
     if (problem := adapter_problem(path)) is not None:

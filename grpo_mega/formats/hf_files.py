@@ -199,11 +199,7 @@ def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a file. Raise WeightMappingError if it is damaged or has bytes outside of tensors."""
-    try:
-        check_regular(path)
-    except OSError as error:
-        raise _broken(path, str(error.strerror)) from None
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -233,6 +229,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if size > whole:
         raise _broken(path, f"it has {size} bytes, but its header describes {whole}")
     return infos
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file. Raise WeightMappingError unless it is a regular file."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise _broken(path, str(error.strerror)) from None
+    return path.stat().st_size
 
 
 def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:

@@ -102,7 +102,7 @@ class MegatronWeights:
     """The weights of a Megatron checkpoint. Raises WeightMappingError if it is damaged or belongs to another model."""
 
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self._saved = read_metadata(folder)
         extra = {key.removeprefix(KEY): saved.shape for key, saved in self._saved.items() if key.startswith(KEY)}
         self.shapes = family.hf_tensors(shape) | extra

@@ -127,16 +127,15 @@ def own_result(sample: Sample, names: Collection[str]) -> RewardResult:
     If the agent function raised, or a limit ended it before, every name has the score 0 and the verdict says why.
     `names` are the scores of other conversations.
     """
-    failed = sample.verdicts.get(AGENT) or (None if sample.finish_reason == "stop" else sample.finish_reason)
     scores: Mapping[str, float | None] = sample.scores if AGENT not in sample.verdicts else {}
-    errors: dict[str, str] = {}
-    if not scores and failed is not None:
+    verdict, errors = "scored", dict[str, str]()
+    if not scores:
+        verdict = sample.verdicts.get(AGENT) or sample.finish_reason or "stop"
+        if verdict == "stop":
+            errors = {AGENT: "rollout.agent returned None, and rewards.functions is empty"}
+            return RewardResult(None, {AGENT: None}, {AGENT: "error"}, (), errors)
         scores = dict.fromkeys(names, 0.0)
-        errors = dict.fromkeys(names, "the agent function; the log has the error") if failed == "error" else {}
-    elif not scores:
-        errors = {AGENT: "rollout.agent returned None, and rewards.functions is empty"}
-        return RewardResult(None, {AGENT: None}, {AGENT: "error"}, (), errors)
-    verdict = "scored" if scores is sample.scores else str(failed)
+        errors = dict.fromkeys(names, "the agent function; the log has the error") if verdict == "error" else {}
     outcomes = {name: Score(value, verdict) for name, value in scores.items()}
     return result_of(dict.fromkeys(scores, 1.0), outcomes, errors)
 

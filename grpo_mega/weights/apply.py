@@ -236,8 +236,8 @@ class _Exchange:
                     place.copy_(quantised[key][0])
                 else:  # FP8 values, followed by the scales of their blocks
                     values, scales = quantise(piece)
-                    place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
-                    place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))
+                    place[: values.numel()].copy_(_bytes_of(values))
+                    place[values.numel() :].copy_(_bytes_of(scales))
                     quantised[key] = place, checksum(place) if self.verify else no_sum
                 sums.append(quantised[key][1])
                 continue
@@ -246,7 +246,7 @@ class _Exchange:
             if self.verify and key not in self._sums:
                 self._sums[key] = checksum(piece)
             if place.storage_offset() % dtype.itemsize:  # unaligned after quantised slices
-                place.copy_(piece.contiguous().view(-1).view(torch.uint8))
+                place.copy_(_bytes_of(piece))
             else:
                 place.view(dtype).view(t.box.shape).copy_(piece)
             sums.append(self._sums[key] if self.verify else no_sum)

@@ -113,11 +113,11 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
             box = target.box
             if box not in overlapping:
                 overlapping[box] = [h for h in held if h.box.intersect(box)]
-            near = sorted(overlapping[box], key=lambda h: h.distance(rank))
+            near = sorted(overlapping[box], key=lambda h: h.nearest(rank)[0])
             key = (box, tuple(map(id, near)))
             if key not in parts:
                 parts[key] = _cover(rank, target, near)
-            needs += [Need(rank, target, part, holder.sources(rank)) for part, holder in parts[key]]
+            needs += [Need(rank, target, part, holder.nearest(rank)[1]) for part, holder in parts[key]]
     return needs
 
 
@@ -154,14 +154,12 @@ class _Held:
         for rank, piece in self._all:
             self._of_node[rank // ranks_per_node].append((rank, piece))
 
-    def distance(self, rank: int) -> int:
-        return 0 if rank in self._by_rank else 1 if rank // self._ranks_per_node in self._of_node else 2
-
-    def sources(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return the nearest holders."""
+    def nearest(self, rank: int) -> tuple[int, list[tuple[int, Piece]]]:
+        """Return the distance to the nearest holders, and them: the rank itself (0), its node's (1), else all (2)."""
         if rank in self._by_rank:
-            return [(rank, self._by_rank[rank])]
-        return self._of_node.get(rank // self._ranks_per_node, self._all)
+            return 0, [(rank, self._by_rank[rank])]
+        of_node = self._of_node.get(rank // self._ranks_per_node)
+        return (1, of_node) if of_node else (2, self._all)
 
 
 def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:
