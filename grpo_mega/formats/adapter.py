@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 << 30
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields of adapter_config.json that change what an adapter computes, and their only values here.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "lora_dropout": (0, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "target_parameters": ([], None),
-    "layers_to_transform": ([], None),
+# Fields of adapter_config.json that change what an adapter computes, and their only values here. null is the same,
+# except for the type.
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_dropout": 0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": [],
+    "target_parameters": [],
+    "layers_to_transform": [],
 }
 
 
@@ -54,9 +55,10 @@ def check(folder: Path, lora: LoraConfig, tensors: Mapping[str, Index]) -> None:
     try:
         config = read_json(folder / ADAPTER_CONFIG)
         stored = {n.removeprefix(_PREFIX): info.shape for n, (_, info) in read_headers([folder / WEIGHTS]).items()}
-        for field, allowed in _PLAIN.items():
-            if (value := config.get(field)) not in allowed:
-                raise ConfigError(f"{name}: its {field}={value!r}: must be {allowed[0]!r}; train such an adapter again")
+        for field, needed in _PLAIN.items():
+            value = config.get(field)
+            if value != needed and (value is not None or field == "peft_type"):
+                raise ConfigError(f"{name}: its {field}={value!r}: must be {needed!r}; train such an adapter again")
         for field, key, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
             if config[field] != ours:
                 raise ConfigError(f"{name}: its {field}={config[field]} is not model.lora.{key}={ours:g}; set that")

@@ -18,6 +18,7 @@ from typing import Any
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.paths import EXPORT_FILE, check_regular, read_json
+from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,8 @@ _EXTRA_PARTS = ("mtp.", "model.visual.")
 _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next token's embedding
 _STACKED = re.compile(r"(model\..+\.experts\.)(gate_up|down)_proj")
 _OF_EXPERT = re.compile(r"(model\..+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+Stored = dict[str, tuple[Index, list[str]]]  # tensors of a folder: shape, and names of the parts one below the other
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -145,7 +148,7 @@ def may_have_extra(config: Mapping[str, Any]) -> bool:
     return any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "text_config"))
 
 
-def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Index, int]]:
     """Yield the experts' tensors that a tensor [experts, rows, columns] stacks: name, shape and first row of each.
 
     The rows of an expert's up projection follow the rows of its gate projection. Yield nothing for any other tensor.
@@ -160,11 +163,9 @@ def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int
         yield f"{match[1]}{expert}.{parts[part]}_proj.weight", (rows, shape[2]), number * rows
 
 
-def folder_tensors(
-    shapes: Mapping[str, tuple[int, ...]], *, stacks_experts: bool
-) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+def folder_tensors(shapes: Mapping[str, Index], *, stacks_experts: bool) -> Stored:
     """Return the tensors of a folder: by name the shape and the names in `shapes` of its parts, one below the other."""
-    stored: dict[str, tuple[tuple[int, ...], list[str]]] = {}
+    stored: Stored = {}
     for name, shape in shapes.items():
         match = _OF_EXPERT.fullmatch(name) if stacks_experts else None
         if match is None:
@@ -180,7 +181,7 @@ def folder_tensors(
 @dataclass(frozen=True)
 class TensorInfo:
     dtype: str  # safetensors name, such as "BF16"
-    shape: tuple[int, ...]
+    shape: Index
     offset: int = 0  # offset of the first byte in the file
 
 
@@ -240,7 +241,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size
 
 
-def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+def header_of(tensors: Iterable[tuple[str, str, Index]]) -> tuple[bytes, list[int]]:
     """Return the header for (name, dtype, shape) in order, and the offset of each tensor in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import weight_files
+from grpo_mega.formats.hf_files import Stored, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.slices import (
@@ -175,7 +175,7 @@ def open_hf_reader(folder: Path) -> CheckpointReader:
     return CheckpointReader(HfWeights(folder, {}))
 
 
-def joined(tensors: Mapping[str, Tensor], stored: Mapping[str, tuple[Index, list[str]]]) -> dict[str, Tensor]:
+def joined(tensors: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
     """Return the `stored` tensors of a folder (see folder_tensors), made of `tensors`."""
     return {
         name: tensors[names[0]] if names == [name] else torch.cat([tensors[part] for part in names]).view(shape)

@@ -19,6 +19,7 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Piece, RankShards
 from grpo_mega.weights.spec import BLOCK, FLOAT32, num_blocks
 
 SCALE_BYTES = 4
+Holders = list[tuple[int, Piece]]  # ranks with their pieces of one box
 Place = tuple[int, int]  # numbers of a layer and an expert
 
 
@@ -87,7 +88,7 @@ class Need(NamedTuple):
     target: Piece
     part: Box
     # The list is one object for all needs with the same sources.
-    sources: list[tuple[int, Piece]]
+    sources: Holders
 
 
 def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int) -> list[Need]:
@@ -96,7 +97,7 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
 
     Raise WeightMappingError if a target needs an element that no source has.
     """
-    wanted: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    wanted: dict[str, Holders] = defaultdict(list)
     for rank, piece in _pieces(targets):
         wanted[piece.box.tensor].append((rank, piece))
     holders: dict[str, dict[Box, dict[int, Piece]]] = {tensor: defaultdict(dict) for tensor in wanted}
@@ -150,11 +151,11 @@ class _Held:
     def __init__(self, box: Box, by_rank: dict[int, Piece], ranks_per_node: int) -> None:
         self.box, self._by_rank, self._ranks_per_node = box, by_rank, ranks_per_node
         self._all = sorted(by_rank.items())
-        self._of_node: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+        self._of_node: dict[int, Holders] = defaultdict(list)
         for rank, piece in self._all:
             self._of_node[rank // ranks_per_node].append((rank, piece))
 
-    def nearest(self, rank: int) -> tuple[int, list[tuple[int, Piece]]]:
+    def nearest(self, rank: int) -> tuple[int, Holders]:
         """Return the distance to the nearest holders, and them: the rank itself (0), its node's (1), else all (2)."""
         if rank in self._by_rank:
             return 0, [(rank, self._by_rank[rank])]

@@ -95,6 +95,9 @@ def is_bounded(text: str) -> bool:
     return True
 
 
+_Token = tuple[str, str]  # kind and text
+
+
 class _Tokens:
     """The tokens of a normalized answer without spaces. The kinds are the keys of _TOKENS, and "" after the end."""
 
@@ -102,13 +105,13 @@ class _Tokens:
         tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
         self._tokens = [("", "")] * 2 + tokens[::-1]  # the next token is the last one
 
-    def _peek(self, offset: int = 0) -> tuple[str, str]:
+    def _peek(self, offset: int = 0) -> _Token:
         return self._tokens[-1 - offset]
 
-    def _take(self) -> tuple[str, str]:
+    def _take(self) -> _Token:
         return self._tokens.pop() if self._peek()[0] else ("", "")
 
-    def _take_after_signs(self) -> tuple[str, str]:
+    def _take_after_signs(self) -> _Token:
         while self._peek()[0] == "sum":
             self._take()
         return self._take()
