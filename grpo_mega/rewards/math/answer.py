@@ -50,7 +50,7 @@ _THOUGHTS = (
     ("[THINK]", "[/THINK]"),
 )
 _TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\] *){0,2}\{|\\.|[{}]", re.DOTALL)
-_COMMANDS = ("\\boxed", "\\fbox", "\\framebox", "\\bbox")
+_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox|bbox)")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
 _JOIN = re.compile(
     r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?"
@@ -160,13 +160,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
 
 def _last_command(text: str, end: int) -> int:
     r"""Return the index of the last \boxed or \fbox before `end`, or -1."""
-    while (place := text.rfind("box", 0, end)) >= 0:
-        for command in _COMMANDS:
-            start = place - command.index("box")
-            if start >= 0 and text.startswith(command, start, end):
-                return start
-        end = place
-    return -1
+    return max((command.start() for command in _COMMAND.finditer(text, 0, end)), default=-1)
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
