@@ -65,6 +65,7 @@ class NoScore(Exception):
     """
 
 
+Extras = dict[str, Any]  # the other columns of a row, and prefill, finish_reason and messages of its sample
 RewardFunction = Callable[..., "float | Score | None"]
 _INK = re.compile(r"\S")
 

@@ -40,7 +40,7 @@ from typing import Any
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.processes import kill_session
-from grpo_mega.rewards.api import NoScore, Score
+from grpo_mega.rewards.api import Extras, NoScore, Score
 from grpo_mega.rewards.math.answer import conclusion_of, whole_turn
 
 TIMEOUT_S = 4.0
@@ -61,7 +61,7 @@ def code(
     prompt: str,
     response: str,
     answer: str,
-    extras: dict[str, Any],
+    extras: Extras,
     *,
     timeout_s: float = TIMEOUT_S,
     max_cases: int = 20,

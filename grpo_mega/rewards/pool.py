@@ -30,7 +30,7 @@ from typing import Any
 
 from grpo_mega.config.data import RewardsConfig
 from grpo_mega.errors import RewardError
-from grpo_mega.rewards.api import RewardResult, Score, result_of
+from grpo_mega.rewards.api import Extras, RewardResult, Score, result_of
 from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
@@ -217,7 +217,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         prompt: str,
         response: str,
         answer: str,
-        extras: dict[str, Any],
+        extras: Extras,
         length: int | None = None,
     ) -> None:
         """Queue one sample for all functions. `key` must be new; `collect` returns the result under it.

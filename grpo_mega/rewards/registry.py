@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 
 from grpo_mega import user_code
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.api import RewardFunction, Score, splitter
+from grpo_mega.rewards.api import Extras, RewardFunction, Score, splitter
 from grpo_mega.text import nearest
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
@@ -60,7 +60,7 @@ FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a 
 MESSAGES = "messages"  # key of extras: all messages of a conversation
 AGENT = "agent"  # name of the score of an agent function that returns a number
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
-Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
+Sample = tuple[str, str, str, Extras]  # prompt, response, gold answer, extras
 # By type of an option: the accepted types of its values, and their name in errors.
 _FORMS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false, without quotes"),

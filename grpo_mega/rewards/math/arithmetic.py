@@ -12,6 +12,7 @@ upper bound on the digits of the value.
 """
 
 import re
+from collections.abc import Iterator
 from enum import IntEnum
 from fractions import Fraction
 from functools import lru_cache
@@ -111,6 +112,11 @@ class _Tokens:
     def _take(self) -> _Token:
         return self._tokens.pop() if self._peek()[0] else ("", "")
 
+    def _take_group(self) -> Iterator[_Token]:
+        """Yield the tokens up to a closing bracket or the end."""
+        while (token := self._take())[0] not in ("", "close"):
+            yield token
+
     def _take_after_signs(self) -> _Token:
         while self._peek()[0] == "sum":
             self._take()
@@ -173,8 +179,7 @@ class _Reader(_Tokens):
         if depth > MAX_DEPTH:
             raise _Unevaluated
         term = _Term()
-        while (token := self._take())[0] not in ("", "close"):
-            kind, text = token
+        for kind, text in self._take_group():
             if kind == "end":
                 term.finish()
                 term = _Term()
@@ -267,8 +272,7 @@ class _Sizes(_Tokens):
         if depth > MAX_BOUNDED_DEPTH:
             raise OverflowError
         sizes: list[float] = []
-        while (token := self._take())[0] not in ("", "close"):
-            kind, text = token
+        for kind, text in self._take_group():
             if kind == "number":
                 sizes.append(_size_of_literal(text))
             elif kind == "open":
