@@ -226,9 +226,8 @@ def _options_of(function: RewardFunction) -> dict[str, bool] | None:
         # None is required: a data column may supply it.
         return {p.name: False for p in parameters if p.name not in _GIVEN}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    taken = positional[:_NUM_ARGUMENTS]
-    named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: p.default is p.empty for p in named}
+    others = [p for p in parameters if p not in positional[:_NUM_ARGUMENTS]]
+    return {p.name: p.default is p.empty for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -42,6 +42,7 @@ _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION = 4, 38, 0x20080522
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUT_OF_MEMORY, _REFUSED = 71, 72  # exit statuses of a program
 _DENIED = {errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH, errno.ENETDOWN, errno.EAGAIN}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,7 +101,7 @@ def _map_ids(pid: int) -> None:
 
 def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     """Run all programs, and write the answer."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # programs may send them
     if not request["isolates"]:
         with contextlib.suppress(OSError):
@@ -192,7 +193,7 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             for target, fd in enumerate(streams):
                 os.dup2(fd, target)
@@ -258,14 +259,15 @@ def _drop_rights(request: dict[str, Any]) -> None:
         _check(_libc.capset(header, none))
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     seconds = math.ceil(request["timeout_s"]) + 1
-    for limit, value in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
-        (resource.RLIMIT_NOFILE, MAX_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_FSIZE: OUTPUT_BYTES,
+        resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
 
 

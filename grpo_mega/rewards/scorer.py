@@ -87,8 +87,8 @@ class Scorer:
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Keep the samples of these groups, and stop scoring all other submitted samples."""
-        kept = {id(sample) for group in groups for sample in group.samples}
-        dropped = [self._samples.pop(identity)[0] for identity in self._samples.keys() - kept]
+        others = self._samples.keys() - {id(sample) for group in groups for sample in group.samples}
+        dropped = [self._samples.pop(identity)[0] for identity in others]
         self._pool.discard([key for key in dropped if key is not None])
 
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:

@@ -226,13 +226,13 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     if not isinstance(model_type, str) or model_type not in FIELDS:
         return dict(raw)
     raw = _language_model(raw)
-    fields, aliases = dict(raw), ALIASES.get(model_type, {})
+    fields, aliases, declared = dict(raw), ALIASES.get(model_type, {}), FIELDS[model_type]
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
-    rows = ("intermediate_size",) * ("intermediate_size" in FIELDS[model_type])
+    rows = ("intermediate_size",) * ("intermediate_size" in declared)
     for name in (*_NEEDED, *rows, *MOE_FIELDS.get(model_type, ())):
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
-    for name, field in {**FIELDS[model_type], **SHARED_FIELDS}.items():
+    for name, field in {**declared, **SHARED_FIELDS}.items():
         fields.setdefault(name, field.default)
         given = other_names.get(name, name)
         if given in raw and (must_be := field.refuses(raw[given])):
@@ -254,9 +254,9 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields.setdefault("head_dim", fields["qk_rope_head_dim"])
     elif fields.get("head_dim") is None:
         fields["head_dim"] = fields["hidden_size"] // heads
-    if "use_sliding_window" in FIELDS[model_type] and not fields["use_sliding_window"]:
+    if "use_sliding_window" in declared and not fields["use_sliding_window"]:
         fields["sliding_window"] = None
-    if "mlp_only_layers" in FIELDS[model_type] and fields["mlp_only_layers"] is None:
+    if "mlp_only_layers" in declared and fields["mlp_only_layers"] is None:
         fields["mlp_only_layers"] = []
     if model_type == "glm4_moe":
         fields.setdefault("partial_rotary_factor", 0.5)

@@ -191,8 +191,7 @@ def _compare(gold: str, text: str) -> bool | None:
         if gold_base[1] != base[1]:
             return False
     elif "=" in text and not (_EQUALS.search(gold) or _LIST.search(text)):
-        sides = [parse_number(normalize_answer(side)) for side in _EQUALS.split(text)]
-        numbers = [side for side in sides if side]
+        numbers = [number for side in _EQUALS.split(text) if (number := parse_number(normalize_answer(side)))]
         if any(numbers_contradict(number, numbers[-1]) for number in numbers[:-1]):  # 17 = 18
             return False
     text = _right_side(gold, text)

@@ -239,12 +239,10 @@ def is_single_word(text: str) -> bool:
 
 def _reversed_brackets(text: str) -> str:
     r"""Rewrite ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
-    opening, closing = text.find("["), text.find("]")
-    if opening < 0 and closing < 0:
+    if "[" not in text and "]" not in text:
         return text
-    if opening >= 0 and opening < closing and text.rfind("[") < text.rfind("]") and ";" not in text:
+    if 0 <= text.find("[") < text.find("]") and text.rfind("[") < text.rfind("]") and ";" not in text:
         return text
-
     text = re.sub(r"\\[,;:! ]", " ", text)
 
     def interval(match: re.Match[str]) -> str:
