@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -257,12 +257,12 @@ class FileDifference:
     dtypes.
     """
 
-    config: list[tuple[str, Any, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # tensors missing in B
-    extra: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
-    bits: list[str] = field(default_factory=list)
-    num_equal: int = 0
+    config: list[tuple[str, Any, Any]]
+    missing: list[str]  # tensors missing in B
+    extra: list[str]
+    other: list[str]
+    bits: list[str]
+    num_equal: int
 
     def __bool__(self) -> bool:
         return bool(self.config or self.missing or self.extra or self.other or self.bits)
@@ -274,18 +274,15 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
 
     fields, others = ({_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b))
     changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
-    difference = FileDifference(config=[(k, fields.get(k), others.get(k)) for k in changed])
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
-    difference.missing = sorted(set(shapes) - set(other_shapes))
-    difference.extra = sorted(set(other_shapes) - set(shapes))
-    common = []
+    common, other = [], []
     for name in (n for n in shapes if n in other_shapes):
         in_a, in_b = (f"{side.dtype(name)} {list(side.shapes[name])}" for side in (ours, theirs))
         if in_a == in_b:
             common.append(name)
         else:
-            difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
+            other.append(f"{name} is {in_a} in A and {in_b} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
     with (
         closing(Files()) as files,
@@ -300,9 +297,15 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
             bar.advance(sizes[name])
             return found
 
-        difference.bits = [name for name, same in zip(common, pool.map(is_same, common), strict=True) if not same]
-    difference.num_equal = len(common) - len(difference.bits)
-    return difference
+        bits = [name for name, same in zip(common, pool.map(is_same, common), strict=True) if not same]
+    return FileDifference(
+        config=[(k, fields.get(k), others.get(k)) for k in changed],
+        missing=sorted(set(shapes) - set(other_shapes)),
+        extra=sorted(set(other_shapes) - set(shapes)),
+        other=other,
+        bits=bits,
+        num_equal=len(common) - len(bits),
+    )
 
 
 def _is_hugging_face(path: Path) -> bool:
