@@ -44,6 +44,13 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cach
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUT_OF_MEMORY, _REFUSED = 71, 72  # exit statuses of a program
+_VERDICTS = {  # by exit status of a program
+    0: "finished",
+    _OUT_OF_MEMORY: "memory",
+    -signal.SIGKILL: "memory",
+    _REFUSED: "refused",
+    -signal.SIGXCPU: "timeout",
+}
 _DENIED = {errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH, errno.ENETDOWN, errno.EAGAIN}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -218,12 +225,7 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
     for fd in (*streams, done_end):
         os.close(fd)
-    verdicts = {_OUT_OF_MEMORY: "memory", -signal.SIGKILL: "memory", _REFUSED: "refused", -signal.SIGXCPU: "timeout"}
-    verdict = verdicts.get(status, "error")
-    if is_late or is_full:
-        verdict = "output" if is_full else "timeout"
-    elif status == 0:
-        verdict = "finished"
+    verdict = "output" if is_full else "timeout" if is_late else _VERDICTS.get(status, "error")
     error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status}")
     return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": verdict == "finished" and is_done}
 
