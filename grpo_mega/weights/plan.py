@@ -76,10 +76,6 @@ class TransferPlan:
     ranks_per_node: int
     _rounds: dict[tuple[int, int], Rounds] = field(default_factory=dict, repr=False, compare=False)
 
-    def transfers(self) -> Iterator[Transfer]:
-        """Yield all transfers, one by one; for small models only."""
-        return (one.at(t, place) for one in self.templates for place in one.places for t in one.transfers)
-
     def traffic(self, itemsize: int) -> Traffic:
         """Count the bytes, with `itemsize` bytes per element that is not quantised."""
         same_rank = same_node = between_nodes = 0
