@@ -204,7 +204,7 @@ def run_programs(
     program that does not finish. `isolates`: whether to use namespaces; None uses them where the kernel allows it.
     Raises SandboxFailed.
     """
-    request = {
+    request: dict[str, Any] = {
         "programs": list(programs),
         "timeout_s": timeout_s,
         "total_s": min(total_s, len(programs) * timeout_s),
