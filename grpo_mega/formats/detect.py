@@ -18,8 +18,8 @@ from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint, read_metadata
-from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
-from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
+from grpo_mega.formats.hf_files import BIN, INDEX, SINGLE, adapter_problem, has_weights
+from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, Files, Weights, target_of
 from grpo_mega.observe.progress import progress
@@ -188,7 +188,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         own_export = newer_export(path.parent, None) if path.name == EXPORT_DIR else None
     except ResumeError as error:
         raise WeightMappingError(str(error)) from None
-    if export is not None and _is_hugging_face(export.folder):
+    if export is not None and has_weights(export.folder):
         note, folder = export_note(export, manifest), export.folder
         return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
     if manifest is not None and manifest.adapter is not None:
@@ -197,7 +197,7 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         )
     if state is not None:
         return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
-    if _is_hugging_face(path):
+    if has_weights(path):
         return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=own_export)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
@@ -306,10 +306,6 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
         bits=bits,
         num_equal=len(common) - len(bits),
     )
-
-
-def _is_hugging_face(path: Path) -> bool:
-    return any((path / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
 
 
 def _name_in(path: Path) -> str:

@@ -22,6 +22,7 @@ from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack"),
     *(".onnx", ".distcp", ".metadata", "metadata.json"),  # the last three are a Megatron checkpoint's
@@ -37,6 +38,11 @@ _STACKED = re.compile(r"(model\..+\.experts\.)(gate_up|down)_proj")
 _OF_EXPERT = re.compile(r"(model\..+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 Stored = dict[str, tuple[Index, list[str]]]  # tensors of a folder: shape, and names of the parts one below the other
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if the folder has files with the weights of a model, or an index of them."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -119,7 +125,7 @@ def adapter_problem(folder: Path) -> str | None:
         base = read_json(path).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    if any((folder / name).exists() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")):
+    if has_weights(folder):
         return (
             f"holds {ADAPTER_CONFIG} next to full weights, so libraries load base_model_name_or_path={base!r} instead; "
             f"remove {ADAPTER_CONFIG} to train the full weights"

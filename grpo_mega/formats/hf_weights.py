@@ -15,6 +15,8 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.hf_files import (
+    BIN,
+    BIN_INDEX,
     INDEX,
     SCALE_SUFFIX,
     SINGLE,
@@ -30,7 +32,6 @@ from grpo_mega.formats.slices import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS, Exten
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import Index, whole
 
-BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DEFAULT_BLOCK = (128, 128)
 _COMPARED_BYTES = 8 << 20
 
