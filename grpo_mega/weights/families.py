@@ -118,9 +118,9 @@ class QKV:
 
     def _fused_rows(self, shape: ModelShape, query: str, key: str, value: str) -> Iterator[Rows]:
         """Yield the runs of rows of Megatron's fused tensor on one rank."""
-        num_queries, width = shape.q // shape.num_kv_heads, shape.head_dim
+        query_rows, width = shape.q // shape.num_kv_heads, shape.head_dim
         for head in range(shape.num_kv_heads):
-            yield Rows(query, num_queries * head, num_queries)
+            yield Rows(query, query_rows * head, query_rows)
             yield Rows(key, width * head, width)
             yield Rows(value, width * head, width)
 
