@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 << 30
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields of adapter_config.json that change what an adapter computes, and their only values here.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "lora_dropout": (0, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "target_parameters": ([], None),
-    "layers_to_transform": ([], None),
+# Fields of adapter_config.json that change what an adapter computes, and their only values here. null is the same,
+# except for the type.
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_dropout": 0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": [],
+    "target_parameters": [],
+    "layers_to_transform": [],
 }
 
 
@@ -54,9 +55,10 @@ def check(folder: Path, lora: LoraConfig, tensors: Mapping[str, Index]) -> None:
     try:
         config = read_json(folder / ADAPTER_CONFIG)
         stored = {n.removeprefix(_PREFIX): info.shape for n, (_, info) in read_headers([folder / WEIGHTS]).items()}
-        for field, allowed in _PLAIN.items():
-            if (value := config.get(field)) not in allowed:
-                raise ConfigError(f"{name}: its {field}={value!r}: must be {allowed[0]!r}; train such an adapter again")
+        for field, needed in _PLAIN.items():
+            value = config.get(field)
+            if value != needed and (value is not None or field == "peft_type"):
+                raise ConfigError(f"{name}: its {field}={value!r}: must be {needed!r}; train such an adapter again")
         for field, key, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
             if config[field] != ours:
                 raise ConfigError(f"{name}: its {field}={config[field]} is not model.lora.{key}={ours:g}; set that")
@@ -90,11 +92,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, family:
     """
     from safetensors.torch import save_file
 
-    from grpo_mega.formats.output import publish_folder
+    from grpo_mega.formats.output import make_partial, publish_folder
 
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = make_partial(folder)
     named = {_PREFIX + name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(named, partial / WEIGHTS, metadata={"format": "pt"})
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -135,13 +135,11 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
     """Write W + alpha / rank B A, computed in fp32, for each weight W of the base, in model.dtype."""
     from safetensors.torch import save_file
 
-    from grpo_mega.formats.output import publish_folder
+    from grpo_mega.formats.output import make_partial, publish_folder
     from grpo_mega.formats.reader import joined, open_reader, torch_dtype
 
     assert model.lora is not None
-    partial, scale = out.with_name(out.name + ".partial"), model.lora.alpha / model.lora.rank
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial, scale = make_partial(out), model.lora.alpha / model.lora.rank
     dtype = torch_dtype(FROM_TORCH[model.resolved_dtype])
     with open_reader(model.path, family, shape) as base:
         sizes = family.hf_tensors(shape) | {name: base.shape(name) for name in extra_names(base.names)}

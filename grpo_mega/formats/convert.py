@@ -193,20 +193,14 @@ def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | 
 
 STATE_FILE = "__1_0.distcp"
 # Modules with a Megatron "extra state" in every layer or expert, with or without Transformer Engine.
-_LAYER_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "input_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
-    *(f"self_attention.{name}" for name in ("in_proj", "out_norm", "out_proj")),
-    *("self_attention.kv_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
-)
+_LAYER_STATES = """
+    self_attention.linear_qkv self_attention.linear_proj self_attention.core_attention self_attention.q_layernorm
+    self_attention.k_layernorm input_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2
+    self_attention.linear_q_proj self_attention.linear_q_down_proj self_attention.linear_q_up_proj
+    self_attention.linear_kv_down_proj self_attention.linear_kv_up_proj self_attention.in_proj
+    self_attention.out_norm self_attention.out_proj self_attention.kv_layernorm mlp.shared_experts.linear_fc1
+    mlp.shared_experts.linear_fc2
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
 

@@ -25,13 +25,17 @@ from grpo_mega.formats.slices import FROM_STORAGE, FROM_TORCH, ITEM_BYTES
 from grpo_mega.weights.boxes import Index
 
 METADATA = ".metadata"
-_CHECKPOINT = "torch.distributed.checkpoint"
 _METADATA_NAMES = {
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_CHECKPOINT}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
-    *((f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_CHECKPOINT}.filesystem", "_StorageInfo")),
-    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "PurePosixPath")),
+    "torch.distributed.checkpoint.metadata": """
+        Metadata MetadataIndex StorageMeta TensorProperties BytesStorageMetadata ChunkStorageMetadata
+        TensorStorageMetadata _MEM_FORMAT_ENCODING
+    """,
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": f"Size {' '.join(FROM_TORCH)}",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath",
 }
 _TENSOR_NAMES = {("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")}
 _RECIPES = "transformer_engine.common.recipe"  # only its classes are allowed: their names start with a capital letter
@@ -174,7 +178,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Creates the classes of torch's metadata, whose constructors only store arguments. Refuses all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_NAMES or (module == "torch" and name in FROM_TORCH):
+        if name in _METADATA_NAMES.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, unexpected in a checkpoint")
 

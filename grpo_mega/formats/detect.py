@@ -11,15 +11,15 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint, read_metadata
-from grpo_mega.formats.hf_files import INDEX, SINGLE, adapter_problem
-from grpo_mega.formats.hf_weights import BIN, BIN_INDEX, HfWeights
+from grpo_mega.formats.hf_files import BIN, INDEX, SINGLE, adapter_problem, has_weights
+from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, Files, Weights, target_of
 from grpo_mega.observe.progress import progress
@@ -169,7 +169,6 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
 
     Raise WeightMappingError if `path` is not a checkpoint, or its config.json cannot be found.
     """
-    path = Path(path)
     if not path.is_dir():
         raise WeightMappingError(f"{path} is not a folder; name the folder of a checkpoint")
     if (problem := adapter_problem(path)) is not None:
@@ -183,14 +182,13 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         is_number = iteration.isascii() and iteration.isdigit()
         candidates.append(path / (f"iter_{int(iteration):07d}" if is_number else iteration))
     state = next((c for c in candidates if is_distributed_checkpoint(c)), None)
-    manifest = None
-    if state is not None and (state.parent / MANIFEST).exists():
-        try:
-            manifest = read_manifest(state.parent)
-        except ResumeError as error:
-            raise WeightMappingError(str(error)) from None
-    export = _newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
-    if export is not None and _is_hugging_face(export.folder):
+    try:
+        manifest = read_manifest(state.parent) if state is not None and (state.parent / MANIFEST).exists() else None
+        export = newer_export(path, manifest) if (path / CONFIG_FILE).is_file() else None
+        own_export = newer_export(path.parent, None) if path.name == EXPORT_DIR else None
+    except ResumeError as error:
+        raise WeightMappingError(str(error)) from None
+    if export is not None and has_weights(export.folder):
         note, folder = export_note(export, manifest), export.folder
         return Checkpoint(folder, "Hugging Face", folder, config_folder or folder, None, note, export)
     if manifest is not None and manifest.adapter is not None:
@@ -199,9 +197,8 @@ def find_checkpoint(path: Path, config_folder: Path | None = None) -> Checkpoint
         )
     if state is not None:
         return Checkpoint(path, "Megatron", state, config_folder or _side_of(state), manifest)
-    if _is_hugging_face(path):
-        export = _newer_export(path.parent, None) if path.name == EXPORT_DIR else None
-        return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=export)
+    if has_weights(path):
+        return Checkpoint(path, "Hugging Face", path, config_folder or path, None, export=own_export)
     raise WeightMappingError(
         f"{path} is not a checkpoint: it has neither {SINGLE}, {INDEX} or {BIN} nor .metadata with metadata.json;"
         " give one"
@@ -213,7 +210,7 @@ def describe(path: Path, config_folder: Path | None = None) -> dict[str, Any]:
     checkpoint = find_checkpoint(path, config_folder)
     _, shape = checkpoint.model()
     weights = checkpoint.open()
-    dtypes = Counter({TORCH_NAMES[d]: n for d, n in Counter(weights.dtype(name) for name in weights.shapes).items()})
+    dtypes = Counter(TORCH_NAMES[weights.dtype(name)] for name in weights.shapes)
     manifest, export = checkpoint.manifest, checkpoint.export
     step = manifest.step if manifest else export.step if export else None
     files = [p for p in sorted(checkpoint.weights.iterdir()) if p.is_file()]
@@ -260,12 +257,12 @@ class FileDifference:
     dtypes.
     """
 
-    config: list[tuple[str, Any, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # tensors missing in B
-    extra: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
-    bits: list[str] = field(default_factory=list)
-    num_equal: int = 0
+    config: list[tuple[str, Any, Any]]
+    missing: list[str]  # tensors missing in B
+    extra: list[str]
+    other: list[str]
+    bits: list[str]
+    num_equal: int
 
     def __bool__(self) -> bool:
         return bool(self.config or self.missing or self.extra or self.other or self.bits)
@@ -277,19 +274,15 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
 
     fields, others = ({_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b))
     changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
-    difference = FileDifference(config=[(k, fields.get(k), others.get(k)) for k in changed])
     ours, theirs = a.open(), b.open()
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
-    difference.missing = sorted(set(shapes) - set(other_shapes))
-    difference.extra = sorted(set(other_shapes) - set(shapes))
-    common = []
+    common, other = [], []
     for name in (n for n in shapes if n in other_shapes):
-        sides = [(shapes[name], ours.dtype(name)), (other_shapes[name], theirs.dtype(name))]
-        if sides[0] == sides[1]:
+        in_a, in_b = (f"{side.dtype(name)} {list(side.shapes[name])}" for side in (ours, theirs))
+        if in_a == in_b:
             common.append(name)
         else:
-            in_a, in_b = (f"{dtype} {list(shape)}" for shape, dtype in sides)
-            difference.other.append(f"{name} is {in_a} in A and {in_b} in B")
+            other.append(f"{name} is {in_a} in A and {in_b} in B")
     sizes = {name: prod(shapes[name]) * ITEM_BYTES[ours.dtype(name)] for name in common}
     with (
         closing(Files()) as files,
@@ -304,13 +297,15 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
             bar.advance(sizes[name])
             return found
 
-        difference.bits = [name for name, same in zip(common, pool.map(is_same, common), strict=True) if not same]
-    difference.num_equal = len(common) - len(difference.bits)
-    return difference
-
-
-def _is_hugging_face(path: Path) -> bool:
-    return any((path / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
+        bits = [name for name, same in zip(common, pool.map(is_same, common), strict=True) if not same]
+    return FileDifference(
+        config=[(k, fields.get(k), others.get(k)) for k in changed],
+        missing=sorted(set(shapes) - set(other_shapes)),
+        extra=sorted(set(other_shapes) - set(shapes)),
+        other=other,
+        bits=bits,
+        num_equal=len(common) - len(bits),
+    )
 
 
 def _name_in(path: Path) -> str:
@@ -320,18 +315,9 @@ def _name_in(path: Path) -> str:
         raise WeightMappingError(f"{path} cannot be read ({error}); write the name of a checkpoint into it") from None
 
 
-def _newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
-    try:
-        return newer_export(run_dir, last)
-    except ResumeError as error:
-        raise WeightMappingError(str(error)) from None
-
-
 def _side_of(state: Path) -> Path:
     """Return the folder with config.json: `state`, a folder above it, or the model that a run's config.yaml names."""
-    if (state / "config.json").is_file():
-        return state
-    for folder in list(state.resolve().parents)[:4]:
+    for folder in (state, *list(state.resolve().parents)[:4]):
         if (folder / "config.json").is_file():
             return folder
         config = folder / CONFIG_FILE

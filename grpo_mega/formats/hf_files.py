@@ -18,9 +18,11 @@ from typing import Any
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.paths import EXPORT_FILE, check_regular, read_json
+from grpo_mega.weights.boxes import Index
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack"),
     *(".onnx", ".distcp", ".metadata", "metadata.json"),  # the last three are a Megatron checkpoint's
@@ -34,6 +36,13 @@ _EXTRA_PARTS = ("mtp.", "model.visual.")
 _EXTRA_MARK = "eh_proj.weight"  # joins a token's hidden state and the next token's embedding
 _STACKED = re.compile(r"(model\..+\.experts\.)(gate_up|down)_proj")
 _OF_EXPERT = re.compile(r"(model\..+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+Stored = dict[str, tuple[Index, list[str]]]  # tensors of a folder: shape, and names of the parts one below the other
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if the folder has files with the weights of a model, or an index of them."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX, BIN, BIN_INDEX))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -116,7 +125,7 @@ def adapter_problem(folder: Path) -> str | None:
         base = read_json(path).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    if any((folder / name).exists() for name in (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")):
+    if has_weights(folder):
         return (
             f"holds {ADAPTER_CONFIG} next to full weights, so libraries load base_model_name_or_path={base!r} instead; "
             f"remove {ADAPTER_CONFIG} to train the full weights"
@@ -145,7 +154,7 @@ def may_have_extra(config: Mapping[str, Any]) -> bool:
     return any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "text_config"))
 
 
-def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Index, int]]:
     """Yield the experts' tensors that a tensor [experts, rows, columns] stacks: name, shape and first row of each.
 
     The rows of an expert's up projection follow the rows of its gate projection. Yield nothing for any other tensor.
@@ -160,11 +169,9 @@ def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int
         yield f"{match[1]}{expert}.{parts[part]}_proj.weight", (rows, shape[2]), number * rows
 
 
-def folder_tensors(
-    shapes: Mapping[str, tuple[int, ...]], *, stacks_experts: bool
-) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+def folder_tensors(shapes: Mapping[str, Index], *, stacks_experts: bool) -> Stored:
     """Return the tensors of a folder: by name the shape and the names in `shapes` of its parts, one below the other."""
-    stored: dict[str, tuple[tuple[int, ...], list[str]]] = {}
+    stored: Stored = {}
     for name, shape in shapes.items():
         match = _OF_EXPERT.fullmatch(name) if stacks_experts else None
         if match is None:
@@ -180,7 +187,7 @@ def folder_tensors(
 @dataclass(frozen=True)
 class TensorInfo:
     dtype: str  # safetensors name, such as "BF16"
-    shape: tuple[int, ...]
+    shape: Index
     offset: int = 0  # offset of the first byte in the file
 
 
@@ -199,11 +206,7 @@ def read_headers(paths: Sequence[Path]) -> dict[str, tuple[Path, TensorInfo]]:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a file. Raise WeightMappingError if it is damaged or has bytes outside of tensors."""
-    try:
-        check_regular(path)
-    except OSError as error:
-        raise _broken(path, str(error.strerror)) from None
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
@@ -235,7 +238,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[int]]:
+def size_of(path: Path) -> int:
+    """Return the size of a file. Raise WeightMappingError unless it is a regular file."""
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise _broken(path, str(error.strerror)) from None
+    return path.stat().st_size
+
+
+def header_of(tensors: Iterable[tuple[str, str, Index]]) -> tuple[bytes, list[int]]:
     """Return the header for (name, dtype, shape) in order, and the offset of each tensor in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, []

@@ -15,6 +15,8 @@ from typing import Any
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.hf_files import (
+    BIN,
+    BIN_INDEX,
     INDEX,
     SCALE_SUFFIX,
     SINGLE,
@@ -22,14 +24,14 @@ from grpo_mega.formats.hf_files import (
     experts_in,
     extra_names,
     read_headers,
+    size_of,
     weight_files,
     weight_shards,
 )
 from grpo_mega.formats.slices import FP8, FROM_TORCH, ITEM_BYTES, WEIGHTS, Extent, Part, Scale, matrix
-from grpo_mega.paths import check_regular, read_json
+from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import Index, whole
 
-BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DEFAULT_BLOCK = (128, 128)
 _COMPARED_BYTES = 8 << 20
 
@@ -43,7 +45,7 @@ class HfWeights:
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self.folder, self._config = Path(folder), config
+        self.folder, self._config = folder, config
         is_bin = not any((folder / name).exists() for name in (INDEX, SINGLE))
         self._index = folder / (BIN_INDEX if is_bin else INDEX)
         if not is_bin:
@@ -187,10 +189,7 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    try:
-        check_regular(path)
-    except OSError as error:
-        raise WeightMappingError(f"{path} cannot be read ({error.strerror}); fetch the file again") from None
+    size = size_of(path)
     with path.open("rb") as file:
         head = file.read(4)
     if not head or (head == b"PK\x03\x04"[: len(head)] and not zipfile.is_zipfile(path)):
@@ -215,7 +214,6 @@ def _read_bin(path: Path) -> dict[str, TensorInfo]:
         raise WeightMappingError(
             f"{path} cannot be read by torch's weights-only loader ({reason}); use safetensors"
         ) from None
-    size = path.stat().st_size
     for name, info in infos.items():
         if info.offset + prod(info.shape) * ITEM_BYTES[info.dtype] > size:
             raise WeightMappingError(f"{path} is cut short: it does not hold all of {name}; fetch the file again")

@@ -78,12 +78,13 @@ def stored_tensors(family: Family, shape: ModelShape) -> Iterator[Stored]:
         of_layer, of_expert = (tensors(family.rows_of(kind, shape, span)) for kind in ("layer", "expert"))
         for layer in layers:
             stack, place = stacked_layers(shape, layer)
-            for keys, tensor in of_layer:
-                yield Stored(_numbered(keys, shape, layer), stack, place, tensor.numbered(layer, 0))
+            found = [Stored(keys, stack, place, tensor.numbered(layer, 0)) for keys, tensor in of_layer]
             for expert in range(shape.num_experts):
-                for keys, tensor in of_expert:
-                    own = tensor.numbered(layer, expert)
-                    yield Stored(_numbered(keys, shape, layer), (*stack, shape.num_experts), (*place, expert), own)
+                dims, at = (*stack, shape.num_experts), (*place, expert)
+                found += [Stored(keys, dims, at, tensor.numbered(layer, expert)) for keys, tensor in of_expert]
+            prefix = "layers." if stack else f"layers.{layer}."
+            for one in found:
+                yield replace(one, keys=tuple(key.replace("layers.", prefix, 1) for key in one.keys))
 
 
 def stored_extra(shapes: Mapping[str, Index]) -> Iterator[Stored]:
@@ -97,15 +98,11 @@ def stacked_layers(shape: ModelShape, layer: int) -> tuple[Index, Index]:
     return ((), ()) if shape.has_unequal_layers else ((shape.num_layers,), (layer,))
 
 
-def _numbered(keys: tuple[str, ...], shape: ModelShape, layer: int) -> tuple[str, ...]:
-    return tuple(key.replace("layers.", f"layers.{layer}.", 1) for key in keys) if shape.has_unequal_layers else keys
-
-
 class MegatronWeights:
     """The weights of a Megatron checkpoint. Raises WeightMappingError if it is damaged or belongs to another model."""
 
     def __init__(self, folder: Path, family: Family, shape: ModelShape) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self._saved = read_metadata(folder)
         extra = {key.removeprefix(KEY): saved.shape for key, saved in self._saved.items() if key.startswith(KEY)}
         self.shapes = family.hf_tensors(shape) | extra
@@ -164,12 +161,11 @@ class MegatronWeights:
 
             def check(chunk: Chunk) -> None:
                 extent = self._extents[chunk]
-                block, crc, done = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0, 0
-                while done < extent.num_bytes:
+                block, crc = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes))), 0
+                for done in range(0, extent.num_bytes, BLOCK_BYTES):
                     view = block[: extent.num_bytes - done]
                     self._reader.read_into(extent.path, extent.offset + done, view)
                     crc = crc32(view, crc)
-                    done += len(view)
                 if crc != self._crcs[chunk]:
                     raise WeightMappingError(
                         f"{extent.path}: {names[chunk]} is damaged: the {extent.num_bytes} bytes at offset"
@@ -236,11 +232,15 @@ class MegatronWeights:
         return self._saved[key]
 
 
+@dataclass(eq=False)
 class _Section(io.RawIOBase):
     """A part of a file, as a separate file object."""
 
-    def __init__(self, files: Files, path: Path, start: int, length: int) -> None:
-        self._files, self._path, self._start, self._length, self._at = files, path, start, length, 0
+    files: Files
+    path: Path
+    start: int
+    length: int
+    at: int = 0
 
     def seekable(self) -> bool:
         return True
@@ -249,14 +249,14 @@ class _Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
         if at < 0:
             raise OSError(f"offset {offset} is before the start of the file")
-        self._at = at
+        self.at = at
         return at
 
     def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self._length - self._at))
-        self._files.read_into(self._path, self._start + self._at, memoryview(buffer)[:length])
-        self._at += length
+        length = max(0, min(len(buffer), self.length - self.at))
+        self.files.read_into(self.path, self.start + self.at, memoryview(buffer)[:length])
+        self.at += length
         return length

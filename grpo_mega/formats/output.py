@@ -176,6 +176,14 @@ def _fill(plan: OutputPlan, partial: Path, journal: FileIO, workers: int, show_p
     return report
 
 
+def make_partial(out: Path) -> Path:
+    """Return an empty OUT.partial, without the remains of an earlier attempt."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
 def publish_folder(partial: Path, out: Path, last: Mapping[str, bytes | Path]) -> None:
     """Write the `last` files, contents or files to copy, and rename the folder. `out` may be an empty folder."""
     for name, content in last.items():

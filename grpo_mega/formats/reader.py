@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint
-from grpo_mega.formats.hf_files import weight_files
+from grpo_mega.formats.hf_files import Stored, weight_files
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.slices import (
@@ -64,7 +64,7 @@ class Streamer:
             return torch.empty((target.rows, target.columns), dtype=torch_dtype(target.dtype))
         values = bytearray(target.num_bytes)
         self._fill(memoryview(values), target, 0, target.rows)
-        return torch.frombuffer(values, dtype=torch_dtype(target.dtype)).view(target.rows, target.columns)
+        return _matrix(values, target.dtype, target.columns)
 
     def _fill(self, block: memoryview, target: Target, first: int, count: int) -> None:
         """Fill the block with `count` rows of the target."""
@@ -77,8 +77,8 @@ class Streamer:
             if copy.is_unchanged_rows_of(target):
                 self._files.read_into(copy.extent.path, copy.extent.offset + row * row_bytes, rows)
             else:
-                matrix = torch.frombuffer(rows, dtype=torch_dtype(target.dtype)).view(end - start, target.columns)
-                self._fill_columns(matrix[:, copy.to_column : copy.to_column + copy.columns], copy, row)
+                place = _matrix(rows, target.dtype, target.columns)
+                self._fill_columns(place[:, copy.to_column : copy.to_column + copy.columns], copy, row)
 
     @torch.no_grad()
     def _fill_columns(self, place: Tensor, copy: SliceCopy, row: int) -> None:
@@ -92,18 +92,22 @@ class Streamer:
             self._scratch = _at_least(self._scratch, count * extent.row_bytes)
             rows = memoryview(self._scratch)[: count * extent.row_bytes]
             self._files.read_into(extent.path, extent.offset + (row + start) * extent.row_bytes, rows)
-            stored = torch.frombuffer(rows, dtype=torch_dtype(extent.dtype)).view(count, extent.columns)
-            values = stored[:, copy.column : copy.column + copy.columns]
+            values = _matrix(rows, extent.dtype, extent.columns)[:, copy.column : copy.column + copy.columns]
             if extent.scale is not None:
                 scales, height, width = extent.scale.extent, extent.scale.rows, extent.scale.columns
                 first, last = (row + start) // height, (row + start + count - 1) // height
                 raw = bytearray((last - first + 1) * scales.row_bytes)
                 self._files.read_into(scales.path, scales.offset + first * scales.row_bytes, memoryview(raw))
-                blocks = torch.frombuffer(raw, dtype=torch_dtype(scales.dtype)).view(-1, scales.columns).float()
+                blocks = _matrix(raw, scales.dtype, scales.columns).float()
                 block_rows = torch.arange(row + start, row + start + count) // height - first
                 block_columns = torch.arange(copy.column, copy.column + copy.columns) // width
                 values = values.float() * blocks[block_rows][:, block_columns]
             place[start : start + count].copy_(values)
+
+
+def _matrix(data: bytearray | memoryview, dtype: str, columns: int) -> Tensor:
+    """Return a view of the data as a matrix."""
+    return torch.frombuffer(data, dtype=torch_dtype(dtype)).view(-1, columns)
 
 
 def _at_least(buffer: bytearray, length: int) -> bytearray:
@@ -171,7 +175,7 @@ def open_hf_reader(folder: Path) -> CheckpointReader:
     return CheckpointReader(HfWeights(folder, {}))
 
 
-def joined(tensors: Mapping[str, Tensor], stored: Mapping[str, tuple[Index, list[str]]]) -> dict[str, Tensor]:
+def joined(tensors: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
     """Return the `stored` tensors of a folder (see folder_tensors), made of `tensors`."""
     return {
         name: tensors[names[0]] if names == [name] else torch.cat([tensors[part] for part in names]).view(shape)

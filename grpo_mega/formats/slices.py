@@ -234,4 +234,5 @@ def matrix(shape: Index) -> tuple[int, int]:
 
 
 def row_and_column(index: Index) -> tuple[int, int]:
-    return (index[0], 0) if len(index) == 1 else (index[0], index[1])
+    row, column, *_ = (*index, 0)
+    return row, column

@@ -31,7 +31,7 @@ from grpo_mega.planner.memory import (
 from grpo_mega.planner.state import State
 from grpo_mega.planner.timing import Link, Timing, communication, timing
 from grpo_mega.preflight import job_problems
-from grpo_mega.weights.layout import engine_shards, hf_shards, leader_shards, megatron_shards
+from grpo_mega.weights.layout import engine_shards, hf_shards, megatron_shards
 from grpo_mega.weights.plan import Traffic, plan_transfers
 
 MARGIN = 0.08  # share of the device that a plan should leave free, because estimates may be off by that much
@@ -180,7 +180,7 @@ class Plan:
         source = megatron_shards(family, shape, setup.layout, fused_norms=setup.uses_te)
         quantise = setup.config.rollout.quantization is not None
         if setup.sends_adapter:
-            target = leader_shards(family, shape, setup.config.rollout.tp, setup.num_engine_ranks)
+            target = hf_shards(family, shape, setup.num_engine_ranks, tp=setup.config.rollout.tp)
         elif setup.is_served:
             target = engine_shards(family, shape, setup.engine_layout, setup.num_engine_ranks, quantise=quantise)
         else:

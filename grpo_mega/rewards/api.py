@@ -65,6 +65,7 @@ class NoScore(Exception):
     """
 
 
+Extras = dict[str, Any]  # the other columns of a row, and prefill, finish_reason and messages of its sample
 RewardFunction = Callable[..., "float | Score | None"]
 _INK = re.compile(r"\S")
 
@@ -79,7 +80,7 @@ def as_score(returned: Any, response: str) -> Score:
     if returned is None:
         return Score(None, "not_applicable")
     if not isinstance(returned, Score):
-        returned = Score(_number(returned, "reward"), "scored")
+        returned = Score(returned, "scored")
     value = None if returned.value is None else _number(returned.value, "reward")
     steps = tuple(Step(operator.index(step.end), _number(step.value, "reward of a step")) for step in returned.steps)
     last = 0
@@ -123,14 +124,13 @@ def result_of(
 
     The functions in `factors` multiply the sum of the others. The sum is 1 if there are no others.
     """
-    missing = [name for name in weights if name in errors and outcomes[name].value is None]
     weighted = {name: w * score.value for name, w in weights.items() if (score := outcomes[name]).value is not None}
     terms = [value for name, value in weighted.items() if name not in factors]
     multiplied = [value for name, value in weighted.items() if name in factors and weights[name]]
     if factors and all(name in factors or not weight for name, weight in weights.items()):
         terms = [1.0] if multiplied else []
     counted = [(weight, step) for name, weight in weights.items() if weight for step in outcomes[name].steps]
-    if any(weights[name] for name in missing):
+    if any(weight and name in errors and outcomes[name].value is None for name, weight in weights.items()):
         terms, counted = [], []
     return RewardResult(
         math.prod(multiplied, start=sum(terms)) if terms else None,

@@ -7,8 +7,8 @@ sandbox_main.py. Where the kernel forbids namespaces, the limits and the time ho
 and read and write files as an unprivileged user. `missing_sandbox` says so.
 
 `verdict` of a run: "finished" (exit status 0), "error" (an exception, another status or a signal), "timeout",
-"memory", "output" (more than MAX_OUTPUT_BYTES) or "refused" (an exception because the sandbox denies network, files or
-processes).
+"memory", "output" (more than sandbox_main.OUTPUT_BYTES) or "refused" (an exception because the sandbox denies
+network, files or processes).
 
 The reward `code` runs the last fenced block of Python after the thought. The cases are in the first of these places:
 
@@ -38,8 +38,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import ConfigError
 from grpo_mega.processes import kill_session
-from grpo_mega.rewards.api import NoScore, Score
+from grpo_mega.rewards.api import Extras, NoScore, Score
 from grpo_mega.rewards.math.answer import conclusion_of, whole_turn
 
 TIMEOUT_S = 4.0
@@ -60,7 +61,7 @@ def code(
     prompt: str,
     response: str,
     answer: str,
-    extras: dict[str, Any],
+    extras: Extras,
     *,
     timeout_s: float = TIMEOUT_S,
     max_cases: int = 20,
@@ -77,10 +78,13 @@ def code(
     if not blocks:
         return Score(0.0, "wrong")
     programs = [(f"{blocks[-1]}\n{text}", given) for text, given, _ in cases]
-    try:
-        runs = _run_twice(programs, timeout_s, stops_early=not partial)
-    except SandboxFailed as error:
-        raise NoScore(str(error)) from None
+    for num_left in (1, 0):  # if the sandbox itself fails, try again once
+        try:
+            runs = run_programs(programs, timeout_s, total_s=timeout_s, stops_early=not partial)
+            break
+        except SandboxFailed as error:
+            if not num_left:
+                raise NoScore(str(error)) from None
     verdicts = [_verdict(run, expected) for run, (_, _, expected) in zip(runs, cases, strict=False)]
     failed = [verdict for verdict in verdicts if verdict != "correct"]
     value = 1.0 - len(failed) / len(cases) if partial else float(not failed)
@@ -88,12 +92,12 @@ def code(
 
 
 def check_deadline(options: Mapping[str, Any], deadline_s: float) -> None:
-    """Raise ValueError if the pool would end a check before its programs time out."""
+    """Raise ConfigError if the pool would end a check before its programs time out."""
     needed = options.get("timeout_s", TIMEOUT_S) + START_S
     if deadline_s < needed:
-        raise ValueError(
-            f"rewards.deadline_s={deadline_s:g} leaves no time for timeout_s and the start of the sandbox; raise it to"
-            f" {needed:g}"
+        raise ConfigError(
+            f"reward function 'code': rewards.deadline_s={deadline_s:g} leaves no time for timeout_s and the start of"
+            f" the sandbox; raise it to {needed:g}"
         )
 
 
@@ -146,14 +150,6 @@ def _verdict(run: Run, expected: str | None) -> str:
     return "correct" if lines[0] == lines[1] else "wrong"
 
 
-def _run_twice(programs: list[tuple[str, str]], timeout_s: float, *, stops_early: bool) -> list[Run]:
-    """Run the programs. If the sandbox itself fails, try again once."""
-    try:
-        return run_programs(programs, timeout_s, total_s=timeout_s, stops_early=stops_early)
-    except SandboxFailed:
-        return run_programs(programs, timeout_s, total_s=timeout_s, stops_early=stops_early)
-
-
 def _parsed(value: Any) -> Any:
     """Return the value of a JSON text, and anything else as it is."""
     try:
@@ -170,8 +166,6 @@ def _lines(value: Any) -> list[str]:
     return [] if not value else [value] if isinstance(value, str) else list(map(str, value))
 
 
-MAX_OUTPUT_BYTES = 1 << 20
-MEMORY_BYTES = 1 << 30  # address space of each process of a program
 TOOL_TIMEOUT_S = 10.0
 _MAX_TOOL_CHARS = 8000
 _SANDBOX_START_S = 20.0  # limit for the start of the sandbox itself, which is slow on a busy machine
@@ -203,7 +197,6 @@ def run_programs(
     total_s: float = math.inf,
     stops_early: bool = False,
     isolates: bool | None = None,
-    memory_bytes: int = MEMORY_BYTES,
 ) -> list[Run]:
     """Run pairs of a program and its standard input one after another, each in fresh processes, and return outcomes.
 
@@ -217,8 +210,6 @@ def run_programs(
         "total_s": min(total_s, len(programs) * timeout_s),
         "stops_early": stops_early,
         "isolates": missing_sandbox() is None if isolates is None else isolates,
-        "memory_bytes": memory_bytes,
-        "output_bytes": MAX_OUTPUT_BYTES,
         "folders": _python_folders(),
     }
     answer = _run_sandbox(request, _SANDBOX_START_S + request["total_s"])
@@ -230,13 +221,11 @@ def run_programs(
 @cache
 def missing_sandbox() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
+    request = {"programs": [], "isolates": True, "folders": _python_folders()}
     try:
-        problem = _run_sandbox({"programs": [], "isolates": True, "folders": _python_folders()}, _SANDBOX_START_S)[
-            "missing"
-        ]
+        return _run_sandbox(request, _SANDBOX_START_S)["missing"] or None
     except SandboxFailed as error:
-        problem = str(error)
-    return problem or None
+        return str(error)
 
 
 def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:

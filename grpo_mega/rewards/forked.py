@@ -21,9 +21,8 @@ from multiprocessing import Pipe, connection, forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_mega import processes
 from grpo_mega.errors import RewardError, UserError
-from grpo_mega.processes import die_with_parent, kill_session
+from grpo_mega.processes import die_with_parent, enter_private_folder, kill_session
 from grpo_mega.text import well_formed
 
 GUARDIAN = "grpo_mega.rewards.guardian"  # the fork server imports it first
@@ -45,7 +44,7 @@ class ForkServer(forkserver.ForkServer):
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """`preload`: modules that the server imports after the guardian."""
-        processes.enter_private_folder()  # the server listens on a socket below TMPDIR
+        enter_private_folder()  # the server listens on a socket below TMPDIR
         super().__init__()
         self.set_forkserver_preload([GUARDIAN, *preload])
         self._connecting = threading.Lock()

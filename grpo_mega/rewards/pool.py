@@ -30,7 +30,7 @@ from typing import Any
 
 from grpo_mega.config.data import RewardsConfig
 from grpo_mega.errors import RewardError
-from grpo_mega.rewards.api import RewardResult, Score, result_of
+from grpo_mega.rewards.api import Extras, RewardResult, Score, result_of
 from grpo_mega.rewards.forked import ForkServer, Worker, WorkerEnded, start_worker
 from grpo_mega.rewards.math.accuracy import CUT, GOLD_UNPARSABLE, quick
 from grpo_mega.rewards.math.answer import locate_answer, whole_turn
@@ -76,10 +76,9 @@ class Checks:
 
     def known(self, texts: Texts) -> Score | None:
         """Return the remembered Score of these texts; None if there is none."""
-        if texts in self._verdicts:
-            self._verdicts[texts] = self._verdicts.pop(texts)
-            return self._verdicts[texts]
-        return self._failures.get(texts[0]) or self._failures.get(texts)
+        if score := self._verdicts.pop(texts, None):
+            self._verdicts[texts] = score
+        return score or self._failures.get(texts[0]) or self._failures.get(texts)
 
     def add(self, check: Check) -> None:
         """Queue a check. If a check with the same texts exists, add the samples to it instead."""
@@ -107,12 +106,10 @@ class Checks:
         machine may have been the cause.
         """
         self._end(check)
-        if check.texts is not None and is_own:
-            self._verdicts[check.texts] = score
-            if len(self._verdicts) > self._capacity:
-                del self._verdicts[next(iter(self._verdicts))]
-        elif check.texts is not None:
-            self._failures[check.texts] = score
+        if check.texts is not None:
+            (self._verdicts if is_own else self._failures)[check.texts] = score
+        if len(self._verdicts) > self._capacity:
+            del self._verdicts[next(iter(self._verdicts))]
         return check.keys
 
     def refuse_gold(self, gold: str, score: Score) -> list[Check]:
@@ -187,11 +184,11 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._pending: dict[Hashable, _Pending] = {}
         self._unfinished = 0  # outcomes that are still missing
         self._failure: str | None = None
-        self._is_ready = not (has_workers and rewards.functions)  # True once a worker has imported all functions
+        num_workers = rewards.num_workers if has_workers and rewards.functions else 0
+        self._is_ready = not num_workers  # True once a worker has imported all functions
         self._pids: list[int] = []
 
         self._server = ForkServer([MATH_VERIFY] if self._is_judged else [])
-        num_workers = rewards.num_workers if has_workers and rewards.functions else 0
         self._threads = [threading.Thread(target=self._serve, name="rewards", daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
@@ -220,7 +217,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         prompt: str,
         response: str,
         answer: str,
-        extras: dict[str, Any],
+        extras: Extras,
         length: int | None = None,
     ) -> None:
         """Queue one sample for all functions. `key` must be new; `collect` returns the result under it.
@@ -302,14 +299,15 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             self._raise_failure()
             pending, self._pending = self._pending, {}
             self._checks.end_rollout()
-        for sample in pending.values() if self._is_judged else ():
+        for key, sample in pending.items() if self._is_judged else ():
             judged = sample.outcomes[ACCURACY]
             if COSINE in self._weights:
                 sample.outcomes[COSINE] = cosine(judged, sample.length, **self._options[COSINE])
             if LENGTH in self._weights:
-                group = [pending[key] for key in sample.group if key in pending]
-                scores = len_reward([one.outcomes[ACCURACY] for one in group], [one.length for one in group])
-                sample.outcomes[LENGTH] = next(score for one, score in zip(group, scores, strict=True) if one is sample)
+                keys = [one for one in sample.group if one in pending]
+                judgements = [pending[one].outcomes[ACCURACY] for one in keys]
+                scores = len_reward(judgements, [pending[one].length for one in keys])
+                sample.outcomes[LENGTH] = scores[keys.index(key)]
             if error := sample.errors.pop(ACCURACY, None):
                 sample.errors |= {name: error for name in self._weights if name in JUDGED}
         return {key: result_of(self._weights, one.outcomes, one.errors, self._factors) for key, one in pending.items()}

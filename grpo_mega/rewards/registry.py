@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 
 from grpo_mega import user_code
 from grpo_mega.errors import ConfigError
-from grpo_mega.rewards.api import RewardFunction, Score, splitter
+from grpo_mega.rewards.api import Extras, RewardFunction, Score, splitter
 from grpo_mega.text import nearest
 
 BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
@@ -60,7 +60,7 @@ FINISH_REASON = "finish_reason"  # a key of extras whose value differs within a 
 MESSAGES = "messages"  # key of extras: all messages of a conversation
 AGENT = "agent"  # name of the score of an agent function that returns a number
 _GIVEN = _LISTS | {*GOLD, "prefill", FINISH_REASON}  # names that are never options of a function
-Sample = tuple[str, str, str, dict[str, Any]]  # prompt, response, gold answer, extras
+Sample = tuple[str, str, str, Extras]  # prompt, response, gold answer, extras
 # By type of an option: the accepted types of its values, and their name in errors.
 _FORMS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false, without quotes"),
@@ -102,17 +102,9 @@ def check_rewards(name: str, options: Mapping[str, Any], step_splitter: str, dea
             function(*((Score(0.0, ""), 0) if name in JUDGED else ("", "", "0", {})))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward function {name!r} with options {dict(options)}: {error}") from None
-    if name == "code":
-        from grpo_mega.rewards.code import check_deadline as check_time
-
-        try:
-            check_time(options, deadline_s)
-        except ValueError as error:
-            raise ConfigError(f"reward function 'code': {error}") from None
-    if name == "reward_model":
-        from grpo_mega.rewards.reward_model import check_deadline  # imported late, because its imports take time
-
-        check_deadline(options, deadline_s)
+    if name in OF_PROGRAMS | OF_SERVERS:
+        module = importlib.import_module(BUILT_IN[name].rpartition(".")[0])
+        module.check_deadline(options, deadline_s)
 
 
 def bind(name: str, options: Mapping[str, Any], step_splitter: str, code_dir: Path | None = None) -> RewardFunction:
@@ -203,13 +195,12 @@ def call_group(
         values[FINISH_REASON] = [one[FINISH_REASON] for _, _, _, one in samples]
     if conversations:
         values[MESSAGES] = list(conversations)
-    parameters = _parameters_of(function)
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        values = {name: value for name, value in values.items() if name in parameters}
     # Options of the config take precedence over data columns with the same name.
-    options = getattr(function, "keywords", {})
+    parameters, options = _parameters_of(function), getattr(function, "keywords", {})
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = [name for name in values if name not in options and (takes_all or name in parameters)]
     try:
-        returned = function(**{name: value for name, value in values.items() if name not in options})
+        returned = function(**{name: values[name] for name in taken})
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
     except TypeError as error:
@@ -235,9 +226,8 @@ def _options_of(function: RewardFunction) -> dict[str, bool] | None:
         # None is required: a data column may supply it.
         return {p.name: False for p in parameters if p.name not in _GIVEN}
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    taken = positional[:_NUM_ARGUMENTS]
-    named = [p for p in parameters if p not in taken and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: p.default is p.empty for p in named}
+    others = [p for p in parameters if p not in positional[:_NUM_ARGUMENTS]]
+    return {p.name: p.default is p.empty for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -24,7 +24,7 @@ from grpo_mega.config.base import PositiveInt, Section
 from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
 from grpo_mega.paths import parse_json
-from grpo_mega.rewards.api import NoScore, Score, Step, splitter
+from grpo_mega.rewards.api import Extras, NoScore, Score, Step, splitter
 from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # doubles before every further try
@@ -205,7 +205,7 @@ class RewardServer(Section):
         return number
 
 
-def reward_model(prompt: str, response: str, answer: str, extras: dict[str, Any], **options: Any) -> Score:
+def reward_model(prompt: str, response: str, answer: str, extras: Extras, **options: Any) -> Score:
     """Return the server's reward. `options` are the fields of `Server`. Raises NoScore if the server returns none."""
     server = server_of(options)
     values = {**{name: str(value) for name, value in extras.items()}, "prompt": prompt, "answer": answer}

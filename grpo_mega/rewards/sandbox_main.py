@@ -33,6 +33,8 @@ from grpo_mega.processes import adopt_orphans, die_with_parent, kill_descendants
 
 NOBODY = 65534
 MAX_PROCESSES, MAX_FILES, FOLDER_BYTES = 64, 64, 64 << 20
+MEMORY_BYTES = 1 << 30  # address space of each process of a program
+OUTPUT_BYTES = 1 << 20  # limit of each output of a program
 _NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
@@ -40,7 +42,15 @@ _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION = 4, 38, 0x20080522
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUT_OF_MEMORY, _REFUSED = 71, 72  # exit statuses of a program
+_VERDICTS = {  # by exit status of a program
+    0: "finished",
+    _OUT_OF_MEMORY: "memory",
+    -signal.SIGKILL: "memory",
+    _REFUSED: "refused",
+    -signal.SIGXCPU: "timeout",
+}
 _DENIED = {errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH, errno.ENETDOWN, errno.EAGAIN}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -98,7 +108,7 @@ def _map_ids(pid: int) -> None:
 
 def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     """Run all programs, and write the answer."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # programs may send them
     if not request["isolates"]:
         with contextlib.suppress(OSError):
@@ -190,7 +200,7 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             for target, fd in enumerate(streams):
                 os.dup2(fd, target)
@@ -211,17 +221,11 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(done_end, False)
     with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
         is_done = os.read(done_end, len(word)) == word
-    most = request["output_bytes"]
-    texts = [os.pread(fd, most, 0).decode(errors="replace") for fd in streams[1:]]
-    is_full = any(os.fstat(fd).st_size >= most for fd in streams[1:])
+    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:]]
+    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
     for fd in (*streams, done_end):
         os.close(fd)
-    verdicts = {_OUT_OF_MEMORY: "memory", -signal.SIGKILL: "memory", _REFUSED: "refused", -signal.SIGXCPU: "timeout"}
-    verdict = verdicts.get(status, "error")
-    if is_late or is_full:
-        verdict = "output" if is_full else "timeout"
-    elif status == 0:
-        verdict = "finished"
+    verdict = "output" if is_full else "timeout" if is_late else _VERDICTS.get(status, "error")
     error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status}")
     return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": verdict == "finished" and is_done}
 
@@ -257,14 +261,15 @@ def _drop_rights(request: dict[str, Any]) -> None:
         _check(_libc.capset(header, none))
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     seconds = math.ceil(request["timeout_s"]) + 1
-    for limit, value in (
-        (resource.RLIMIT_AS, request["memory_bytes"]),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_NPROC, processes),
-        (resource.RLIMIT_FSIZE, request["output_bytes"]),
-        (resource.RLIMIT_NOFILE, MAX_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {
+        resource.RLIMIT_AS: MEMORY_BYTES,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_FSIZE: OUTPUT_BYTES,
+        resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
 
 

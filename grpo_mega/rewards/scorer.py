@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from grpo_mega.errors import RewardError
@@ -32,11 +33,10 @@ MAX_CUT = 4
 _REPLACEMENT = "\ufffd"  # decoded form of an incomplete character
 Decode = Callable[[Sequence[int]], str]
 
-VERDICTS = (
-    *("correct", "wrong", "unparsable", "gold_unparsable", "well_formed", "malformed", "oracle_right", "oracle_wrong"),
-    *("steps_right", "steps_wrong", "no_steps", "scored", "not_applicable", "timeout", "error"),
-    *("memory", "output", "refused", "length", "turns", "deadline"),
-)
+VERDICTS = """
+    correct wrong unparsable gold_unparsable well_formed malformed oracle_right oracle_wrong steps_right
+    steps_wrong no_steps scored not_applicable timeout error memory output refused length turns deadline
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 
 
 class Scorer:
@@ -45,9 +45,8 @@ class Scorer:
     def __init__(self, pool: RewardPool, decode: Decode) -> None:
         self._pool = pool
         self._decode = decode
-        self._samples: dict[int, Sample] = {}  # samples that the workers score
-        self._own: list[Sample] = []  # conversations that rewards.functions do not score
-        self._key_of: dict[int, int] = {}  # keys by id() of the sample
+        # Submitted samples by their id(), each with its key in the pool; None: rewards.functions do not score it.
+        self._samples: dict[int, tuple[int | None, Sample]] = {}
         self._scored: list[tuple[Sample, RewardResult]] = []  # results of the last rollout
         self._failures = Failures()
         self.warned_of: set[str] = set()  # kinds of failures that the log already names; see rollout/rollouts.py
@@ -59,11 +58,10 @@ class Scorer:
         Rewards for lengths count the text of sampled tokens only.
         """
         if sample.messages is not None and (sample.scores or not self._pool.has_functions):
-            self._own.append(sample)
+            self._samples[id(sample)] = None, sample
             return
         key = next(self._keys)
-        self._samples[key] = sample
-        self._key_of[id(sample)] = key
+        self._samples[id(sample)] = key, sample
         prompt = sample.prompt
         extras = {**prompt.extras, "prefill": prompt.prefill, FINISH_REASON: sample.finish_reason}
         extras |= {} if sample.messages is None else {MESSAGES: sample.messages}
@@ -78,44 +76,40 @@ class Scorer:
         Samples that finished in an earlier phase, and so were not submitted yet, first go to the other functions.
         """
         ordered = sorted(samples, key=lambda sample: sample.index)
-        own = set(map(id, self._own))
         for sample in ordered:
-            if id(sample) not in self._key_of and id(sample) not in own:
+            if id(sample) not in self._samples:
                 self.submit(sample)
-        ordered = [sample for sample in ordered if id(sample) in self._key_of]
-        if not ordered:
-            return
-        keys = [self._key_of[id(sample)] for sample in ordered]
-        token_ids = [list(sample.response_ids) for sample in ordered]
-        conversations = [sample.messages for sample in ordered if sample.messages is not None]
-        self._pool.submit_group(keys, ordered[0].prompt.raw_columns, token_ids, conversations)
+        scored = {key: sample for key, sample in (self._samples[id(one)] for one in ordered) if key is not None}
+        if scored:
+            token_ids = [list(sample.response_ids) for sample in scored.values()]
+            conversations = [sample.messages for sample in scored.values() if sample.messages is not None]
+            self._pool.submit_group(list(scored), ordered[0].prompt.raw_columns, token_ids, conversations)
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Keep the samples of these groups, and stop scoring all other submitted samples."""
-        kept = {id(sample) for group in groups for sample in group.samples}
-        dropped = [key for key, sample in self._samples.items() if id(sample) not in kept]
-        self._own = [sample for sample in self._own if id(sample) in kept]
-        self._pool.discard(dropped)
-        for key in dropped:
-            del self._key_of[id(self._samples.pop(key))]
+        others = self._samples.keys() - {id(sample) for group in groups for sample in group.samples}
+        dropped = [self._samples.pop(identity)[0] for identity in others]
+        self._pool.discard([key for key in dropped if key is not None])
 
     def finish(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Wait until everything submitted is scored. Call `on_progress()` whenever checks finish."""
         results = self._pool.collect(on_progress)
-        self._scored = [(sample, results[key]) for key, sample in self._samples.items()]
-        names = sorted({name for sample in self._own for name in sample.scores if AGENT not in sample.verdicts})
-        self._scored += [(sample, own_result(sample, names or [AGENT])) for sample in self._own]
-        self._samples, self._key_of, self._own = {}, {}, []
+        self._scored = [(sample, results[key]) for key, sample in self._samples.values() if key is not None]
+        own = [sample for key, sample in self._samples.values() if key is None]
+        names = sorted({name for sample in own for name in sample.scores if AGENT not in sample.verdicts})
+        self._scored += [(sample, own_result(sample, names or [AGENT])) for sample in own]
+        self._samples = {}
         for sample, result in self._scored:
             sample.scores, sample.verdicts, sample.reward = dict(result.scores), dict(result.verdicts), result.total
             # By token, because steps that end at the same token become one step.
             is_chat = sample.messages is not None
-            rewards = dict(zip(sample.step_ends, sample.step_rewards, strict=True)) if is_chat else {}
+            rewards = defaultdict(float, zip(sample.step_ends, sample.step_rewards, strict=True) if is_chat else ())
             start = sample.last_turn
             tokens = tokens_at(sample.response_ids[start:], self._decode, [step.end for step in result.steps])
             for token, step in zip(tokens, result.steps, strict=True):
-                rewards[start + token] = rewards.get(start + token, 0.0) + step.value
-            sample.step_ends, sample.step_rewards = sorted(rewards), [rewards[token] for token in sorted(rewards)]
+                rewards[start + token] += step.value
+            sample.step_ends = sorted(rewards)
+            sample.step_rewards = [rewards[token] for token in sample.step_ends]
 
     def check(self) -> None:
         """Raise RewardError if this rollout and earlier ones show that a reward function is broken."""
@@ -133,16 +127,15 @@ def own_result(sample: Sample, names: Collection[str]) -> RewardResult:
     If the agent function raised, or a limit ended it before, every name has the score 0 and the verdict says why.
     `names` are the scores of other conversations.
     """
-    failed = sample.verdicts.get(AGENT) or (None if sample.finish_reason == "stop" else sample.finish_reason)
     scores: Mapping[str, float | None] = sample.scores if AGENT not in sample.verdicts else {}
-    errors: dict[str, str] = {}
-    if not scores and failed is not None:
+    verdict, errors = "scored", dict[str, str]()
+    if not scores:
+        verdict = sample.verdicts.get(AGENT) or sample.finish_reason or "stop"
+        if verdict == "stop":
+            errors = {AGENT: "rollout.agent returned None, and rewards.functions is empty"}
+            return RewardResult(None, {AGENT: None}, {AGENT: "error"}, (), errors)
         scores = dict.fromkeys(names, 0.0)
-        errors = dict.fromkeys(names, "the agent function; the log has the error") if failed == "error" else {}
-    elif not scores:
-        errors = {AGENT: "rollout.agent returned None, and rewards.functions is empty"}
-        return RewardResult(None, {AGENT: None}, {AGENT: "error"}, (), errors)
-    verdict = "scored" if scores is sample.scores else str(failed)
+        errors = dict.fromkeys(names, "the agent function; the log has the error") if verdict == "error" else {}
     outcomes = {name: Score(value, verdict) for name, value in scores.items()}
     return result_of(dict.fromkeys(scores, 1.0), outcomes, errors)
 

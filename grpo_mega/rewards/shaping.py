@@ -15,13 +15,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.api import Extras, Score
 from grpo_mega.rewards.math.answer import whole_turn
 
 # Shaping functions do not decide whether an answer is right.
 SHAPING = frozenset({"reasoning_steps", "len", "cosine", "repetition_penalty", "language_consistency"})
 
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# Possessive quantifiers keep the time linear, however often a response repeats a tag.
+_CONTENT = r"[^<]*+(?:<(?!/?(?:think|answer)>)[^<]*+)*+"  # matches a text without any of the four tags
+_WELL_FORMED = re.compile(rf"<think>{_CONTENT}</think>\s*+<answer>{_CONTENT}</answer>\s*+")
 _ON_OWN_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _ANSWER_AFTER_THOUGHT = re.compile(r"</think>\s*<answer>")
 
@@ -36,17 +38,17 @@ _WORD = re.compile(rf"[{_HAN}{_KANA}]|(?:(?![{_HAN}{_KANA}])[^\W\d_])+")
 _NO_PROSE = re.compile(r"\\[A-Za-z]+|\b[A-Za-z]\b|<[^<>\s]*>")  # matches LaTeX commands, variables and tags
 
 
-def format_reward(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+def format_reward(prompt: str, response: str, answer: str, extras: Extras) -> Score:
     """Return 1 if the whole turn is `<think>...</think>` and then `<answer>...</answer>`.
 
     Each tag must occur exactly once, in this order. Thought and answer may span lines and may be empty. Only white
     space may stand between and after them.
     """
     prefill = str(extras.get("prefill") or "").lstrip()  # leading white space belongs to the template, not to the model
-    return _formed(is_well_formed(prefill + response))
+    return _formed(_WELL_FORMED.fullmatch(prefill + response) is not None)
 
 
-def soft_format(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> Score:
+def soft_format(prompt: str, response: str, answer: str, extras: Extras) -> Score:
     """Return 1 if a thought ends and, after white space only, a complete answer follows. Other text may surround
     them.
     """
@@ -55,7 +57,7 @@ def soft_format(prompt: str, response: str, answer: str, extras: dict[str, Any])
     return _formed(found is not None and "</answer>" in turn[found.end() :])
 
 
-def tag_count(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+def tag_count(prompt: str, response: str, answer: str, extras: Extras) -> float:
     """Return a quarter for each of the four tags that occurs exactly once and on a separate line, like open-r1's
     function.
     """
@@ -63,7 +65,7 @@ def tag_count(prompt: str, response: str, answer: str, extras: dict[str, Any]) -
     return sum(turn.count(tag) == 1 for tag in _ON_OWN_LINES) / len(_ON_OWN_LINES)
 
 
-def reasoning_steps(prompt: str, response: str, answer: str, extras: dict[str, Any]) -> float:
+def reasoning_steps(prompt: str, response: str, answer: str, extras: Extras) -> float:
     """Return a third per sign of a step, at most 1: "Step 2:", a bullet, "First,", or "1." at the start of the text."""
     return min(1.0, sum(1 for _ in _SIGN_OF_STEP.finditer(response)) / _SIGNS_WANTED)
 
@@ -109,7 +111,7 @@ def repetition_penalty(
     prompt: str,
     response: str,
     answer: str,
-    extras: dict[str, Any],
+    extras: Extras,
     *,
     ngram_size: int = 3,
     max_penalty: float = -1.0,
@@ -129,9 +131,7 @@ def repetition_penalty(
     return max_penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
 
 
-def language_consistency(
-    prompt: str, response: str, answer: str, extras: dict[str, Any], *, language: str = "en"
-) -> float:
+def language_consistency(prompt: str, response: str, answer: str, extras: Extras, *, language: str = "en") -> float:
     """Return the share of the thought's words in the script of the language (DeepSeek-R1, arXiv 2501.12948, 2.3.2).
 
     The thought is the text between <think> and </think>, or the whole response without such tags. Each Chinese or
@@ -144,21 +144,6 @@ def language_consistency(
     words = _WORD.findall(_NO_PROSE.sub(" ", thought))
     own = re.compile(f"[{_LETTERS[language]}]+")
     return sum(own.fullmatch(word) is not None for word in words) / len(words) if words else 0.0
-
-
-def is_well_formed(text: str) -> bool:
-    """Return whether `text` is one thought and one answer, and nothing else.
-
-    The search uses fixed strings only, because a regular expression backtracks over every tag that a response repeats.
-    """
-    if any(text.count(tag) != 1 for tag in TAGS):
-        return False
-    think, end_think, answer, end_answer = (text.index(tag) for tag in TAGS)
-    if not think == 0 < end_think < answer < end_answer:
-        return False
-    between = text[end_think + len("</think>") : answer]
-    after = text[end_answer + len("</answer>") :]
-    return not between.strip() and not after.strip()
 
 
 def _formed(is_right: bool) -> Score:

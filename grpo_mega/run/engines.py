@@ -38,7 +38,7 @@ from grpo_mega.rollout.sglang.server import EngineSettings
 from grpo_mega.run.colocation import GpuMemory, WeightSync
 from grpo_mega.run.model_files import ModelFiles, decoder, training_sampling
 from grpo_mega.weights.derived import adapter_family, module_names, whole_layers
-from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards, leader_shards
+from grpo_mega.weights.layout import EngineLayout, ShardLayout, engine_shards, hf_shards
 from grpo_mega.weights.plan import plan_transfers
 
 
@@ -90,7 +90,7 @@ def build_adapter_sync(
     if lora is None or not sends_adapter(config, shape):
         return None
     family = adapter_family(model.family, shape, lora.rank, lora.targets)
-    trainer, leaders = shards_of(family, shape, config, runtime), leader_shards(family, shape, config.rollout.tp, size)
+    trainer, leaders = shards_of(family, shape, config, runtime), hf_shards(family, shape, size, tp=config.rollout.tp)
     return build_sync(config, DTYPES[config.engine_dtype], trainer, leaders, runtime, rendezvous)
 
 

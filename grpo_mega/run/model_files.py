@@ -44,7 +44,7 @@ from grpo_mega.formats.hf_files import (
     weight_files,
 )
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.output import publish_folder
+from grpo_mega.formats.output import make_partial, publish_folder
 from grpo_mega.formats.reader import CheckpointReader, joined, open_reader, random_reader
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron.offload import Teacher
@@ -273,7 +273,7 @@ def export_policy(
     Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
     copied byte for byte from the start model, because libraries rewrite fields when they save a config.
     """
-    is_writer, partial = dist.get_rank() == 0, folder.with_name(folder.name + ".partial")
+    is_writer = dist.get_rank() == 0
     family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
     sources = ShardLayout.of_ranks([policy.shards.rank_shards(rank) for rank in range(world_size)])
     reader: CheckpointReader | None = None  # for parts that the policy leaves out
@@ -285,15 +285,13 @@ def export_policy(
     dtypes = {name: torch.float32 if name.endswith(FLOAT32) else model.dtype for name in stored}
     num_bytes = {name: prod(size) * dtypes[name].itemsize for name, (size, _) in stored.items()} | extra
     shards = split_into_shards(num_bytes, max_shard_bytes)
-    if is_writer:
-        shutil.rmtree(partial, ignore_errors=True)  # the remains of an interrupted export
-        partial.mkdir(parents=True)
+    partial = make_partial(folder) if is_writer else None
     with phase("writing the policy", shows_progress and is_writer, sum(num_bytes.values()), "bytes") as bar:
         for file, names in shards.items():
             own = {name: stored[name] for name in names if name not in extra}
             wanted = hf_rank_shards(family, shape, (part for _, parts in own.values() for part in parts))
             gathered = gather_on_first(sources, tensors, wanted, model.dtype)
-            if is_writer:
+            if partial:
                 kept = {
                     name: reader.read(whole(name, reader.shape(name))) for name in names if reader and name in extra
                 }
@@ -301,7 +299,7 @@ def export_policy(
                 content = {name: tensor.cpu().contiguous() for name, tensor in written.items()}
                 save_file(content, partial / file, metadata={"format": "pt"})
             bar.advance(sum(num_bytes[name] for name in names))
-    if is_writer:
+    if partial:
         shutil.rmtree(folder, ignore_errors=True)
         publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | dict(record))
     dist.barrier()

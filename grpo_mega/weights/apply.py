@@ -118,7 +118,7 @@ def buckets(
     round exceed `bucket_bytes`, unless a single row does (if quantised, a row of blocks); such a row is sent alone.
     Without `verify` all checksums are 0.
     """
-    exchange = _Exchange(sources, dtype, allocate, group, verify=verify)
+    exchange = _Exchange(sources, dtype, allocate, group, verify)
     rounds = plan.rounds(bucket_bytes, dtype.itemsize)
     flying: deque[_Flight] = deque()
     for index in range(len(rounds)):
@@ -141,6 +141,7 @@ class _Flight:
     works: list[dist.Work]
 
 
+@dataclass
 class _Exchange:
     """The exchange of this rank with the others, round by round.
 
@@ -148,17 +149,14 @@ class _Exchange:
     rank in every round, but only for the ranks that send to them.
     """
 
-    def __init__(
-        self,
-        sources: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        allocate: Callable[[int, int], Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        verify: bool,
-    ) -> None:
-        self.rank = dist.get_rank(group)
-        self._sources, self._dtype, self._allocate, self._group, self._verify = sources, dtype, allocate, group, verify
+    sources: Mapping[str, Tensor]
+    dtype: torch.dtype
+    allocate: Callable[[int, int], Tensor]
+    group: dist.ProcessGroup | None
+    verify: bool
+
+    def __post_init__(self) -> None:
+        self.rank = dist.get_rank(self.group)
         # Reused, because on a CPU fresh memory costs more than the copy.
         self._outgoing = [torch.empty(0, dtype=torch.uint8)] * NUM_FLYING
         self._sums: dict[tuple[str, Index, Index], Tensor] = {}  # by slice, because several ranks may need the same
@@ -170,7 +168,7 @@ class _Exchange:
         sent = sorted((t for t in transfers if t.target_rank != rank), key=lambda t: t.target_rank)
         received = sorted((t for t in transfers if t.source_rank != rank), key=lambda t: t.source_rank)
         num_sent, num_received, num_kept = (sum(map(self._num_bytes, some)) for some in (sent, received, kept))
-        values = self._allocate(index, num_received + num_kept)
+        values = self.allocate(index, num_received + num_kept)
         outgoing = self._outgoing[index % NUM_FLYING]
         if outgoing.numel() < num_sent or outgoing.device != values.device:
             self._outgoing[index % NUM_FLYING] = outgoing = torch.empty(0)  # free the old buffer first
@@ -184,7 +182,7 @@ class _Exchange:
             *self._messages(dist.irecv, [t.source_rank for t in received], received, values, sums),
         ]
         if index == 0:  # NCCL requires that a group's first operation is collective
-            dist.all_reduce(torch.zeros(1, device=values.device), group=self._group)
+            dist.all_reduce(torch.zeros(1, device=values.device), group=self.group)
         works = dist.batch_isend_irecv(messages) if messages else []
         sums[len(received) :] = self._pack(kept, values[num_received:])  # while the messages are on their way
         return _Flight(index, values, [*received, *kept], num_received, sums, works)
@@ -194,12 +192,12 @@ class _Exchange:
         for work in flight.works:
             work.wait()
         # The only wait for the device in a round.
-        sums = flight.sums.tolist() if self._verify else [0] * len(flight.transfers)
+        sums = flight.sums.tolist() if self.verify else [0] * len(flight.transfers)
         entries, start = [], 0
         for t, value in zip(flight.transfers, sums, strict=True):
             entries.append(Entry(t.target, t.target_offset, t.box.shape, start, value, t.is_quantised, t.is_float32))
             start += self._num_bytes(t)
-        return Bucket(flight.index, flight.values, tuple(entries), flight.num_bytes_received, self._dtype)
+        return Bucket(flight.index, flight.values, tuple(entries), flight.num_bytes_received, self.dtype)
 
     def _messages(
         self, operation: Any, peers: list[int], transfers: list[Transfer], values: Tensor, sums: Tensor
@@ -214,12 +212,12 @@ class _Exchange:
             sizes = [self._num_bytes(t) for _, t in members]
             # sent as bytes, because gloo does not support fp8
             parts = [values[first_byte : first_byte + sum(sizes)], sums[first : first + len(sizes)]]
-            for part in parts if self._verify else parts[:1]:
-                yield dist.P2POp(operation, part, group=self._group, group_peer=peer)
+            for part in parts if self.verify else parts[:1]:
+                yield dist.P2POp(operation, part, group=self.group, group_peer=peer)
             first_byte, first = first_byte + sum(sizes), first + len(sizes)
 
     def _num_bytes(self, transfer: Transfer) -> int:
-        return transfer.num_bytes(self._dtype.itemsize)
+        return transfer.num_bytes(self.dtype.itemsize)
 
     def _pack(self, transfers: list[Transfer], buffer: Tensor) -> Tensor:
         """Copy the slices into the buffer, one after another. Return their checksums, [len(transfers)], on the same
@@ -229,30 +227,29 @@ class _Exchange:
         # bytes and checksum, for other ranks that need the same slice
         quantised: dict[tuple[str, Index, Index], tuple[Tensor, Tensor]] = {}
         for t in transfers:
-            piece = subtensor(self._sources, t.source)[region(t.source_offset, t.box.shape)]
+            piece = subtensor(self.sources, t.source)[region(t.source_offset, t.box.shape)]
             place = buffer[start : start + self._num_bytes(t)]
             start += place.numel()
+            key = t.source, t.source_offset, t.box.shape
             if t.is_quantised:
-                key = t.source, t.source_offset, t.box.shape
                 if key in quantised:
                     place.copy_(quantised[key][0])
                 else:  # FP8 values, followed by the scales of their blocks
                     values, scales = quantise(piece)
-                    place[: values.numel()].copy_(values.view(-1).view(torch.uint8))
-                    place[values.numel() :].copy_(scales.view(-1).view(torch.uint8))
-                    quantised[key] = place, checksum(place) if self._verify else no_sum
+                    place[: values.numel()].copy_(_bytes_of(values))
+                    place[values.numel() :].copy_(_bytes_of(scales))
+                    quantised[key] = place, checksum(place) if self.verify else no_sum
                 sums.append(quantised[key][1])
                 continue
-            dtype = torch.float32 if t.is_float32 else self._dtype
+            dtype = torch.float32 if t.is_float32 else self.dtype
             piece = piece.to(dtype)
-            key = t.source, t.source_offset, t.box.shape
-            if self._verify and key not in self._sums:
+            if self.verify and key not in self._sums:
                 self._sums[key] = checksum(piece)
             if place.storage_offset() % dtype.itemsize:  # unaligned after quantised slices
-                place.copy_(piece.contiguous().view(-1).view(torch.uint8))
+                place.copy_(_bytes_of(piece))
             else:
                 place.view(dtype).view(t.box.shape).copy_(piece)
-            sums.append(self._sums[key] if self._verify else no_sum)
+            sums.append(self._sums[key] if self.verify else no_sum)
         return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=buffer.device)
 
 

@@ -74,12 +74,9 @@ def _pieces(data: Tensor, num_words: int) -> Iterator[Tensor]:
 @cache
 def _multipliers(count: int, device: torch.device) -> Tensor:
     """Return [count] int64, made on the CPU so that every stream of the device may use them."""
-    return _mix(torch.arange(1, count + 1).mul_(_A)).mul_(_A).bitwise_or_(1).to(device)
-
-
-def _mix(words: Tensor) -> Tensor:
-    """Mix in place. The mask turns the arithmetic shift into a logical one."""
-    return words.bitwise_xor_((words >> 32).bitwise_and_((1 << 32) - 1))
+    words = torch.arange(1, count + 1).mul_(_A)
+    words.bitwise_xor_((words >> 32).bitwise_and_((1 << 32) - 1))  # the mask turns the shift into a logical one
+    return words.mul_(_A).bitwise_or_(1).to(device)
 
 
 @cache

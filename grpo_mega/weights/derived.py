@@ -20,19 +20,10 @@ from typing import cast
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
-from grpo_mega.weights.families import GatedQKV, Stacked
+from grpo_mega.weights.families import Stacked
 from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard
 
-_IN_PROJ, _QKV = "self_attention.in_proj.weight", "self_attention.linear_qkv.weight"
-
-
-@dataclass(frozen=True)
-class ServedGatedQKV(GatedQKV):
-    """The query and the gate of each head of a rank, one head after the other, then its keys, then its values."""
-
-    def engine(self, shard: Shard) -> LocalTensor:
-        doubled = replace(shard.shape, num_heads=2 * shard.shape.num_heads)
-        return super(GatedQKV, self).engine(replace(shard, shape=doubled))
+_IN_PROJ = "self_attention.in_proj.weight"
 
 
 def served_family(family: Family, shape: ModelShape) -> Family:
@@ -52,8 +43,6 @@ def _served(row: Row) -> Iterator[Row]:
             hf = tuple(row.hf[tensor] for tensor in tensors)
             engine = row.hf[0].replace("in_proj_qkv", name)
             yield _renamed(replace(row, hf=hf, op=Stacked(own, in_proj.trailing), engine=engine))
-    elif row.megatron.endswith(_QKV):
-        yield _renamed(replace(row, op=ServedGatedQKV(("hidden",))))
     else:
         yield _renamed(row)
 
@@ -74,10 +63,9 @@ class _Pair:
     chosen: tuple[int, ...]
     rank: int
 
-    def _local(self, shard: Shard) -> tuple[LocalTensor, dict[str, int]]:
-        """Return the layer's weight on a rank, and the index among the chosen ones of each of its matrices."""
-        numbers = tuple(str(i) for i in range(len(self.base.hf_shapes(shard.shape))))
-        return self.base.megatron(replace(shard, names=numbers)), {str(i): k for k, i in enumerate(self.chosen)}
+    def _weight(self, shard: Shard) -> LocalTensor:
+        """Return the layer's weight on a rank. Its matrices have their indexes as names."""
+        return self.base.megatron(replace(shard, names=_numbers(self.base, shard.shape)))
 
 
 @dataclass(frozen=True)
@@ -86,8 +74,8 @@ class LoraA(_Pair):
         return tuple((self.rank, self.base.hf_shapes(shape)[i][1]) for i in self.chosen)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        weight, _ = self._local(shard)
-        start, stop = weight.pieces[0].box.start[1], weight.pieces[0].box.stop[1]
+        box = self._weight(shard).pieces[0].box
+        start, stop = box.start[1], box.stop[1]
         boxes = [Box(name, (0, start), (self.rank, stop)) for name in shard.names]
         pieces = [(box, (k * self.rank, 0)) for k, box in enumerate(boxes)]
         return shard.tensor((len(boxes) * self.rank, stop - start), pieces)
@@ -101,10 +89,10 @@ class LoraB(_Pair):
         return tuple((self.base.hf_shapes(shape)[i][0], self.rank) for i in self.chosen)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        weight, chosen = self._local(shard)
+        weight, chosen = self._weight(shard), {str(i): name for i, name in zip(self.chosen, shard.names, strict=True)}
         pieces = [
             (
-                Box(shard.names[chosen[p.box.tensor]], (p.box.start[0], 0), (p.box.stop[0], self.rank)),
+                Box(chosen[p.box.tensor], (p.box.start[0], 0), (p.box.stop[0], self.rank)),
                 (p.offset[0], 0),
             )
             for p in weight.pieces
@@ -144,7 +132,7 @@ def whole_layers(family: Family, shape: ModelShape, targets: Sequence[str]) -> t
 
 def _parts_with(chosen: Sequence[int], row: Row, shape: ModelShape) -> tuple[str, ...]:
     """Return the suffixes of the keys of the chosen matrices' rows."""
-    pieces = row.op.megatron(Shard(tuple(str(i) for i in range(len(row.hf))), "", shape)).pieces
+    pieces = row.op.megatron(Shard(_numbers(row.op, shape), "", shape)).pieces
     parts = zip(row.saved_as, pieces, strict=True) if row.saved_as else ()
     return tuple(part for part, piece in parts if int(piece.box.tensor) in chosen)
 
@@ -165,7 +153,11 @@ def module_names(family: Family) -> list[str]:
 
 
 def _linear_rows(family: Family, shape: ModelShape) -> list[Row]:
-    return [row for row in family.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
+    return [row for row in family.rows if row.is_linear and row.is_in(shape)]
+
+
+def _numbers(op: Op, shape: ModelShape) -> tuple[str, ...]:
+    return tuple(map(str, range(len(op.hf_shapes(shape)))))
 
 
 def _short(name: str) -> str:

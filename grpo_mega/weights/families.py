@@ -18,13 +18,14 @@ has the tensors of its language model only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.text import nearest
 from grpo_mega.weights.boxes import Box, Index, LocalTensor
 from grpo_mega.weights.hf_config import MULTIMODAL
-from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Shard, Span, padded_vocab, round_up
+from grpo_mega.weights.spec import Family, ModelShape, Op, Row, Rows, Shard, Span, padded_vocab, round_up
 
 _ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads a vocabulary to a multiple of this many rows
 _HF = "model.layers.{i}."
@@ -97,64 +98,56 @@ class QKV:
         return (shape.q, *rest), (shape.kv, *rest), (shape.kv, *rest)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        shape = shard.shape
-        rest = shape.dims(self.trailing)
-        zeros = (0,) * len(rest)
-        rows_of = (shape.q // shape.num_kv_heads, shape.head_dim, shape.head_dim)  # rows of q, k, v per key-value head
-        width = (shape.q + 2 * shape.kv) // shard.tp_size
+        fused = list(self._fused_rows(shard.shape, *shard.names))
+        width = sum(run.num_rows for run in fused) // shard.tp_size
         first, last = width * shard.tp_rank, width * (shard.tp_rank + 1)  # this rank's rows in the whole fused tensor
-        pieces, row = [], 0
-        for head in range(shape.num_kv_heads):
-            for name, rows in zip(shard.names, rows_of, strict=True):
-                start, end = max(row, first), min(row + rows, last)
-                if start < end:
-                    shift = rows * head - row  # maps a row of the fused tensor to a row of the Hugging Face tensor
-                    pieces.append((Box(name, (start + shift, *zeros), (end + shift, *rest)), (start - first, *zeros)))
-                row += rows
-        return shard.tensor((width, *rest), pieces)
+        runs, row = [], 0
+        for name, start, num_rows in fused:
+            low, high = max(row, first), min(row + num_rows, last)
+            if low < high:
+                runs.append(Rows(name, start + low - row, high - low))
+            row += num_rows
+        return shard.stack(runs, self.trailing)
 
     def engine(self, shard: Shard) -> LocalTensor:
         shape, tp_size = shard.shape, shard.tp_size
-        rest = shape.dims(self.trailing)
-        zeros = (0,) * len(rest)
         kv_parts = min(tp_size, shape.num_kv_heads)
         kv = shape.kv // kv_parts, shard.tp_rank // (tp_size // kv_parts)
-        pieces, row = [], 0
-        for name, (rows, part) in zip(shard.names, ((shape.q // tp_size, shard.tp_rank), kv, kv), strict=True):
-            pieces.append((Box(name, (rows * part, *zeros), (rows * (part + 1), *rest)), (row, *zeros)))
-            row += rows
-        return shard.tensor((row, *rest), pieces)
+        parts = zip(shard.names, ((shape.q // tp_size, shard.tp_rank), kv, kv), strict=True)
+        return shard.stack((Rows(name, width * part, width) for name, (width, part) in parts), self.trailing)
+
+    def _fused_rows(self, shape: ModelShape, query: str, key: str, value: str) -> Iterator[Rows]:
+        """Yield the runs of rows of Megatron's fused tensor on one rank."""
+        query_rows, width = shape.q // shape.num_kv_heads, shape.head_dim
+        for head in range(shape.num_kv_heads):
+            yield Rows(query, query_rows * head, query_rows)
+            yield Rows(key, width * head, width)
+            yield Rows(value, width * head, width)
 
 
 @dataclass(frozen=True)
 class GatedQKV(QKV):
-    """The same with an output gate. q_proj has for each head its query, then its gate; Megatron has for each key-value
-    head its queries, then their gates, then key and value. Ranks must not outnumber key-value heads.
+    """The same with an output gate. q_proj has for each head its query, then its gate, and so has SGLang. Megatron has
+    for each key-value head its queries, then their gates, then key and value. Ranks of Megatron must not outnumber
+    key-value heads.
     """
 
     def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
         q, *others = super().hf_shapes(shape)
         return (2 * q[0], *q[1:]), *others
 
-    def megatron(self, shard: Shard) -> LocalTensor:
-        shape, width, rest = shard.shape, shard.shape.head_dim, shard.shape.dims(self.trailing)
-        heads, kv_heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads // shard.tp_size
-        query, key, value = shard.names
-        order: list[tuple[str, int]] = []  # name and index of each run of `width` rows
-        for group in range(kv_heads * shard.tp_rank, kv_heads * (shard.tp_rank + 1)):
-            own = range(heads * group, heads * (group + 1))
-            order += [(query, 2 * head) for head in own] + [(query, 2 * head + 1) for head in own]
-            order += [(key, group), (value, group)]
-        zeros = (0,) * len(rest)
-        return shard.tensor(
-            (width * len(order), *rest),
-            [
-                (Box(name, (width * i, *zeros), (width * (i + 1), *rest)), (width * n, *zeros))
-                for n, (name, i) in enumerate(order)
-            ],
-        )
+    def engine(self, shard: Shard) -> LocalTensor:
+        doubled = replace(shard.shape, num_heads=2 * shard.shape.num_heads)
+        return super().engine(replace(shard, shape=doubled))
 
-    engine = megatron
+    def _fused_rows(self, shape: ModelShape, query: str, key: str, value: str) -> Iterator[Rows]:
+        heads, width = shape.num_heads // shape.num_kv_heads, shape.head_dim
+        for group in range(shape.num_kv_heads):
+            first, last = 2 * heads * group, 2 * heads * (group + 1)
+            for i in (*range(first, last, 2), *range(first + 1, last, 2)):  # the queries, then their gates
+                yield Rows(query, width * i, width)
+            yield Rows(key, width * group, width)
+            yield Rows(value, width * group, width)
 
 
 @dataclass(frozen=True)
@@ -174,37 +167,20 @@ class Stacked:
         return tuple((n, *shape.dims(self.trailing)) for n in rows)
 
     def megatron(self, shard: Shard) -> LocalTensor:
-        rest, pieces, row = shard.shape.dims(self.trailing), [], 0
-        zeros, firsts = (0,) * len(rest), [0] * len(shard.names)
+        runs, firsts = [], [0] * len(shard.names)
         for tensor, dim in self.parts:
-            rows = getattr(shard.shape, dim)
-            width = rows // shard.tp_size
-            start = firsts[tensor] + width * shard.tp_rank
-            pieces.append((Box(shard.names[tensor], (start, *zeros), (start + width, *rest)), (row, *zeros)))
-            firsts[tensor], row = firsts[tensor] + rows, row + width
-        return shard.tensor((row, *rest), pieces)
+            num_rows = getattr(shard.shape, dim)
+            width = num_rows // shard.tp_size
+            runs.append(Rows(shard.names[tensor], firsts[tensor] + width * shard.tp_rank, width))
+            firsts[tensor] += num_rows
+        return shard.stack(runs, self.trailing)
 
     engine = megatron
 
 
-@dataclass(frozen=True)
-class GateUp:
-    """The fused gated MLP input: a rank's rows of the gate projection above its rows of the up projection."""
-
-    rows: str = "ffn"
-
-    def hf_shapes(self, shape: ModelShape) -> tuple[Index, ...]:
-        return (shape.dims((self.rows, "hidden")),) * 2
-
-    def megatron(self, shard: Shard) -> LocalTensor:
-        rows, hidden = shard.shape.dims((self.rows, "hidden"))
-        rows //= shard.tp_size
-        start, stop = (rows * shard.tp_rank, 0), (rows * (shard.tp_rank + 1), hidden)
-        return shard.tensor(
-            (2 * rows, hidden), [(Box(name, start, stop), (rows * i, 0)) for i, name in enumerate(shard.names)]
-        )
-
-    engine = megatron
+def gate_up(rows: str) -> Stacked:
+    """Return the op of the fused gated MLP input: a rank's rows of the gate projection, then of the up projection."""
+    return Stacked(((0, rows), (1, rows)), ("hidden",))
 
 
 EMBEDDING = Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocab(), "first")
@@ -212,11 +188,10 @@ OUTPUT = Row(("lm_head.weight",), "output_layer.weight", Vocab(), "last")
 FINAL_NORM = Row(("model.norm.weight",), "decoder.final_layernorm.weight", Copy(("hidden",)), "last")
 
 
-def _row(hf: str, megatron: str, dims: tuple[str, ...], axis: int | None = None, *, engine: str | None = None) -> Row:
-    """Return the row of one weight of a layer: a linear layer split along `axis`, or a norm."""
-    return Row(
-        (f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", Copy(dims, axis), engine=engine, is_linear=len(dims) == 2
-    )
+def _row(hf: str, megatron: str, dims: str, axis: int | None = None, *, engine: str | None = None) -> Row:
+    """Return the row of one weight of a layer: a linear layer [rows, columns] split along `axis`, or a norm."""
+    op = Copy(tuple(dims.split()), axis)
+    return Row((f"{_HF}{hf}.weight",), f"{_MCORE}{megatron}.weight", op, engine=engine, is_linear=len(op.dims) == 2)
 
 
 def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
@@ -230,26 +205,26 @@ def _qkv(kind: str, trailing: tuple[str, ...]) -> Row:
 
 
 def _qk_norms(width: str) -> tuple[Row, ...]:
-    return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", (width,)) for x in "qk")
+    return tuple(_row(f"self_attn.{x}_norm", f"self_attention.{x}_layernorm", width) for x in "qk")
 
 
 def _mlp(
     block: str = "mlp", rows: str = "ffn", span: Span | None = None, *, hf_block: str | None = None
 ) -> tuple[Row, ...]:
     hf = hf_block or block
-    gate_up = Row(
+    fused = Row(
         (f"{_HF}{hf}.gate_proj.weight", f"{_HF}{hf}.up_proj.weight"),
         f"{_MCORE}{block}.linear_fc1.weight",
-        GateUp(rows),
+        gate_up(rows),
         engine=f"{_HF}{hf}.gate_up_proj.weight",
         is_linear=True,
         span=span,
     )
-    return gate_up, replace(_row(f"{hf}.down_proj", f"{block}.linear_fc2", ("hidden", rows), 1), span=span)
+    return fused, replace(_row(f"{hf}.down_proj", f"{block}.linear_fc2", f"hidden {rows}", 1), span=span)
 
 
 def _router(block: str = "mlp", span: Span | None = None) -> Row:
-    return replace(_row(f"{block}.gate", "mlp.router", ("num_experts", "hidden")), is_linear=False, span=span)
+    return replace(_row(f"{block}.gate", "mlp.router", "num_experts hidden"), is_linear=False, span=span)
 
 
 def _experts(
@@ -267,24 +242,24 @@ def _experts(
         )
 
     return (
-        row((gate, up), "linear_fc1", GateUp("moe_ffn"), "w13_weight"),
+        row((gate, up), "linear_fc1", gate_up("moe_ffn"), "w13_weight"),
         row((down,), "linear_fc2", Copy(("hidden", "moe_ffn"), axis=1), "w2_weight"),
     )
 
 
 def _latent_norm(latent: str, width: str) -> Row:
-    row = _row(f"self_attn.{latent}_a_layernorm", f"self_attention.{latent}_layernorm", (width,))
+    row = _row(f"self_attn.{latent}_a_layernorm", f"self_attention.{latent}_layernorm", width)
     return replace(row, megatron_te=f"{_MCORE}self_attention.linear_{latent}_up_proj.layer_norm_weight")
 
 
-_INPUT_NORM = _row("input_layernorm", "input_layernorm", ("hidden",))
-_MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", ("hidden",))
+_INPUT_NORM = _row("input_layernorm", "input_layernorm", "hidden")
+_MLP_NORM = _row("post_attention_layernorm", "pre_mlp_layernorm", "hidden")
 _QKV_BIAS = _qkv("bias", ())
 
 ATTENTION = (
     replace(_INPUT_NORM, megatron_te=_MCORE + "self_attention.linear_qkv.layer_norm_weight"),
     _qkv("weight", ("hidden",)),
-    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "q"), 1),
+    _row("self_attn.o_proj", "self_attention.linear_proj", "hidden q", 1),
 )
 _FUSED_MLP_NORM = replace(_MLP_NORM, megatron_te=_MCORE + "mlp.linear_fc1.layer_norm_weight")
 MLP = (_FUSED_MLP_NORM, *_mlp())
@@ -294,15 +269,15 @@ _FUSED = _HF + "self_attn.fused_qkv_a_proj_with_mqa.weight"  # used if the queri
 _KV_DOWN = "self_attn.kv_a_proj_with_mqa", "self_attention.linear_kv_down_proj"
 _LATENT_ATTENTION = (
     _INPUT_NORM,
-    _row("self_attn.q_proj", "self_attention.linear_q_proj", ("q_from_hidden", "hidden"), 0),
-    _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", ("q_lora", "hidden"), engine=_FUSED),
+    _row("self_attn.q_proj", "self_attention.linear_q_proj", "q_from_hidden hidden", 0),
+    _row("self_attn.q_a_proj", "self_attention.linear_q_down_proj", "q_lora hidden", engine=_FUSED),
     _latent_norm("q", "q_lora"),
-    _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", ("q", "q_lora"), 0),
-    _row(*_KV_DOWN, ("kv_down_fused", "hidden"), engine=_FUSED),
-    _row(*_KV_DOWN, ("kv_down_alone", "hidden")),
+    _row("self_attn.q_b_proj", "self_attention.linear_q_up_proj", "q q_lora", 0),
+    _row(*_KV_DOWN, "kv_down_fused hidden", engine=_FUSED),
+    _row(*_KV_DOWN, "kv_down_alone hidden"),
     _latent_norm("kv", "kv_lora"),
-    _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", ("kv_up", "kv_lora"), 0),
-    _row("self_attn.o_proj", "self_attention.linear_proj", ("hidden", "v"), 1),
+    _row("self_attn.kv_b_proj", "self_attention.linear_kv_up_proj", "kv_up kv_lora", 0),
+    _row("self_attn.o_proj", "self_attention.linear_proj", "hidden v", 1),
 )
 # First layers with an MLP, then layers with experts and shared experts.
 _DENSE_THEN_MOE = (

@@ -121,6 +121,7 @@ _OF = {
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 HYBRID = (*MULTIMODAL, *MULTIMODAL.values())  # model types with layers of linear attention (gated delta net)
 HYBRID_MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 # Aliases of fields. If a file has both names, transformers uses the alias.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
@@ -139,11 +140,11 @@ class Field:
 
     def refuses(self, value: Any) -> str | None:
         """Return the required type of a value if the value has another type; None if it is right."""
-        kind = self.kind.removesuffix("?")
-        is_right, wording = _KINDS[kind]
-        if is_right(value) or (value is None and self.kind.endswith("?")):
+        is_right, wording = _KINDS[self.kind.removesuffix("?")]
+        may_be_null = self.kind.endswith("?")
+        if is_right(value) or (may_be_null and value is None):
             return None
-        return f"{wording} or null" if self.kind.endswith("?") else wording
+        return f"{wording} or null" if may_be_null else wording
 
 
 def _is_int(value: Any) -> bool:
@@ -188,30 +189,26 @@ Fields = dict[str, Any]
 _MAX_LAYERS, _MAX_COUNT, _MAX_SIZE = 10_000, 100_000, 10**12
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MOE_ROWS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-# Fields that every config.json of the model type has, although transformers has a default for them.
-_NEEDED_OF = {
-    "mixtral": ("num_local_experts",),
-    **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
+# MoE model types: the fields with the number of experts, the rows of an expert, and the rows of the shared expert.
+# Every config.json of the type has them, although transformers has a default for them.
+MOE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
-    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
+    **dict.fromkeys(HYBRID_MOE, ("num_experts", *_MOE_ROWS)),
+    **dict.fromkeys((*LATENT, "glm4_moe"), ("n_routed_experts", "moe_intermediate_size")),
 }
-_COUNTS = (
-    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
-    *("n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "decoder_sparse_step"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", *_MOE_ROWS, "head_dim", "max_position_embeddings"),
-    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-)
+_COUNTS = """
+    num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts n_shared_experts
+    num_experts_per_tok n_group topk_group decoder_sparse_step linear_num_key_heads linear_num_value_heads
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
+_SIZES = """
+    vocab_size hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim
+    max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    """.split()  # noqa: SIM905  # a list of texts is three times as long
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
 _DIVIDING_HEADS = ("llama", "deepseek_v2")  # hidden_size of these model types must be a multiple of the number of heads
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_NEEDS = {
     "linear": ("factor",),
@@ -229,18 +226,18 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
     if not isinstance(model_type, str) or model_type not in FIELDS:
         return dict(raw)
     raw = _language_model(raw)
-    fields, aliases = dict(raw), ALIASES.get(model_type, {})
+    fields, aliases, declared = dict(raw), ALIASES.get(model_type, {}), FIELDS[model_type]
     other_names = {name: alias for alias, name in aliases.items() if alias in raw}
-    rows = ("intermediate_size",) * ("intermediate_size" in FIELDS[model_type])
-    for name in (*_NEEDED, *rows, *_NEEDED_OF.get(model_type, ())):
+    rows = ("intermediate_size",) * ("intermediate_size" in declared)
+    for name in (*_NEEDED, *rows, *MOE_FIELDS.get(model_type, ())):
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
-    for name, field in {**FIELDS[model_type], **SHARED_FIELDS}.items():
+    for name, field in {**declared, **SHARED_FIELDS}.items():
         fields.setdefault(name, field.default)
         given = other_names.get(name, name)
         if given in raw and (must_be := field.refuses(raw[given])):
             raise _wrong(given, raw[given], must_be)
-    for name in ("id2label", "label2id"):
+    for name in ("id2label", "label2id", "rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name), dict | None):
             raise _wrong(name, fields[name], "an object or null")
     _check_numbers(fields)
@@ -257,9 +254,9 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields.setdefault("head_dim", fields["qk_rope_head_dim"])
     elif fields.get("head_dim") is None:
         fields["head_dim"] = fields["hidden_size"] // heads
-    if "use_sliding_window" in FIELDS[model_type] and not fields["use_sliding_window"]:
+    if "use_sliding_window" in declared and not fields["use_sliding_window"]:
         fields["sliding_window"] = None
-    if "mlp_only_layers" in FIELDS[model_type] and fields["mlp_only_layers"] is None:
+    if "mlp_only_layers" in declared and fields["mlp_only_layers"] is None:
         fields["mlp_only_layers"] = []
     if model_type == "glm4_moe":
         fields.setdefault("partial_rotary_factor", 0.5)
@@ -365,14 +362,12 @@ def _check_numbers(fields: Fields) -> None:
             raise _wrong(name, value, f"a positive whole number up to {limit:,}")
     if (fields.get("first_k_dense_replace") or 0) < 0:
         raise _wrong("first_k_dense_replace", fields["first_k_dense_replace"], "0 or more")
-    for name, most in (("rms_norm_eps", 1.0), ("routed_scaling_factor", 1e6)):
-        if name in fields and not 0 < fields[name] <= most:
-            raise _wrong(name, fields[name], f"above 0 and at most {most:g}")
+    for name, most in (("rms_norm_eps", 1), ("routed_scaling_factor", 1e6), ("partial_rotary_factor", 1)):
+        value = fields.get(name)
+        if value is not None and not (_is_number(value) and 0 < value <= most):
+            raise _wrong(name, value, f"above 0 and at most {most:g}")
     if not 0 <= fields["initializer_range"] <= 1:
         raise _wrong("initializer_range", fields["initializer_range"], "from 0 to 1")
-    partial = fields.get("partial_rotary_factor")
-    if partial is not None and not (_is_number(partial) and 0 < partial <= 1):
-        raise _wrong("partial_rotary_factor", partial, "above 0 and at most 1")
     for name in _TOKENS:
         ids = fields[name] if isinstance(fields[name], list) else [fields[name]]
         is_default = fields[name] == FIELDS[fields["model_type"]][name].default
@@ -387,9 +382,6 @@ def _check_numbers(fields: Fields) -> None:
 def _rope(fields: Fields, default_theta: float) -> Fields:
     """Return the rotary embedding's parameters from `rope_parameters`, `rope_scaling` and single fields."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if value is not None and not isinstance(value, dict):
-            raise _wrong(name, value, "an object or null")
     if scaling and parameters and dict(scaling) != dict(parameters):
         raise WeightMappingError(
             f"config.json has rope_scaling={_shown(scaling)}, which contradicts rope_parameters={_shown(parameters)}; "
@@ -412,7 +404,7 @@ def _rope(fields: Fields, default_theta: float) -> Fields:
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    _check_rope(rope, is_latent=fields["model_type"] in _LATENT)
+    _check_rope(rope, is_latent=fields["model_type"] in LATENT)
     return rope
 
 

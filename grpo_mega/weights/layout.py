@@ -50,11 +50,10 @@ class MegatronLayout:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Return (tp_rank, pp_rank, dp_rank) of a global rank."""
-        index, rank = {"tp": rank % self.tp}, rank // (self.tp * self.cp)
-        for axis in self.order.split("-")[1:]:
-            size = getattr(self, axis)
-            index[axis], rank = rank % size, rank // size
-        return index["tp"], index["pp"], index["dp"]
+        tp_rank, others = rank % self.tp, rank // (self.tp * self.cp)
+        if self.order == "tp-dp-pp":
+            return tp_rank, others // self.dp, others % self.dp
+        return tp_rank, others % self.pp, others // self.pp
 
     def cp_rank(self, rank: int) -> int:
         """Return the cp_rank of a global rank."""
@@ -287,16 +286,15 @@ def engine_shards(
     return ShardLayout(blocks, family.linear_tensors(shape) if quantise else frozenset())
 
 
-def hf_shards(family: Family, shape: ModelShape, world_size: int, *, quantise: bool = False) -> ShardLayout:
-    """Return the embedded engine's layout: all whole Hugging Face tensors on every rank."""
+def hf_shards(
+    family: Family, shape: ModelShape, world_size: int, *, tp: int = 1, quantise: bool = False
+) -> ShardLayout:
+    """Return the layout of the embedded engine, or of an adapter on engines of `tp` ranks: all whole Hugging Face
+    tensors on the first rank of each engine.
+    """
     blocks = tuple(hf_blocks(family, shape))
-    return ShardLayout((blocks,) * world_size, family.linear_tensors(shape) if quantise else frozenset())
-
-
-def leader_shards(family: Family, shape: ModelShape, tp: int, world_size: int) -> ShardLayout:
-    """Return the layout of an adapter on engines of `tp` ranks: all whole tensors on the first rank of each."""
-    blocks = tuple(hf_blocks(family, shape))
-    return ShardLayout(tuple(() if rank % tp else blocks for rank in range(world_size)))
+    quantised = family.linear_tensors(shape) if quantise else frozenset[str]()
+    return ShardLayout(tuple(() if rank % tp else blocks for rank in range(world_size)), quantised)
 
 
 def hf_rank_shards(family: Family, shape: ModelShape, names: Iterable[str] | None = None) -> RankShards:

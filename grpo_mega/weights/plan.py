@@ -76,10 +76,6 @@ class TransferPlan:
     ranks_per_node: int
     _rounds: dict[tuple[int, int], Rounds] = field(default_factory=dict, repr=False, compare=False)
 
-    def transfers(self) -> Iterator[Transfer]:
-        """Yield all transfers, one by one; for small models only."""
-        return (one.at(t, place) for one in self.templates for place in one.places for t in one.transfers)
-
     def traffic(self, itemsize: int) -> Traffic:
         """Count the bytes, with `itemsize` bytes per element that is not quantised."""
         same_rank = same_node = between_nodes = 0
@@ -195,19 +191,14 @@ def _num_choices(needs: list[Need]) -> int:
 
     The number depends on the group of sources with the most elements.
     """
-    num_needs: dict[int, int] = defaultdict(int)
-    num_elements: dict[int, int] = defaultdict(int)
-    num_sources: dict[int, int] = {}
+    groups: dict[int, list[Need]] = defaultdict(list)
     for need in needs:
         if len(need.sources) > 1:
-            group = id(need.sources)
-            num_needs[group] += 1
-            num_elements[group] += need.part.size
-            num_sources[group] = len(need.sources)
-    if not num_needs:
+            groups[id(need.sources)].append(need)
+    if not groups:
         return 1
-    group = max(num_elements, key=lambda g: num_elements[g])
-    return math.ceil(_SHARES * num_sources[group] / num_needs[group])
+    largest = max(groups.values(), key=lambda group: sum(need.part.size for need in group))
+    return math.ceil(_SHARES * len(largest[0].sources) / len(largest))
 
 
 def _units(template: Template, world_size: int, capacity: int, itemsize: int) -> Iterator[list[_Unit]]:

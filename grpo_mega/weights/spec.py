@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.paths import read_json
 from grpo_mega.weights.boxes import ONCE, Box, Index, Kind, LocalTensor, Piece
-from grpo_mega.weights.hf_config import HYBRID, HYBRID_MOE, attention_windows, resolve_config
+from grpo_mega.weights.hf_config import HYBRID, HYBRID_MOE, LATENT, MOE_FIELDS, attention_windows, resolve_config
 
 # Pipeline position: with the embedding, in every layer, for every expert of every layer, or with the output layer.
 Where = Literal["first", "layer", "expert", "last"]
@@ -27,18 +27,7 @@ FLOAT32 = ("e_score_correction_bias", ".A_log", ".dt_bias")
 BLOCK = 128  # rows and columns of a linear layer's block with one FP8 scale
 MOST_ENGINE_RANKS = 8  # an engine does not span nodes
 
-# MoE model types: the fields with the number of experts and with the rows of an expert.
-_MOE_FIELDS = {
-    "mixtral": ("num_local_experts", "intermediate_size"),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
-    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
-    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
-    **dict.fromkeys(HYBRID_MOE, ("num_experts", "moe_intermediate_size")),
-}
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
-_SHARED = (*_LATENT, "glm4_moe")  # model types with shared experts and first dense layers
+_SHARED = (*LATENT, "glm4_moe")  # model types with shared experts and first dense layers
 _LINEAR_FIELDS = {
     "linear_k_heads": "linear_num_key_heads",
     "linear_v_heads": "linear_num_value_heads",
@@ -187,14 +176,14 @@ class ModelShape:
                 f"config.json has num_key_value_heads={kv_heads}; it must divide num_attention_heads={heads}"
             )
         more: dict[str, Any] = {"windows": attention_windows(config)}
-        if model_type in _MOE_FIELDS:
-            experts, rows = _MOE_FIELDS[model_type]
+        if model_type in MOE_FIELDS:
+            experts, rows, *_ = MOE_FIELDS[model_type]
             more |= {"num_experts": field(experts), "moe_ffn": field(rows)}
             _check_every_layer_has_experts(config)
         head_dim = field("head_dim", field("hidden_size") // heads)
         if model_type == "glm4_moe" and config.get("use_qk_norm"):
             more["qk_norm"] = head_dim
-        if model_type in _LATENT:
+        if model_type in LATENT:
             q_lora = 0 if config.get("q_lora_rank") is None else field("q_lora_rank")
             more |= {"kv_lora": field("kv_lora_rank"), "q_lora": q_lora}
             more |= {"rope_dim": field("qk_rope_head_dim"), "v_dim": field("v_head_dim")}
@@ -252,6 +241,14 @@ def _check_every_layer_has_experts(config: dict[str, Any]) -> None:
             )
 
 
+class Rows(NamedTuple):
+    """A run of rows of a Hugging Face tensor."""
+
+    name: str
+    start: int
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class Shard:
     """The input of an op: the tensor `local` of one tensor-parallel rank, made from the Hugging Face tensors
@@ -267,6 +264,15 @@ class Shard:
     def tensor(self, shape: Index, pieces: Iterable[tuple[Box, Index]]) -> LocalTensor:
         """Return a local tensor of this shape with each box at its offset."""
         return LocalTensor(shape, tuple(Piece(box, self.local, offset) for box, offset in pieces))
+
+    def stack(self, runs: Iterable[Rows], trailing: tuple[str, ...]) -> LocalTensor:
+        """Return a local tensor of runs of rows, one below the other. `trailing`: the dims after the rows."""
+        rest, pieces, row = self.shape.dims(trailing), [], 0
+        zeros = (0,) * len(rest)
+        for name, start, num_rows in runs:
+            pieces.append((Box(name, (start, *zeros), (start + num_rows, *rest)), (row, *zeros)))
+            row += num_rows
+        return self.tensor((row, *rest), pieces)
 
 
 class Op(Protocol):
@@ -311,6 +317,10 @@ class Row:
     def kind(self) -> Kind:
         return self.where if self.where in ("layer", "expert") else "model"
 
+    def is_in(self, shape: ModelShape) -> bool:
+        """Return True if a model of this shape has the tensor."""
+        return all(all(size) for size in self.op.hf_shapes(shape))
+
 
 @dataclass(frozen=True)
 class Family:
@@ -341,9 +351,7 @@ class Family:
         return [
             row
             for row in self.rows
-            if row.kind == kind
-            and (span is None or row.span in (span, None))
-            and all(all(size) for size in row.op.hf_shapes(shape))
+            if row.kind == kind and (span is None or row.span in (span, None)) and row.is_in(shape)
         ]
 
     def linear_rows(self, shape: ModelShape) -> list[Row]:
@@ -353,10 +361,13 @@ class Family:
         experts are not if a node's ranks could not split their rows into whole blocks. SGLang splits them over all
         ranks of an engine, and experts may be spread instead. GLM-4.5-Air's first MLP has 85.5 blocks.
         """
-        rows = [row for row in self.rows if row.is_linear and all(all(size) for size in row.op.hf_shapes(shape))]
         widths: dict[Span | None, int] = {"dense": shape.ffn, "moe": shape.shared_ffn}
         return [
-            row for row in rows if row.kind == "expert" or widths.get(row.span, 0) % (BLOCK * MOST_ENGINE_RANKS) == 0
+            row
+            for row in self.rows
+            if row.is_linear
+            and row.is_in(shape)
+            and (row.kind == "expert" or widths.get(row.span, 0) % (BLOCK * MOST_ENGINE_RANKS) == 0)
         ]
 
     def linear_tensors(self, shape: ModelShape) -> frozenset[str]:

@@ -19,6 +19,7 @@ from grpo_mega.weights.boxes import ONCE, Box, Index, Piece, RankShards
 from grpo_mega.weights.spec import BLOCK, FLOAT32, num_blocks
 
 SCALE_BYTES = 4
+Holders = list[tuple[int, Piece]]  # ranks with their pieces of one box
 Place = tuple[int, int]  # numbers of a layer and an expert
 
 
@@ -38,10 +39,6 @@ class Transfer(NamedTuple):
     target_offset: Index
     box: Box
     is_quantised: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.box.size
 
     @property
     def is_float32(self) -> bool:
@@ -75,15 +72,10 @@ class Template:
     def at(self, transfer: Transfer, place: int) -> Transfer:
         """Return one of the transfers with the numbers of a place in its names."""
         i, e = self.layers[place // len(self.experts)], self.experts[place % len(self.experts)]
-        return Transfer(
-            transfer.source_rank,
-            transfer.target_rank,
-            transfer.source.format(i=i - self.source_first[0], e=e - self.source_first[1]),
-            transfer.target.format(i=i - self.target_first[0], e=e - self.target_first[1]),
-            transfer.source_offset,
-            transfer.target_offset,
-            transfer.box.numbered(i, e),
-            transfer.is_quantised,
+        return transfer._replace(
+            source=transfer.source.format(i=i - self.source_first[0], e=e - self.source_first[1]),
+            target=transfer.target.format(i=i - self.target_first[0], e=e - self.target_first[1]),
+            box=transfer.box.numbered(i, e),
         )
 
 
@@ -96,7 +88,7 @@ class Need(NamedTuple):
     target: Piece
     part: Box
     # The list is one object for all needs with the same sources.
-    sources: list[tuple[int, Piece]]
+    sources: Holders
 
 
 def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_per_node: int) -> list[Need]:
@@ -105,7 +97,7 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
 
     Raise WeightMappingError if a target needs an element that no source has.
     """
-    wanted: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    wanted: dict[str, Holders] = defaultdict(list)
     for rank, piece in _pieces(targets):
         wanted[piece.box.tensor].append((rank, piece))
     holders: dict[str, dict[Box, dict[int, Piece]]] = {tensor: defaultdict(dict) for tensor in wanted}
@@ -122,11 +114,11 @@ def match(sources: Sequence[RankShards], targets: Sequence[RankShards], ranks_pe
             box = target.box
             if box not in overlapping:
                 overlapping[box] = [h for h in held if h.box.intersect(box)]
-            near = sorted(overlapping[box], key=lambda h: h.distance(rank))
+            near = sorted(overlapping[box], key=lambda h: h.nearest(rank)[0])
             key = (box, tuple(map(id, near)))
             if key not in parts:
                 parts[key] = _cover(rank, target, near)
-            needs += [Need(rank, target, part, holder.sources(rank)) for part, holder in parts[key]]
+            needs += [Need(rank, target, part, holder.nearest(rank)[1]) for part, holder in parts[key]]
     return needs
 
 
@@ -159,18 +151,16 @@ class _Held:
     def __init__(self, box: Box, by_rank: dict[int, Piece], ranks_per_node: int) -> None:
         self.box, self._by_rank, self._ranks_per_node = box, by_rank, ranks_per_node
         self._all = sorted(by_rank.items())
-        self._of_node: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+        self._of_node: dict[int, Holders] = defaultdict(list)
         for rank, piece in self._all:
             self._of_node[rank // ranks_per_node].append((rank, piece))
 
-    def distance(self, rank: int) -> int:
-        return 0 if rank in self._by_rank else 1 if rank // self._ranks_per_node in self._of_node else 2
-
-    def sources(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return the nearest holders."""
+    def nearest(self, rank: int) -> tuple[int, Holders]:
+        """Return the distance to the nearest holders, and them: the rank itself (0), its node's (1), else all (2)."""
         if rank in self._by_rank:
-            return [(rank, self._by_rank[rank])]
-        return self._of_node.get(rank // self._ranks_per_node, self._all)
+            return 0, [(rank, self._by_rank[rank])]
+        of_node = self._of_node.get(rank // self._ranks_per_node)
+        return (1, of_node) if of_node else (2, self._all)
 
 
 def _pieces(shards: Sequence[RankShards]) -> Iterable[tuple[int, Piece]]:

@@ -47,7 +47,17 @@ from grpo_mega.weights.layout import (
 from grpo_mega.weights.plan import plan_transfers
 from grpo_mega.weights.spec import Family, ModelShape, read_config
 from tests.helpers.exports import export_shards
-from tests.helpers.mapping import Tensors, assert_equal, blank, filled, megatron_side, numbered, plan, slice_of
+from tests.helpers.mapping import (
+    Tensors,
+    assert_equal,
+    blank,
+    filled,
+    megatron_side,
+    numbered,
+    plan,
+    slice_of,
+    transfers_of,
+)
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.ranks import ranks
 
@@ -116,11 +126,13 @@ def check_execute(rank: int, targets: Sequence[RankShards], bucket_bytes: int) -
     with recorded_sends() as sizes:
         received = execute(made, sources, found, dtype=torch.int64, bucket_bytes=bucket_bytes)
     assert_equal([found], [filled(targets, TENSORS)[rank]])
-    remote = [t for t in made.transfers() if t.source_rank != t.target_rank]
+    remote = [t for t in transfers_of(made) if t.source_rank != t.target_rank]
     assert (
-        received == sum(incoming for _, incoming in sizes) == 8 * sum(t.size for t in remote if t.target_rank == rank)
+        received
+        == sum(incoming for _, incoming in sizes)
+        == 8 * sum(t.box.size for t in remote if t.target_rank == rank)
     )
-    assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.size for t in remote if t.source_rank == rank)
+    assert sum(outgoing for outgoing, _ in sizes) == 8 * sum(t.box.size for t in remote if t.source_rank == rank)
     limit = max(bucket_bytes, 8 * LONGEST_ROW)
     assert all(size <= limit for pair in sizes for size in pair), (sizes, limit)
 

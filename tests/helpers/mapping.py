@@ -7,7 +7,7 @@ numbers, so wrong, missing or duplicated elements are always detected.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,3 +88,8 @@ def assert_equal(found: list[Tensors], expected: list[Tensors]) -> None:
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), f"rank {rank}, {name}"
+
+
+def transfers_of(plan: TransferPlan) -> Iterator[Transfer]:
+    """Yield all transfers of a plan, one by one; for small models only."""
+    return (one.at(t, place) for one in plan.templates for place in one.places for t in one.transfers)

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.rewards.api import Score
-from grpo_mega.rewards.shaping import TAGS, format_reward, is_well_formed
+from grpo_mega.rewards.shaping import format_reward
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 WELL_FORMED = [
     "<think>a</think><answer>b</answer>",
@@ -54,6 +56,10 @@ def test_tags_opened_by_the_chat_template_are_scored_too(prefill: str) -> None:
     assert format_reward("", response, "", {"prefill": prefill}) == Score(1.0, "well_formed")
     assert format_reward("", response, "", {}) == Score(0.0, "malformed")
     assert format_reward("", "<think>" + response, "", {"prefill": prefill}) == Score(0.0, "malformed")
+
+
+def is_well_formed(text: str) -> bool:
+    return format_reward("", text, "", {}).value == 1.0
 
 
 @settings(max_examples=300, derandomize=True)

@@ -16,7 +16,7 @@ from grpo_mega.weights.layout import EngineLayout, MegatronLayout, ShardLayout, 
 from grpo_mega.weights.plan import Traffic, TransferPlan, plan_transfers
 from grpo_mega.weights.spec import ModelShape
 from grpo_mega.weights.transfers import Transfer
-from tests.helpers.mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate
+from tests.helpers.mapping import assert_equal, blank, filled, lower_bound, numbered, plan, simulate, transfers_of
 from tests.helpers.random_layouts import Case, cases, shards_by_rank
 
 few = settings(max_examples=40, deadline=None)
@@ -29,11 +29,11 @@ def traffic_of(transfers: list[Transfer], world_size: int, ranks_per_node: int) 
     for t in transfers:
         is_near = t.source_rank // ranks_per_node == t.target_rank // ranks_per_node
         if t.source_rank == t.target_rank:
-            moved["same_rank"] += 4 * t.size
+            moved["same_rank"] += 4 * t.box.size
         else:
-            moved["same_node" if is_near else "between_nodes"] += 4 * t.size
-            sent[t.source_rank] += 4 * t.size
-            received[t.target_rank] += 4 * t.size
+            moved["same_node" if is_near else "between_nodes"] += 4 * t.box.size
+            sent[t.source_rank] += 4 * t.box.size
+            received[t.target_rank] += 4 * t.box.size
     return Traffic(**moved, sent=tuple(sent), received=tuple(received))
 
 
@@ -42,7 +42,7 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
     made = plan_transfers(sources, targets, ranks_per_node=ranks_per_node)
     starts, wanted = shards_by_rank(sources), shards_by_rank(targets)
     start, found = filled(starts, tensors), blank(wanted)
-    transfers = list(made.transfers())
+    transfers = list(transfers_of(made))
     simulate(transfers, start, found)
     assert_equal(found, filled(wanted, tensors))
 
@@ -52,7 +52,7 @@ def check(case: Case, sources: ShardLayout, targets: ShardLayout, ranks_per_node
         source = starts[rank] if rank < len(starts) else {}
         assert traffic.received[rank] == 4 * lower_bound(source, target, tensors)
 
-    generic = list(plan(starts, wanted, ranks_per_node).transfers())
+    generic = list(transfers_of(plan(starts, wanted, ranks_per_node)))
     theirs = traffic_of(generic, made.world_size, ranks_per_node)
     assert (theirs.same_rank, theirs.same_node, theirs.between_nodes, theirs.received) == (
         (traffic.same_rank, traffic.same_node, traffic.between_nodes, traffic.received)
@@ -185,13 +185,13 @@ def test_plans_are_deterministic_and_do_not_grow_with_the_layers() -> None:
     )
     assert made == again
     assert len(deep.templates) == len(made.templates)
-    assert len(list(made.transfers())) > 4 * sum(len(t.transfers) for t in made.templates)
+    assert len(list(transfers_of(made))) > 4 * sum(len(t.transfers) for t in made.templates)
 
 
 def test_experts_are_planned_together_too() -> None:
     made = plan_for(MIXTURE, MegatronLayout(tp=2, dp=4, ep=4, etp=2), EngineLayout(2, 1))
-    assert sum(len(t.transfers) for t in made.templates) < len(list(made.transfers())) / 3
-    names = {t.target for t in made.transfers()}
+    assert sum(len(t.transfers) for t in made.templates) < len(list(transfers_of(made))) / 3
+    names = {t.target for t in transfers_of(made)}
     assert {f"model.layers.3.mlp.experts.w13_weight[{e}]" for e in range(8)} <= names
 
 

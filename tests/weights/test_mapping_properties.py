@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.weights.boxes import Box, LocalTensor, Piece, RankShards, region
 from grpo_mega.weights.spec import padded_vocab
-from tests.helpers.mapping import Tensors, assert_equal, blank, filled, lower_bound, numbered, plan, simulate, slice_of
+from tests.helpers.mapping import (
+    Tensors,
+    assert_equal,
+    blank,
+    filled,
+    lower_bound,
+    numbered,
+    plan,
+    simulate,
+    slice_of,
+    transfers_of,
+)
 from tests.helpers.random_layouts import Case, cases
 
 few = settings(max_examples=40, deadline=None)
@@ -81,9 +92,9 @@ def test_from_one_layout_to_another_and_back_changes_no_bit(case: Case) -> None:
     first, second = case.side(0), case.side(1)
     tensors = numbered(case.family, case.shape)
     start, there, back = filled(first, tensors), blank(second), blank(first)
-    simulate(plan(first, second).transfers(), start, there)
+    simulate(transfers_of(plan(first, second)), start, there)
     assert_equal(there, filled(second, tensors))
-    simulate(plan(second, first).transfers(), there, back)
+    simulate(transfers_of(plan(second, first)), there, back)
     assert_equal(back, start)
 
 
@@ -94,9 +105,9 @@ def test_engines_and_writer_get_whole_tensors_and_the_way_back_is_exact(case: Ca
     trainer, engines = case.side(0), case.engines(holds)
     tensors = numbered(case.family, case.shape)
     start, there, back = filled(trainer, tensors), blank(engines), blank(trainer)
-    simulate(plan(trainer, engines).transfers(), start, there)
+    simulate(transfers_of(plan(trainer, engines)), start, there)
     assert_equal(there, [tensors if is_engine else {} for is_engine in holds])
-    simulate(plan(engines, trainer).transfers(), there, back)
+    simulate(transfers_of(plan(engines, trainer)), there, back)
     assert_equal(back, start)
 
 
@@ -106,8 +117,8 @@ def test_a_plan_moves_only_the_elements_that_each_rank_lacks(case: Case, to_engi
     sources, targets = case.side(0), case.engines(holds) if to_engines else case.side(1)
     tensors = numbered(case.family, case.shape)
     received: dict[int, int] = defaultdict(int)
-    for t in plan(sources, targets).transfers():
-        received[t.target_rank] += t.size if t.source_rank != t.target_rank else 0
+    for t in transfers_of(plan(sources, targets)):
+        received[t.target_rank] += t.box.size if t.source_rank != t.target_rank else 0
     for rank, target in enumerate(targets):
         source = sources[rank] if rank < len(sources) else {}
         assert received[rank] == lower_bound(source, target, tensors)
@@ -123,15 +134,15 @@ def test_replicas_share_the_sending() -> None:
     for i in range(12):
         held |= whole(f"t{i}", 5)
     sent: dict[int, int] = defaultdict(int)
-    for t in plan([held] * 3 + [{}] * 3, [{}] * 3 + [held] * 3).transfers():
-        sent[t.source_rank] += t.size
+    for t in transfers_of(plan([held] * 3 + [{}] * 3, [{}] * 3 + [held] * 3)):
+        sent[t.source_rank] += t.box.size
     assert sent == {0: 60, 1: 60, 2: 60}
 
 
 def test_a_target_takes_its_part_from_itself_and_the_rest_from_others() -> None:
     middle = {"a": LocalTensor((4,), (Piece(Box("t", (3,), (7,)), "a", (0,)),))}
     wide = {"b": LocalTensor((10,), (Piece(Box("t", (0,), (10,)), "b", (0,)),))}
-    moved = [(t.source_rank, t.box.start[0], t.box.stop[0]) for t in plan([wide, middle], [{}, wide]).transfers()]
+    moved = [(t.source_rank, t.box.start[0], t.box.stop[0]) for t in transfers_of(plan([wide, middle], [{}, wide]))]
     assert sorted(moved) == [(0, 0, 3), (0, 7, 10), (1, 3, 7)]
 
 

@@ -30,10 +30,10 @@ def loads(rounds: Rounds, world_size: int) -> list[tuple[dict[int, int], dict[in
             for t in rounds.of(index, rank):
                 assert rank in (t.source_rank, t.target_rank)
                 if t.target_rank == rank:
-                    received[rank] += t.size
+                    received[rank] += t.box.size
                     transfers.append(t)
                 else:
-                    sent[rank] += t.size
+                    sent[rank] += t.box.size
         found.append((sent, received, transfers))
     return found
 

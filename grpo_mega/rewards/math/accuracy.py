@@ -20,7 +20,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from grpo_mega.rewards.api import Score
+from grpo_mega.rewards.api import Extras, Score
 from grpo_mega.rewards.math.answer import canonical_number, locate_answer, normalize_answer, read_located, whole_turn
 from grpo_mega.rewards.math.arithmetic import has_plain_numbers, is_bounded, is_open, is_unevaluated
 from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of, unit_after, values_agree
@@ -56,7 +56,7 @@ _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _PHRASE = re.compile(r".*[A-Za-z]{4}|.*[A-Za-z] +[A-Za-z]")
 
 
-def accuracy(prompt: str, response: str, answer: str, extras: dict[str, Any], *, unevaluated: bool = False) -> Score:
+def accuracy(prompt: str, response: str, answer: str, extras: Extras, *, unevaluated: bool = False) -> Score:
     """Score the response against the gold `answer`; the module docstring lists the verdicts.
 
     With `unevaluated`, arithmetic on numerals is accepted as an answer.
@@ -191,8 +191,7 @@ def _compare(gold: str, text: str) -> bool | None:
         if gold_base[1] != base[1]:
             return False
     elif "=" in text and not (_EQUALS.search(gold) or _LIST.search(text)):
-        sides = [parse_number(normalize_answer(side)) for side in _EQUALS.split(text)]
-        numbers = [side for side in sides if side]
+        numbers = [number for side in _EQUALS.split(text) if (number := parse_number(normalize_answer(side)))]
         if any(numbers_contradict(number, numbers[-1]) for number in numbers[:-1]):  # 17 = 18
             return False
     text = _right_side(gold, text)

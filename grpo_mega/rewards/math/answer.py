@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from grpo_mega.rewards.math.notation import plain, rewrite, rewrite_phrase
+from grpo_mega.rewards.math.notation import plain, rewrite, rewrite_phrase, rules
 from grpo_mega.rewards.math.prose import (
     TAIL,
     is_prose,
@@ -50,7 +50,7 @@ _THOUGHTS = (
     ("[THINK]", "[/THINK]"),
 )
 _TOKEN = re.compile(r"\\(?:boxed|fbox|framebox|bbox) *(?:\[[^\]]{0,60}\] *){0,2}\{|\\.|[{}]", re.DOTALL)
-_COMMANDS = ("\\boxed", "\\fbox", "\\framebox", "\\bbox")
+_COMMAND = re.compile(r"\\(?:boxed|fbox|framebox|bbox)")
 _UNBRACED = re.compile(r"\\(?:boxed|fbox) *(?=[^ {}])")
 _JOIN = re.compile(
     r"\}[\s$]*(?:[,;]\s*(?:(?:and|or)\b)?|(?:and|or)\b|\\text ?\{ ?(?:and|or) ?\})[\s$]*(?:[A-Za-z] ?= ?)?"
@@ -160,13 +160,7 @@ def _boxed(text: str, is_cut: bool) -> str | None:
 
 def _last_command(text: str, end: int) -> int:
     r"""Return the index of the last \boxed or \fbox before `end`, or -1."""
-    while (place := text.rfind("box", 0, end)) >= 0:
-        for command in _COMMANDS:
-            start = place - command.index("box")
-            if start >= 0 and text.startswith(command, start, end):
-                return start
-        end = place
-    return -1
+    return max((command.start() for command in _COMMAND.finditer(text, 0, end)), default=-1)
 
 
 def _closed_box(text: str, start: int) -> tuple[int, int] | None:
@@ -267,33 +261,29 @@ _ORDINARY = re.compile(
     re.ASCII,
 )
 
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]", ""),  # removes currency signs and math delimiters
-        (r"\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])\.?", ""),
-        (r"(?<!\\)\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n", " "),
-        (r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?", ""),
+_REWRITES = rules(
+    {
+        r"\\\$|\$|(?<!\\)\\[\[\]()]|[€£¥₹]": "",  # removes currency signs and math delimiters
+        r"\\(?:left|right|displaystyle|textstyle|big|Big)(?![A-Za-z])\.?": "",
+        r"(?<!\\)\\!": "",
+        r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\n": " ",
+        r" ?(?:\^ ?\{? ?\\circ ?\}?|\\degree|°|\bdegrees?\b)(?: ?(?:[CFK]|Celsius|Fahrenheit)\b)?": "",
         (
-            (
-                r"(?<=[\d}%])"
-                r" *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$"
-            ),
-            "",
-        ),
-        (r"[\^_] ?\{ ?\}", ""),
-        (r"\\%", "%"),
-        (r" ?\b(?:percent(?:age points?)?|per cent|pct)\b", "%"),
-        (r" +%", "%"),
-        (r"^(?:US|USD|EUR|GBP|Rs\.?|R|BRL|CHF) ?(?=[-\d.])", ""),
-        (r"\*\*", "^"),
-        (r"\^ ?(-\d+)", r"^{\1}"),
-        (r"√ ?(\d+|\([^()]*\)|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"^[A-Za-z] ?\\approx ?(?=[\d-])", ""),
-        (r"^(?:\\approx|\\sim|=|:|≈)+ ?", ""),
-    )
+            r"(?<=[\d}%])"
+            r" *[\u0400-\u0fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3][\u0400-\u0fff\u3040-\u9fff\uac00-\ud7a3 .]*$"
+        ): "",
+        r"[\^_] ?\{ ?\}": "",
+        r"\\%": "%",
+        r" ?\b(?:percent(?:age points?)?|per cent|pct)\b": "%",
+        r" +%": "%",
+        r"^(?:US|USD|EUR|GBP|Rs\.?|R|BRL|CHF) ?(?=[-\d.])": "",
+        r"\*\*": "^",
+        r"\^ ?(-\d+)": r"^{\1}",
+        r"√ ?(\d+|\([^()]*\)|[A-Za-z])": r"\\sqrt{\1}",
+        r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
+        r"^[A-Za-z] ?\\approx ?(?=[\d-])": "",
+        r"^(?:\\approx|\\sim|=|:|≈)+ ?": "",
+    }
 )
 
 

@@ -12,6 +12,7 @@ upper bound on the digits of the value.
 """
 
 import re
+from collections.abc import Iterator
 from enum import IntEnum
 from fractions import Fraction
 from functools import lru_cache
@@ -95,27 +96,30 @@ def is_bounded(text: str) -> bool:
     return True
 
 
+_Token = tuple[str, str]  # kind and text
+
+
 class _Tokens:
     """The tokens of a normalized answer without spaces. The kinds are the keys of _TOKENS, and "" after the end."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = [
-            (match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"
-        ]
-        self._tokens += [("", "")] * 2
-        self._next = 0
+        tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(text) if match.lastgroup != "space"]
+        self._tokens = [("", "")] * 2 + tokens[::-1]  # the next token is the last one
 
-    def _peek(self, offset: int = 0) -> tuple[str, str]:
-        return self._tokens[self._next + offset]
+    def _peek(self, offset: int = 0) -> _Token:
+        return self._tokens[-1 - offset]
 
-    def _take(self) -> tuple[str, str]:
-        token = self._tokens[self._next]
-        self._next += token[0] != ""
-        return token
+    def _take(self) -> _Token:
+        return self._tokens.pop() if self._peek()[0] else ("", "")
 
-    def _take_after_signs(self) -> tuple[str, str]:
+    def _take_group(self) -> Iterator[_Token]:
+        """Yield the tokens up to a closing bracket or the end."""
+        while (token := self._take())[0] not in ("", "close"):
+            yield token
+
+    def _take_after_signs(self) -> _Token:
         while self._peek()[0] == "sum":
-            self._next += 1
+            self._take()
         return self._take()
 
 
@@ -175,8 +179,7 @@ class _Reader(_Tokens):
         if depth > MAX_DEPTH:
             raise _Unevaluated
         term = _Term()
-        while (token := self._take())[0] not in ("", "close"):
-            kind, text = token
+        for kind, text in self._take_group():
             if kind == "end":
                 term.finish()
                 term = _Term()
@@ -186,7 +189,7 @@ class _Reader(_Tokens):
             elif kind == "product":
                 is_scientific = text != "/" and self._peek()[1] == "10" and self._peek(1)[0] == "power"
                 if term.is_after_operand and is_scientific:
-                    self._next += 2  # 3 \times 10^8
+                    self._take(), self._take()  # 3 \times 10^8
                     self._read_atom(depth, is_argument=False)
                 elif term.is_after_operand and text in "/:":
                     term.operands[-1] = self._fraction(term.operands[-1], self._read_atom(depth, is_argument=False))
@@ -239,8 +242,7 @@ class _Reader(_Tokens):
         if kind == "open":
             return self.read_group(depth + 1)
         if kind == "number" and is_argument and len(text) > 1:
-            self._next -= 1
-            self._tokens[self._next] = (kind, text[1:])
+            self._tokens.append((kind, text[1:]))
             text = text[0]
         return (_Kind.NUMERAL, _value(text)) if kind == "number" else (_Kind.LETTER, None) if kind else None
 
@@ -270,8 +272,7 @@ class _Sizes(_Tokens):
         if depth > MAX_BOUNDED_DEPTH:
             raise OverflowError
         sizes: list[float] = []
-        while (token := self._take())[0] not in ("", "close"):
-            kind, text = token
+        for kind, text in self._take_group():
             if kind == "number":
                 sizes.append(_size_of_literal(text))
             elif kind == "open":
@@ -290,7 +291,7 @@ class _Sizes(_Tokens):
         """Return the size of an exponent; for 9^9^9 the size of the whole tower."""
         size = self._read_atom(depth + 1)
         if self._peek()[0] == "power":
-            self._next += 1
+            self._take()
             size = max(size, _OF_SUMS) * 10 ** self._read_exponent(depth + 1)
         return _checked(size, MAX_EXPONENT_SIZE)
 

@@ -12,6 +12,7 @@ to a bounded length.
 # ruff: noqa: RUF001 -- this module replaces characters that look like others
 
 import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 _PLAIN = str.maketrans(
@@ -30,38 +31,41 @@ _PLAIN = str.maketrans(
 _MYRIADS = {"\u4e07": 4, "\u842c": 4, "\ub9cc": 4, "\u4ebf": 8, "\u5104": 8, "\uc5b5": 8}
 
 
+Replacement = str | Callable[[re.Match[str]], str]
+Rules = tuple[tuple[re.Pattern[str], Replacement], ...]
+
+
+def rules(replacements: Mapping[str, Replacement]) -> Rules:
+    """Return the patterns, compiled, with their replacements, in the same order."""
+    return tuple((re.compile(pattern), replacement) for pattern, replacement in replacements.items())
+
+
 def _of_myriads(match: re.Match[str]) -> str:
     value = Fraction(match[1]) * 10 ** _MYRIADS[match[2]] + int(match[3] or 0)
     return str(value) if value.denominator == 1 else match[0]
 
 
-_MARKUP = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"<\|[^|<>\s]{1,40}\|>|</?answer>", " "),
-        (r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])", ""),
-        (r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])", r"\1"),
-        (r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)", ""),
-        (
-            r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?",
-            _of_myriads,
-        ),
+_MARKUP = rules(
+    {
+        r"<\|[^|<>\s]{1,40}\|>|</?answer>": " ",
+        r"(?<![0-9A-Za-z)}\]])\*\*\*?(?! )|(?<! )\*?\*\*(?![0-9A-Za-z(\\-])": "",
+        r"(?<![0-9A-Za-z)}\]*^_{])\*([^\s*](?:[^*\n]{0,200}[^\s*])?)\*(?![0-9A-Za-z*({])": r"\1",
+        r"(?<!\w)__(?=\S)|(?<=\S)__(?!\w)": "",
+        r"(\d+(?:\.\d+)?) ?([\u4e07\u842c\ub9cc\u4ebf\u5104\uc5b5])(?:(\d{1,4})(?!\d))?": _of_myriads,
         # The next rule removes Indian thousands separators.
-        (r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])", lambda match: match[0].replace(",", "")),
-        (r"(?<=\S) (?:veya|oder|ou|oppure|lub|или|または|或) (?=[A-Za-z] ?=)", " or "),
-        (r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)", r"\1\2:\3"),
-        (r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b", r"\1.\2"),
-        (
-            r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)",
-            lambda match: re.sub(r"\s", "", match[1]),
+        r"(?<![\d,])\d{1,2}(?:,\d\d)+,\d{3}(?![\d,])": lambda match: match[0].replace(",", ""),
+        r"(?<=\S) (?:veya|oder|ou|oppure|lub|или|または|或) (?=[A-Za-z] ?=)": " or ",
+        r"(\b[Rr]atio\b[^.\n]{0,80}?)\b(\d+) (?:to|is to) (\d+)": r"\1\2:\3",
+        r"\b(\d+) (?:dollars?|euros?) and (\d\d) cents?\b": r"\1.\2",
+        r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f\u2009]\d{3})+)(?![\d,.]\d|\d)": lambda match: re.sub(
+            r"\s", "", match[1]
         ),
         (
             r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+)(?= ?(?:€|\\?[Ee]uros?\b|EUR\b|kr\b|reais\b))"
-            r"|(?:(?<=€)|(?<=€ )|(?<=R\$)|(?<=R\$ ))([1-9]\d{0,2}(?:\.\d{3})+)(?![\d.,])",
-            lambda match: match[0].replace(".", ""),
-        ),
-        (r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])", "-"),
-    )
+            r"|(?:(?<=€)|(?<=€ )|(?<=R\$)|(?<=R\$ ))([1-9]\d{0,2}(?:\.\d{3})+)(?![\d.,])"
+        ): lambda match: match[0].replace(".", ""),
+        r"(?<![\d)] )\b(?:minus|negative|Minus|Negative) (?=[\d$\\(.])": "-",
+    }
 )
 _SUPERSCRIPT = re.compile(
     "\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]{2,}|\u207b[\u00b9\u00b2\u00b3\u2074-\u2079]|[\u2074-\u2079]"
@@ -93,22 +97,22 @@ _UNIT_RUN = re.compile(
 _DIGITS = r"\{?(\d{1,6})\}?"
 _ORDINAL_WORDS = "first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth"
 _ORDINALS = re.compile(rf"(?:the )?({_ORDINAL_WORDS})(?: place)?\.?", re.IGNORECASE)
-_NONE = re.compile(
-    r"(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has "
-    r"|the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
-    r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)|(?:aucune|pas de) solution"
-    r"|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다",
-    re.IGNORECASE,
-)
-_PHRASES = (
-    (_NONE, "no solution"),
-    (re.compile(r"(?:the )?(?:empty|null) set\.?", re.IGNORECASE), r"\\emptyset"),
-    (re.compile(r"(?:it )?(?:does not|doesn't) exist\.?|d\.?n\.?e\.?", re.IGNORECASE), "does not exist"),
-    (re.compile(r"(?:diverges to )?(?:positive )?infinity"), r"\\infty"),
-    (re.compile(r"(?:diverges to )?negative infinity"), r"-\\infty"),
-    (re.compile(r"(?:at )?(?:12 )?noon", re.IGNORECASE), "12:00 PM"),
-    (re.compile(r"(?:at )?(?:12 )?midnight", re.IGNORECASE), "12:00 AM"),
-    (re.compile(r"(?:line )?segment ([A-Z]{2})"), r"\1"),
+_PHRASES = rules(
+    {
+        (
+            r"(?i)(?:(?:has|have|is|are) )?(?:there (?:is|are|exists?) |it has "
+            r"|the equation has )?no (?:real )?(?:solutions?|roots?)(?: exists?)?\.?|none"
+            r"|(?:es gibt )?keine (?:reellen? )?lösung(?:en)?|(?:no hay|sin) soluci(?:ón|ones)"
+            r"|(?:aucune|pas de) solution|nessuna soluzione|sem solução|нет решений|无解|無解|解なし|해가 없다"
+        ): "no solution",
+        r"(?i)(?:the )?(?:empty|null) set\.?": r"\\emptyset",
+        r"(?i)(?:it )?(?:does not|doesn't) exist\.?|d\.?n\.?e\.?": "does not exist",
+        r"(?:diverges to )?(?:positive )?infinity": r"\\infty",
+        r"(?:diverges to )?negative infinity": r"-\\infty",
+        r"(?i)(?:at )?(?:12 )?noon": "12:00 PM",
+        r"(?i)(?:at )?(?:12 )?midnight": "12:00 AM",
+        r"(?:line )?segment ([A-Z]{2})": r"\1",
+    }
 )
 _WORDS = {
     "monday": "lunes|lundi|montag|segunda-feira|lunedì|星期一|周一|月曜日|월요일",
@@ -135,61 +139,55 @@ def _permutations(match: re.Match[str]) -> str:
     return rf"\frac{{{n}!}}{{{n - k}!}}" if n >= k else match[0]
 
 
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (rf"\\text(?:rm)? ?\{{ ?((?:{_SCALES})\b)([^{{}}]*)\}}", r" \1\2"),
-        (r"\{\\(?:rm|bf|it) ([^{}]*)\}|\\(?:mathbf|boldsymbol|mathrm) ?\{(-?\d+)\}", r"\1\2"),
-        (r"(?:\\left ?[\[(] ?)?\\begin\{array\}\{[^{}]*\}", r"\\begin{pmatrix}"),
-        (r"\\end\{array\}(?: ?\\right ?[\])])?", r"\\end{pmatrix}"),
-        (r"(?<![\w)}\]])\+ ?\\infty", r"\\infty"),
-        (r"\\(?:operatorname|mathrm|text) ?\{ ?cis ?\}|\\cis\b|\bcis(?= ?[\d(\\])", r"\\cis "),
-        (r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])", r"\1"),
-        (r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))", "."),
-        (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$", r"\\emptyset "),
-        (
-            r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$",
-            lambda match: "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")",
+_REWRITES = rules(
+    {
+        rf"\\text(?:rm)? ?\{{ ?((?:{_SCALES})\b)([^{{}}]*)\}}": r" \1\2",
+        r"\{\\(?:rm|bf|it) ([^{}]*)\}|\\(?:mathbf|boldsymbol|mathrm) ?\{(-?\d+)\}": r"\1\2",
+        r"(?:\\left ?[\[(] ?)?\\begin\{array\}\{[^{}]*\}": r"\\begin{pmatrix}",
+        r"\\end\{array\}(?: ?\\right ?[\])])?": r"\\end{pmatrix}",
+        r"(?<![\w)}\]])\+ ?\\infty": r"\\infty",
+        r"\\(?:operatorname|mathrm|text) ?\{ ?cis ?\}|\\cis\b|\bcis(?= ?[\d(\\])": r"\\cis ",
+        r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])": r"\1",
+        r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))": ".",
+        r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$": r"\\emptyset ",
+        r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$": lambda match: (
+            "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")"
         ),
-        (r"\\overline ?\{ ?([A-Z]{2}) ?\}", r"\1"),
-        (r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b", r"\1\2"),
-        (rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}", r"\\\1(\\frac{\2\3\\pi}{180})"),
-        (r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))", r"(\\cos(\1\2)+i\\sin(\1\2))"),
-        (rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?", r"\\binom{\1}{\2}"),
+        r"\\overline ?\{ ?([A-Z]{2}) ?\}": r"\1",
+        r"(\d+) ?\^ ?\{? ?(?:\\(?:text|mathrm|textrm) ?\{)? ?(?:st|nd|rd|th) ?\}*|\b(\d+)(?:st|nd|rd|th)\b": r"\1\2",
+        rf"\\(sin|cos|tan|cot|sec|csc|cis) ?{_ANGLE}": r"\\\1(\\frac{\2\3\\pi}{180})",
+        r"\\cis ?(?:\(((?:[^()]|\([^()]*\))*)\)|(\\frac\{[^{}]*\}\{[^{}]*\}|\\pi))": r"(\\cos(\1\2)+i\\sin(\1\2))",
+        rf"\{{? ?{_DIGITS} ?\\choose ?{_DIGITS} ?\}}?": r"\\binom{\1}{\2}",
         (
-            rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}",
-            r"\\binom{\1\3}{\2\4}",
-        ),
+            rf"(?<![A-Za-z\\])C ?\( ?(\d+) ?, ?(\d+) ?\)"
+            rf"|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?C ?_ ?{_DIGITS}"
+        ): r"\\binom{\1\3}{\2\4}",
         (
-            rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])",
-            r"\\binom{\1\3}{\2\4}",
-        ),
-        (
-            rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}",
-            _permutations,
-        ),
-        (r"^(\d+) to (\d+)$", r"\1:\2"),
-        (r"(?<=[^\s]) (?:veya|oder|ou|o|oppure|lub|или|または|或) (?=[A-Za-z] ?=|-?\d)", " or "),
-        (r"^\$?\((\d+)\)_ ?\{?(\d+)\}?\$?$", r"\1_\2"),
-        (r"^\$?[A-Z] ?\(([^();]*); ?([^();]*)\)\$?$", r"(\1,\2)"),
-        (r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$", r"\1, -\1"),
-        (r"\u2261", r"\\equiv "),
+            rf"(?<![A-Za-z\\}}])C_ ?{_DIGITS} ?\^ ?{_DIGITS}"
+            rf"|(?<![A-Za-z\d])(\d+) ?C ?(\d+)(?![A-Za-z\d])"
+        ): r"\\binom{\1\3}{\2\4}",
+        rf"(?<![A-Za-z\\])P ?\( ?(\d+) ?, ?(\d+) ?\)|(?:\{{\}} ?)?[_^] ?{_DIGITS} ?P ?_ ?{_DIGITS}": _permutations,
+        r"^(\d+) to (\d+)$": r"\1:\2",
+        r"(?<=[^\s]) (?:veya|oder|ou|o|oppure|lub|или|または|或) (?=[A-Za-z] ?=|-?\d)": " or ",
+        r"^\$?\((\d+)\)_ ?\{?(\d+)\}?\$?$": r"\1_\2",
+        r"^\$?[A-Z] ?\(([^();]*); ?([^();]*)\)\$?$": r"(\1,\2)",
+        r"^\$?(?:[a-z] ?= ?)?\\pm ?(\d+)\$?$": r"\1, -\1",
+        r"\u2261": r"\\equiv ",
         (
             r"^(?:\$|\\\()?(?:[^$]{1,80}\\equiv ?)?(-?\d+) ?(?:\\pmod ?\{? ?(\d+) ?\}?"
-            r"|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)",
-            r"\1 \\pmod{\2\3}",
-        ),
+            r"|\(? ?(?:\\bmod|\\mod|\bmod) ?\{? ?(\d+) ?\}? ?\)?)"
+        ): r"\1 \\pmod{\2\3}",
         (
-            r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?",
-            r"\\overline{\1\2\3\4\5\6}",
-        ),
-        (r"(?<=[\d.])\\dot ?\{?(\d)\}?", r"\\overline{\1}"),
-        (r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)", r"\1\\overline{\2}"),
-        (r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d,.])", lambda match: match[1].replace(".", "") + "." + match[2]),
-        (r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3}){2,})(?![\d,.])", lambda match: match[1].replace(".", "")),
-        (r"(?<=\d) ?(?:zł|kr|Kč|Ft|₺|₽|руб\.?|рублей|Euro|EUR|CHF)\.?$|^(?:Rp|R\$|CHF|kr) ?(?=\d)", ""),
-        (r"(?<=\d)( ?)(?:¢|\\cent(?![a-z])|cents?\b|\\text ?\{ ?(?:cents?|¢) ?\})", "¢"),
-    )
+            r"(?<=\d)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?"
+            r"|(?<=\.)\\dot ?\{?(\d)\}?(\d*)\\dot ?\{?(\d)\}?"
+        ): r"\\overline{\1\2\3\4\5\6}",
+        r"(?<=[\d.])\\dot ?\{?(\d)\}?": r"\\overline{\1}",
+        r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)": r"\1\\overline{\2}",
+        r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d,.])": lambda match: match[1].replace(".", "") + "." + match[2],
+        r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3}){2,})(?![\d,.])": lambda match: match[1].replace(".", ""),
+        r"(?<=\d) ?(?:zł|kr|Kč|Ft|₺|₽|руб\.?|рублей|Euro|EUR|CHF)\.?$|^(?:Rp|R\$|CHF|kr) ?(?=\d)": "",
+        r"(?<=\d)( ?)(?:¢|\\cent(?![a-z])|cents?\b|\\text ?\{ ?(?:cents?|¢) ?\})": "¢",
+    }
 )
 _REPEATING = re.compile(r"(-?\d{0,12}\.\d{0,20}?)(\d{1,8}?)(\2+)(?:\.{2,3}|…|\\[lc]?dots)")
 _INTERVAL = re.compile(r"([\[\]]) ?([^\[\];,]{1,60}?)(,\d[^\[\];,]{0,30})? ?([;,]) ?([^\[\];]{1,60}?) ?([\[\]])")
@@ -241,12 +239,10 @@ def is_single_word(text: str) -> bool:
 
 def _reversed_brackets(text: str) -> str:
     r"""Rewrite ]2,5[ as (2,5) and [1,5;2[ as [1.5,2)."""
-    opening, closing = text.find("["), text.find("]")
-    if opening < 0 and closing < 0:
+    if "[" not in text and "]" not in text:
         return text
-    if opening >= 0 and opening < closing and text.rfind("[") < text.rfind("]") and ";" not in text:
+    if 0 <= text.find("[") < text.find("]") and text.rfind("[") < text.rfind("]") and ";" not in text:
         return text
-
     text = re.sub(r"\\[,;:! ]", " ", text)
 
     def interval(match: re.Match[str]) -> str:

@@ -39,10 +39,9 @@ _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen"
 )
-_TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety"
-_WORDS = {word: value for value, word in enumerate(_ONES.split())} | {
-    w: 10 * n for n, w in enumerate(_TENS.split()) if n > 1
-}
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_WORDS = {word: value for value, word in enumerate(_ONES.split())}
+_WORDS |= {word: 10 * tens for tens, word in enumerate(_TENS.split(), start=2)}
 _WORDS |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1_000_000}
 _DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
 _DENOMINATORS |= {f"{word}s": value for word, value in _DENOMINATORS.items()} | {"halves": 2}
@@ -179,12 +178,11 @@ def _rounds_to(exact: PlainNumber, rounded: PlainNumber) -> bool:
 def _value(groups: dict[str, str]) -> tuple[Fraction | None, int]:
     """Return the unsigned value and the number of decimal places, from the groups of a match in _FORMS."""
     if "power" in groups:
-        return Fraction(10) ** int(groups["power"]), 0
+        return Fraction(f"1e{groups['power']}"), 0
     if "decimal" in groups:
-        exponent = int(groups.get("e") or groups.get("t") or 0)
+        exponent = groups.get("e") or groups.get("t") or "0"
         places = len(groups["decimal"].partition(".")[2])
-        value = Fraction(int(groups["decimal"].replace(".", "")), 10**places)
-        return value * Fraction(10) ** exponent if exponent else value, max(0, places - exponent) if places else 0
+        return Fraction(f"{groups['decimal']}e{exponent}"), max(0, places - int(exponent)) if places else 0
     if "repeat" in groups:
         lead, repeat = groups["lead"], groups["repeat"]
         period = Fraction(int(repeat), (10 ** len(repeat) - 1) * 10 ** len(lead.partition(".")[2]))
