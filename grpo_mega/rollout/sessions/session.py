@@ -10,6 +10,7 @@ as a whole, and nothing in it is trained but the turn that follows. Nothing is e
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,8 +94,18 @@ class Session:
     """One conversation of an agent, of the sample `key` = (prompt index, sample index)."""
 
     def __init__(
-        self, template: Template, parser: CallParser, key: tuple[int, int], prompt: Prompt, step: int, limits: Limits
+        self,
+        template: Template,
+        parser: CallParser,
+        key: tuple[int, int],
+        prompt: Prompt,
+        step: int,
+        limits: Limits,
+        *,
+        is_repeated: bool = False,
     ) -> None:
+        """`is_repeated`: the agent function starts for the second time."""
+        self.id, self.api_key, self.is_repeated = secrets.token_hex(8), secrets.token_urlsafe(24), is_repeated
         self.turns: list[Turn] = []
         self.limit: FinishReason | None = None  # the limit that was reached
         self.lock = asyncio.Lock()  # held while a turn is sampled, so that limits do not depend on time
@@ -134,6 +145,10 @@ class Session:
         self.turns.append(turn)
         self._answered[asked] = turn
         return turn
+
+    def answer_id(self, turn: Turn) -> str:
+        """Return the id of the answer with this turn."""
+        return f"chatcmpl-{self.id}-{turn.request.number}"
 
     def record(self, turn: Turn, chat: ChatRequest, result: TurnResult) -> None:
         """Store the sampled tokens of a turn, and the message that the client gets."""
