@@ -23,7 +23,7 @@ from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.session import Asked, Ended, TurnRequest, TurnResult
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.models import FAMILIES, MIXTURES, VOCAB_SIZE, make_model
 from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk
 from tests.rollout.test_embedded import STOPS, make_engine, make_prompts
@@ -360,10 +360,10 @@ def test_an_error_while_samples_are_reported_ends_all_conversations(model: Any) 
     assert conversations.num_aborts == 1 and conversations.events.empty()
 
 
-def test_an_agent_without_a_turn_has_the_version_of_its_phase(model: Any) -> None:
+def test_the_sample_of_an_agent_without_a_turn_is_returned(model: Any) -> None:
     def script(key: Key, prompt: Prompt, step: int) -> Script:
         if key[1] == 1:
-            return Sample(prompt, 1, [], [], "stop")
+            return Sample(prompt, 1, [], [], "stop", [Span(7, 0, 0)])
         return (yield from TALK(key, prompt, step))
 
     found = converse(make_engine(model), ScriptedConversations(script))

@@ -232,7 +232,7 @@ class TurnLoop:
         self._due: dict[Key, int] = {}  # clock until which a conversation may think; none while its turn is decoded
         self._late: set[Key] = set()  # conversations that the engine no longer waits for
         self._asked: list[TurnRequest] = []  # turns that have not joined yet
-        self._ended: list[Ended] = []  # conversations that have not been reported yet
+        self._ended: dict[Key, Sample] = {}  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
         self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
         self._longest = decoder.tokens_ST.shape[1]
@@ -268,11 +268,11 @@ class TurnLoop:
 
     @property
     def _has_due_event(self) -> bool:
-        return any(self._is_due(request.key) for request in self._asked) or any(map(self._is_due, self._ended_keys))
+        return any(map(self._is_due, (*self._asked_keys, *self._ended)))
 
     @property
-    def _ended_keys(self) -> list[Key]:
-        return [(end.prompt_index, end.sample.index) for end in self._ended]
+    def _asked_keys(self) -> list[Key]:
+        return [request.key for request in self._asked]
 
     def _is_due(self, key: Key) -> bool:
         return self._due.get(key, 0) <= self._clock
@@ -299,7 +299,7 @@ class TurnLoop:
 
     def _missing(self) -> set[Key]:
         """Return the conversations that are due, not late, and neither ask for a turn nor ended."""
-        known = {*self._late, *self._ended_keys, *(request.key for request in self._asked)}
+        known = {*self._late, *self._ended, *self._asked_keys}
         return {key for key in self._due if self._is_due(key) and key not in known}
 
     def _receive(self, seconds: float) -> bool:
@@ -311,25 +311,20 @@ class TurnLoop:
         match event:
             case Asked(request):
                 self._asked.append(request)
-            case Ended():
-                self._ended.append(event)
+            case Ended(prompt_index, sample):
+                self._ended[prompt_index, sample.index] = sample
             case Failed(error=error):
                 raise EngineError(error)
         return True
 
     def _report_ended(self) -> None:
         """Report the conversations that ended, in the order of their keys, and start others in their place."""
-        due = [end for key, end in zip(self._ended_keys, self._ended, strict=True) if self._is_due(key)]
-        for end in sorted(due, key=lambda end: (end.prompt_index, end.sample.index)):
-            self._ended.remove(end)
-            sample, key = end.sample, (end.prompt_index, end.sample.index)
-            if not sample.spans:  # the agent asked for no turn
-                sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
+        for key in sorted(filter(self._is_due, self._ended)):
             self._due.pop(key, None)
             self._late.discard(key)
             del self._samples[key]
             self._cancel(key)
-            self._schedule.ended(end.prompt_index, sample, self._clock)
+            self._schedule.ended(key[0], self._ended.pop(key), self._clock)
         self._start_samples()
 
     def _cancel(self, key: Key) -> None:

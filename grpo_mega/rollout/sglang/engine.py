@@ -145,7 +145,7 @@ class SGLangEngine(Engine):
         is_stopped = False
         if self.failure is None:
             assert session is not None, "wait_until_ready was not called"
-            with samples_of(request, session, self.version) as source:
+            with samples_of(request, session) as source:
                 is_stopped = self._run_phase(request, schedule, source, server, counter)
         if self.failure is None:
             self._is_cold = False

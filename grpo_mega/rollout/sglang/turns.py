@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
 from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
-from grpo_mega.types import Sample, Span
+from grpo_mega.types import Sample
 
 if TYPE_CHECKING:
     from grpo_mega.rollout.sessions.conversations import Conversations
@@ -30,16 +30,16 @@ Key = tuple[int, int]  # prompt index and sample index
 
 
 @contextmanager
-def samples_of(request: RolloutRequest, session: Session, version: int) -> Iterator[Session | Turns]:
+def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | Turns]:
     """Yield what generates the samples of a request: the session itself, or conversations with turns from the session.
 
-    At the end no conversation runs. `version`: policy version of the server.
+    At the end no conversation runs.
     """
     if request.conversations is None:
         session.on_tokens = request.on_tokens
         yield session
         return
-    turns = Turns(session, request.conversations, request.sampling, version)
+    turns = Turns(session, request.conversations, request.sampling)
     try:
         yield turns
     finally:
@@ -47,8 +47,8 @@ def samples_of(request: RolloutRequest, session: Session, version: int) -> Itera
 
 
 class Turns:
-    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling, version: int) -> None:
-        self._session, self._conversations, self._version = session, conversations, version
+    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling) -> None:
+        self._session, self._conversations = session, conversations
         self._sampling = conversations.sampling = sampling
         self._running: dict[Key, Sample] = {}  # samples of the running conversations
         self._retracted: set[Key] = set()  # conversations with a turn that the server interrupted
@@ -120,9 +120,8 @@ class Turns:
                 self._conversations.events.put(Failed(request.key[0], event.error))
             if (sample := event.sample) is not None:
                 reason: Literal["stop", "length"] = "stop" if sample.finish_reason == "stop" else "length"
-                version = sample.policy_version if sample.spans else self._version
-                result = TurnResult(list(sample.response_ids), list(sample.rollout_logprobs), reason, version)
-                self._conversations.answer(request, result)
+                ids, logprobs = list(sample.response_ids), list(sample.rollout_logprobs)
+                self._conversations.answer(request, TurnResult(ids, logprobs, reason, sample.policy_version))
 
     def _ended(self, key: Key, sample: Sample) -> Event:
         """Return the event of a conversation that ended. Give up a turn that it did not wait for."""
@@ -132,6 +131,4 @@ class Turns:
                 if other == key:
                     del self._in_flight[number]
                     future.cancel()  # closes the connection, so the server ends the request
-        if not sample.spans:  # the agent asked for no turn
-            sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
         return Event(key[0], sample, was_retracted=key in self._retracted)
