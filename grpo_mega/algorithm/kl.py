@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_mega.algorithm.inputs import MAX_LOG_RATIO
+from grpo_mega.algorithm.inputs import MAX_LOG_RATIO, bounded
 from grpo_mega.algorithm.logprobs import LOG_ZERO, VocabShard, gradients, operand, shard_of, statistics
 from grpo_mega.config.algorithm import KL_CLAMP, AlgorithmConfig, KLPenalty
 
@@ -51,23 +51,23 @@ def kl_penalty(
     leave the ratio's gradient, and that lowers log-probs that are already below the reference. kl_clamp None clamps
     only d and log r.
     """
+    distance = logprobs - ref_logprobs
     if kind == "kl":
-        return logprobs - ref_logprobs
+        return distance
     if kind == "abs":
-        return (logprobs - ref_logprobs).abs()
+        return distance.abs()
+    square = 0.5 * distance.square()
     if kind == "mse":
-        return 0.5 * (logprobs - ref_logprobs).square()
-    distance = ref_logprobs - logprobs
-    penalty = k3(distance)
+        return square
+    penalty, most = k3(-distance), math.inf if kl_clamp is None else kl_clamp
     if kind == "low_var_kl+":
-        square = 0.5 * distance.square()
-        return penalty.detach().clamp(max=math.inf if kl_clamp is None else kl_clamp) + square - square.detach()
+        return penalty.detach().clamp(max=most) + square - square.detach()
     if kind == "low_var_kl_weighted":
         assert old_logprobs is not None, kind
-        ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = bounded(logprobs - old_logprobs).exp()
         # If the clamp makes k3 a constant, the ratio must be a constant too.
         penalty = torch.where(distance.abs() <= MAX_LOG_RATIO, ratio, ratio.detach()) * penalty
-    return penalty if kl_clamp is None else penalty.clamp(max=kl_clamp)
+    return penalty.clamp(max=most)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     For d = log p - log q its mean over samples of q is KL(q || p). It is computed with expm1, because in float32 the
     plain form is off by 5% at d = 1e-3 and meaningless below 3e-4.
     """
-    d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = bounded(log_ratio)
     return torch.expm1(d) - d
 
 

@@ -53,15 +53,11 @@ def vocab_parallel_logprobs(
     the weight is summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added
     to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
     """
-    shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
-    if needed_T is None:
-        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
+    others = weight_grad_VH, shard_of(weight_VH, vocab_size, temperature, tp_group, tile), tp_group, with_entropy
+    if needed_T is None or needed_T.all():  # no copy of the hidden states
+        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, *others)
     index_N = needed_T.nonzero().squeeze(1)
-    if len(index_N) == len(needed_T):  # no copy of the hidden states
-        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
-    logprobs_N, entropy_N = _Logprobs.apply(
-        hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], weight_grad_VH, shard, tp_group, with_entropy
-    )
+    logprobs_N, entropy_N = _Logprobs.apply(hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], *others)
     zeros_T = torch.zeros_like(needed_T, dtype=logprobs_N.dtype)
     logprobs_T = zeros_T.index_copy(0, index_N, logprobs_N)
     return logprobs_T, None if entropy_N is None else zeros_T.index_copy(0, index_N, entropy_N)
@@ -183,10 +179,10 @@ class _Logprobs(torch.autograd.Function):
             ctx.needs_input_grad[:2],
             with_spare=slope_N is not None,
         )
-        if grad_hidden_NH is not None:  # cast here, because the tiles' memory is free again
-            grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
-        if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
-            grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
+        if grad_hidden_NH is not None:
+            grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)  # here, because the tiles' memory is free again
+            if hidden_NH is not hidden_TH:
+                grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
