@@ -54,9 +54,9 @@ def vocab_parallel_logprobs(
     to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
     """
     others = weight_grad_VH, shard_of(weight_VH, vocab_size, temperature, tp_group, tile), tp_group, with_entropy
-    if needed_T is None or needed_T.all():  # no copy of the hidden states
+    index_N = None if needed_T is None else needed_T.nonzero().squeeze(1)
+    if needed_T is None or index_N is None or len(index_N) == len(needed_T):  # no copy of the hidden states
         return _Logprobs.apply(hidden_TH, weight_VH, targets_T, *others)
-    index_N = needed_T.nonzero().squeeze(1)
     logprobs_N, entropy_N = _Logprobs.apply(hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], *others)
     zeros_T = torch.zeros_like(needed_T, dtype=logprobs_N.dtype)
     logprobs_T = zeros_T.index_copy(0, index_N, logprobs_N)
