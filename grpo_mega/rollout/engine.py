@@ -78,8 +78,9 @@ class StopCondition:
     def done(self, prompt_index: int, clock: int = 0) -> None:
         """Report a group when all its samples have ended."""
         self.clocks[prompt_index] = clock
-        self._own_keys.append(f"{self._name}/{self._rendezvous.fetch_add(self._name)}")
-        self._rendezvous.set(self._own_keys[-1], f"{clock} {prompt_index}")
+        if self._wanted or self._needed:  # otherwise no rank counts the groups
+            self._own_keys.append(f"{self._name}/{self._rendezvous.fetch_add(self._name)}")
+            self._rendezvous.set(self._own_keys[-1], f"{clock} {prompt_index}")
 
     def arrive(self) -> None:
         """Report that this rank has no engine and waits for the other ranks."""
@@ -122,9 +123,6 @@ class StopWhenTrainersArrive(StopCondition):
     def arrive(self) -> None:
         self._rendezvous.fetch_add(self._name, limit=self._num_trainers)
 
-    def done(self, prompt_index: int, clock: int = 0) -> None:
-        self.clocks[prompt_index] = clock
-
     def is_met(self, clock: int = 0) -> bool:
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
@@ -138,9 +136,6 @@ class StopWhenAsked(StopCondition):
 
     def ask(self) -> None:
         self._is_asked = True
-
-    def done(self, prompt_index: int, clock: int = 0) -> None:
-        self.clocks[prompt_index] = clock
 
     def is_met(self, clock: int = 0) -> bool:
         return self._is_asked
@@ -199,13 +194,9 @@ class Engine(ABC):
     version = -1  # policy version of the engine's weights; -1 before the first sync
     failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
 
-    def __init__(self, side: ShardLayout) -> None:
-        """`side`: the tensors of each engine rank."""
-        self._side = side
-
-    def shard_layout(self) -> ShardLayout:
-        """Return the tensors of each engine rank, for the plan of a sync."""
-        return self._side
+    def __init__(self, shard_layout: ShardLayout) -> None:
+        """`shard_layout`: the tensors of each engine rank, for the plan of a sync."""
+        self.shard_layout = shard_layout
 
     @property
     def adapter(self) -> Receiver:
@@ -268,8 +259,8 @@ class NoEngine(Engine):
     nothing.
     """
 
-    def __init__(self, side: ShardLayout, device: torch.device) -> None:
-        super().__init__(side)
+    def __init__(self, shard_layout: ShardLayout, device: torch.device) -> None:
+        super().__init__(shard_layout)
         self._device = device
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
@@ -369,6 +360,11 @@ class Schedule:
         for group in self.groups.values():
             group.samples.sort(key=lambda sample: sample.index)
         return self.groups
+
+    def complete_groups(self) -> dict[int, Group]:
+        """Return the complete groups at the end of a phase in which the engine failed."""
+        size = self._request.sampling.group_size
+        return {prompt_index: group for prompt_index, group in self.finish().items() if group.is_complete(size)}
 
     def _order(self, room: int) -> Iterator[tuple[int, int]]:
         """Yield the prompt indices of waiting samples, with the number of samples that may start."""

@@ -153,13 +153,8 @@ class Decoder:
         if any(type(layer) is not DynamicLayer for layer in cohort.cache.layers):
             return None
         start = cohort.mask.shape[1] - int(cohort.mask[row].sum())
-        pairs = ((layer.keys, layer.values) for layer in cohort.cache.layers)
-        return Cached(
-            [
-                (keys[row : row + 1, :, start:].clone(), values[row : row + 1, :, start:].clone())
-                for keys, values in pairs
-            ]
-        )
+        own = slice(row, row + 1), slice(None), slice(start, None)
+        return Cached([(layer.keys[own].clone(), layer.values[own].clone()) for layer in cohort.cache.layers])
 
     def _drop_finished_cohorts(self) -> None:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
@@ -327,9 +322,8 @@ def _moved_left(cache: DynamicCache, mask: Tensor) -> Tensor:
     """Move all padding of a cache to the left, and drop what no row needs. Return the mask of the moved cache."""
     kept = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - int(mask.sum(dim=1).max()) :]
     for layer in cache.layers:
-        index = kept[:, None, :, None].expand(-1, layer.keys.shape[1], -1, -1)
-        layer.keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[-1]))
-        layer.values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[-1]))
+        layer.keys = layer.keys.take_along_dim(kept[:, None, :, None], 2)
+        layer.values = layer.values.take_along_dim(kept[:, None, :, None], 2)
     return mask.gather(1, kept)
 
 
@@ -355,7 +349,7 @@ def uniforms(
 
     It depends only on the other arguments, and a shorter stream is the start of a longer one.
     """
-    numbers = (seed, step, prompt_id, sample_index) if turn is None else (seed, step, prompt_id, sample_index, turn)
+    numbers = (seed, step, prompt_id, sample_index, *(() if turn is None else (turn,)))
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).random(length)
 
 
@@ -397,9 +391,7 @@ def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
     cumulative_BN = sums_BN.cumsum(dim=-1)
     block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
     before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
-    within_BK = (
-        masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
-    )
+    within_BK = masses_BNK.take_along_dim(block_B1[:, :, None], 1).squeeze(1).double().cumsum(dim=-1)
     # A block's sum was rounded in float32; the sum within the block is in double precision.
     share_B1 = (wanted_B1 - before_B1) / sums_BN.gather(1, block_B1)
     place_B1, _ = _search(within_BK, share_B1.clamp(min=0) * within_BK[:, -1:])

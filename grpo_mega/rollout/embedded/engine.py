@@ -76,7 +76,7 @@ class EmbeddedEngine(Engine):
 
     def start_update(self) -> list[str]:
         self._received, self._problems = [], []
-        return sorted(set(self._tensors) ^ set(self._side.rank_shards(self._rank)))
+        return sorted(set(self._tensors) ^ set(self.shard_layout.rank_shards(self._rank)))
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -120,10 +120,7 @@ class EmbeddedEngine(Engine):
             schedule.add(prompt_index)
         if request.conversations is not None:
             self._converse(request.conversations, request, schedule, per_batch)
-            groups = schedule.finish().items()
-            return {
-                index: group for index, group in groups if not self.failure or group.is_complete(sampling.group_size)
-            }
+            return schedule.complete_groups() if self.failure else schedule.finish()
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (taken := schedule.take()):
             batch = [(prompt_index, sample) for prompt_index, samples in taken.items() for sample in samples]

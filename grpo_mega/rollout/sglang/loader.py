@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,7 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
         for name in sorted(wanted.keys() | actual.keys())
         if wanted.get(name) != actual.get(name)
     ]
-    if not problems:
-        problems = check_formats(model)
-    if not problems:
+    if not (problems := problems or check_formats(model)):
         for name in request["padded"]:
             subtensor(parameters, name).zero_()
     return problems
@@ -83,11 +81,8 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
         if "file" in request:
             values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
         _buffers[request["slot"]] = values
-    used, entries, parameters = (
-        _buffers[request["slot"]][: request["used_bytes"]],
-        _entries(request),
-        _parameters(model),
-    )
+    used = _buffers[request["slot"]][: request["used_bytes"]]
+    entries, parameters = _entries(request), _parameters(model)
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["verify"] else []
     if used.is_cuda:
@@ -101,8 +96,7 @@ def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[st
     First update the values that the model derives from its parameters. Multi-latent attention keeps copies of
     kv_b_proj's halves; without the update they would be from the previous sync.
     """
-    derive: Callable[[], None] = getattr(model, "post_load_weights", lambda: None)
-    derive()
+    getattr(model, "post_load_weights", lambda: None)()
     for name, parameter in model.named_parameters():
         if _is_cache_scale(name):
             parameter.fill_(1.0)  # sleep may have lost it
@@ -119,14 +113,15 @@ def check_formats(model: torch.nn.Module) -> list[str]:
         method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
         if method is None:
             continue
-        for name in own.keys() & set(_CACHE_SCALES):
+        cache_scales = own.keys() & set(_CACHE_SCALES)
+        for name in cache_scales:
             own[name].fill_(-1.0)  # SGLang's value for a scale that was not loaded
         sent = {name: p for name, p in own.items() if p.dtype == VALUES or name.endswith("_scale_inv")}
         for p in sent.values():  # a pattern without equal neighbours
             numbers = torch.arange(p.numel(), device=p.device).remainder_(113).add_(1).view(p.shape)
             p.copy_(numbers.to(torch.float32))
         before = {name: _bytes(p).clone() for name, p in sent.items()}
-        if sent or own.keys() & set(_CACHE_SCALES):
+        if sent or cache_scales:
             method.process_weights_after_loading(module)
         after = dict(module.named_parameters(recurse=False))
         problems += [

@@ -42,16 +42,8 @@ MAX_STARTS = 3
 PORTS = range(20000, 30000)  # does not overlap the ports of distributed.launch
 
 # Variables of the trainer's launcher, allocator and NCCL. With torchelastic's variables a server would wait for ever.
-NOT_INHERITED = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "OMP_NUM_THREADS",
-}
-NOT_INHERITED |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+NOT_INHERITED |= {"OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
 NOT_INHERITED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GRPO_MEGA_")
 
@@ -241,25 +233,18 @@ class Server:
                     self.kill()
                     reason = self._reason()
                     if not _PORT_CONFLICT.search(reason) or self._num_starts == MAX_STARTS:
-                        raise EngineError(
-                            f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}"
-                        )
+                        raise self._failed(f"did not start: {reason}; see {self._log}")
                     self.start()
                 elif seconds > deadline_s:
-                    self.kill()
-                    raise EngineError(
-                        f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
-                        f" {self.tail()}"
-                    )
+                    raise self._failed(f"was not ready after {deadline_s:.0f} s; {self.tail()}")
                 bar.advance(int(seconds) - num_shown)
                 num_shown = int(seconds)
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             if self._settings.device_type == "cuda":  # a CPU compiles no kernels
                 rest_s = deadline_s - (time.monotonic() - started_at)
                 if self._ask("/generate", warm_up(self._settings), max(rest_s, SECONDS_FOR_A_TOKEN)) is None:
-                    self.kill()
-                    raise EngineError(
-                        f"the SGLang server of {self._settings.folder} generated no token for its longest prompt within"
+                    raise self._failed(
+                        "generated no token for its longest prompt within"
                         f" rollout.start_deadline_s={deadline_s:.0f} s; {self.tail()}"
                     )
 
@@ -308,6 +293,11 @@ class Server:
     def tail(self) -> str:
         """Return the last lines of this server's log, joined into one."""
         return log_tail(self._log, self._log_start)
+
+    def _failed(self, problem: str) -> EngineError:
+        """Kill the server, and return its error."""
+        self.kill()
+        return EngineError(f"the SGLang server of {self._settings.folder} {problem}")
 
     def _reason(self) -> str:
         """Return the log line with the cause of the server's end."""
@@ -384,10 +374,10 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
         if value is None or value is False:
             continue
         words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words += (
-                value if isinstance(value, list) else [json.dumps(value) if isinstance(value, Mapping) else str(value)]
-            )
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return words
 
 

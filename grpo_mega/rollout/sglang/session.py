@@ -332,13 +332,12 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
     prompt = samples[0].prompt
     if not is_seeded and not any(sample.response_len for sample in samples):
         return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
-    each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
-    if is_seeded:
-        versions = [sample.first_version if sample.spans else step for sample in samples]
-        seeds = [
-            sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(versions, samples, strict=True)
-        ]
-        each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
+    each = []
+    for sample in samples:
+        each.append(params | {"max_new_tokens": sampling.max_response_length - sample.response_len})
+        if is_seeded:
+            version = sample.first_version if sample.spans else step
+            each[-1]["sampling_seed"] = sample_seed(sampling.seed, version, prompt.id, sample.index)
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
     return body | {"input_ids": contexts, "sampling_params": each}
 
