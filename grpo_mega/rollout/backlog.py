@@ -94,10 +94,11 @@ class Backlog:
 
     def without_stale(self, oldest: int) -> Backlog:
         """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
-        is_stale = [group.oldest_version is not None and group.oldest_version < oldest for group in self.groups]
-        pairs = list(zip(self.groups, is_stale, strict=True))
-        fresh = tuple(Group(group.prompt, []) if stale else group for group, stale in pairs)
-        return replace(self, groups=fresh).dropped("stale", [group for group, stale in pairs if stale])
+        def is_stale(group: Group) -> bool:
+            return group.oldest_version is not None and group.oldest_version < oldest
+
+        fresh = tuple(Group(group.prompt, []) if is_stale(group) else group for group in self.groups)
+        return replace(self, groups=fresh).dropped("stale", list(filter(is_stale, self.groups)))
 
     def needed(self, oldest: int) -> list[int]:
         """Return the positions of the groups that a rollout must finish.
@@ -137,12 +138,9 @@ class Backlog:
         for name, groups in (("carried", unfinished), ("waiting", whole)):
             counts |= {f"{name}_groups": len(groups), f"{name}_tokens": num_tokens(groups)}
         for unit in UNITS:
-            parts = [
-                n
-                for name, n in counts.items()
-                if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
-            ]
-            assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
+            of_unit = {name: n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}")}
+            begun = of_unit.pop(f"begun_{unit}")
+            assert begun == sum(of_unit.values()), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
 
     def files(self) -> dict[str, bytes]:
@@ -173,23 +171,15 @@ class Backlog:
             prompt = prompt_of(number)
             return prompt if prompt is not None and _checksum(prompt) == checksum else None
 
-        prompts = [same_prompt(row["prompt"], row["checksum"]) for row in header["groups"]]
-        rows = [
-            (prompt or Prompt(row["prompt"], "", (), ""), row["samples"])
-            for prompt, row in zip(prompts, header["groups"], strict=True)
-        ]
+        unknown = Prompt(-1, "", (), "")
+        rows = [(same_prompt(row["prompt"], row["checksum"]) or unknown, row["samples"]) for row in header["groups"]]
         samples = samples_of(arrays, ((prompt, fields) for prompt, group in rows for fields in group))
         groups = [Group(prompt, list(islice(samples, len(group)))) for prompt, group in rows]
+        kept = tuple(group for group in groups if group.prompt is not unknown)
+        changed = [group for group in groups if group.prompt is unknown and group.samples]
         turns = [(same_prompt(number, checksum), rest) for number, checksum, *rest in header["deferred"]]
-        return cls(
-            draws,
-            tuple(group for group, prompt in zip(groups, prompts, strict=True) if prompt),
-            Counter(header["ledger"]),
-            tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt),
-        ).dropped(
-            "data_changed",
-            [group for group, prompt in zip(groups, prompts, strict=True) if not prompt and group.samples],
-        )
+        deferred = tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt)
+        return cls(draws, kept, Counter(header["ledger"]), deferred).dropped("data_changed", changed)
 
     def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:
         """Add a group for each turn that may have one, up to `most` groups. Defer the other turns."""
