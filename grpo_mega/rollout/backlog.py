@@ -94,6 +94,7 @@ class Backlog:
 
     def without_stale(self, oldest: int) -> Backlog:
         """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
+
         def is_stale(group: Group) -> bool:
             return group.oldest_version is not None and group.oldest_version < oldest
 

@@ -278,9 +278,7 @@ class Rollouts:
             if is_main:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)
 
-    def _run_engines(
-        self, request: RolloutRequest, *, is_training: bool
-    ) -> tuple[dict[int, Group], list[_Report]]:
+    def _run_engines(self, request: RolloutRequest, *, is_training: bool) -> tuple[dict[int, Group], list[_Report]]:
         """Return this rank's groups, and reports on the groups of all ranks that have at least one sample.
 
         `is_training`: count the usage of all engines.

@@ -102,13 +102,13 @@ class ThreadWorkers:
     `agent` gets base url, key and prompt. It returns a value, or fields of a result.
     """
 
-    agent: Callable[[str, str, dict[str, Any]], Any]
+    agent: Callable[[str, str, SimpleNamespace], Any]
     results: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     started: list[str] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
     threads: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
         self.started.append(session_id)
 
         def run() -> None:
@@ -170,7 +170,7 @@ def sampling_of(name: str, max_response_length: int = 2000) -> Sampling:
 @contextmanager
 def conversations(
     name: str,
-    agent: Callable[[str, str, dict[str, Any]], Any] | Workers,
+    agent: Callable[[str, str, SimpleNamespace], Any] | Workers,
     reply: Callable[[TurnRequest], TurnResult | None],
     *,
     max_turns: int = 8,

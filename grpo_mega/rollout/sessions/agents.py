@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_mega.config.rollout import RolloutConfig
@@ -67,8 +68,8 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
-        """Start the agent function of a sample. `prompt` comes from chat.prompt_values. Raises EngineError."""
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
+        """Start the agent function of a sample. `prompt` comes from agent_prompt. Raises EngineError."""
         with self._changed:
             if self._failure is not None:
                 raise EngineError(self._failure)

@@ -25,13 +25,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sessions.agent_job import prompt_values
+from grpo_mega.rollout.sessions.agent_job import agent_prompt
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
 from grpo_mega.rollout.sessions.session import (
     Asked,
@@ -56,7 +57,7 @@ class Workers(Protocol):
 
     results: queue.SimpleQueue[Any]  # AgentResult for each session that ended by itself; None is ignored
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None: ...
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None: ...
 
     def kill(self, session_ids: Collection[str]) -> None: ...
 
@@ -158,7 +159,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
         session = Session(self._template, self._parser, key, prompt, step, limits, is_repeated=is_repeated)
         self._gateway.sessions[session.id] = session
-        self._workers.start(session.id, self._gateway.url(session), session.api_key, prompt_values(prompt))
+        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt))
 
     def _forward_results(self) -> None:
         while (result := self._workers.results.get()) is not None:
