@@ -259,22 +259,18 @@ def send_routes(samples: Sequence[Sample], readers: Sequence[Collection[int]], d
 
     The arguments are the same on all ranks, except for the experts. A rank receives only experts that it lacks.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, others = dist.get_rank(), range(dist.get_world_size())
     held = {i: sample.routes for i, sample in enumerate(samples) if sample.routes and sample.routes.rank is not None}
     for members in _rounds({i: routes.experts.nbytes for i, routes in held.items()}):
-        sent: list[list[int]] = [[] for _ in range(world_size)]
-        received: list[list[int]] = [[] for _ in range(world_size)]
-        for i in members:
-            owner = held[i].rank or 0
-            for reader in readers[i] if owner == rank else ():
-                sent[reader].extend([i] if reader != rank else [])
-            if owner != rank and rank in readers[i]:
-                received[owner].append(i)
+        mine = [i for i in members if held[i].rank == rank]
+        missing = [i for i in members if held[i].rank != rank and rank in readers[i]]
+        sent = [[i for i in mine if other != rank and other in readers[i]] for other in others]
+        received = [[i for i in missing if held[i].rank == other] for other in others]
         from_ranks, to_ranks = (
             [sum(held[i].experts.nbytes for i in some) for some in lists] for lists in (received, sent)
         )
         parts = [torch.from_numpy(held[i].experts).reshape(-1).view(torch.uint8) for some in sent for i in some]
-        outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        outgoing = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
         incoming = torch.empty(sum(from_ranks), dtype=torch.uint8, device=device)
         dist.all_to_all_single(incoming, outgoing.to(device), from_ranks, to_ranks)
         start, found = 0, incoming.cpu().numpy()

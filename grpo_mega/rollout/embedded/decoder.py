@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -216,14 +217,9 @@ class _Cohort:
         device, cache = model.device, new_cache(model.config)
         num_cached = [start.cached.num_tokens if start.cached else 0 for start in firsts]
         width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
-        new = [start.context[num:] for start, num in zip(firsts, num_cached, strict=True)]
-        ids = torch.zeros((len(new), max(map(len, new))), dtype=torch.int64)
-        mask = torch.zeros((len(new), width + ids.shape[1]), dtype=torch.int64)
-        for row, tokens in enumerate(new):
-            ids[row, ids.shape[1] - len(tokens) :] = torch.tensor(tokens)
-            mask[row, width - num_cached[row] : width] = 1
-            mask[row, mask.shape[1] - len(tokens) :] = 1
-        ids, mask = ids.to(device), mask.to(device)
+        new = [torch.tensor(start.context[num:]) for start, num in zip(firsts, num_cached, strict=True)]
+        masks = [torch.ones(num, dtype=torch.int64) for num in num_cached], [torch.ones_like(tokens) for tokens in new]
+        ids, mask = _left_padded(new).to(device), torch.cat([_left_padded(rows) for rows in masks], dim=1).to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, width:]
         if width:
             _fill(cache, [start.cached for start in firsts], width)
@@ -278,6 +274,10 @@ class _Cohort:
         keep = self.rows.is_live.nonzero().squeeze(1)
         self.cache.reorder_cache(keep)
         self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
+
+
+def _left_padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_side="left")  # type: ignore[arg-type]
 
 
 def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:

@@ -50,7 +50,6 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         self,
         rollout: RolloutConfig,
         code_dir: Path | None,
-        num_workers: int | None = None,
         schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.results: queue.SimpleQueue[AgentResult] = queue.SimpleQueue()
@@ -59,7 +58,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         self._job = AgentJob(code_dir, rollout, tuple(schemas))
         self._server = ForkServer()
         self._changed = threading.Condition()  # guards slots and failure
-        self._slots = [_Slot() for _ in range(num_workers or rollout.agent_workers)]
+        self._slots = [_Slot() for _ in range(rollout.agent_workers)]
         self._failure: str | None = None
         self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in self._slots]
         for thread in self._threads:
@@ -130,18 +129,16 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def _receive_all(self, worker: Worker, slot: _Slot) -> None:
         """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
         problem = "the worker was killed, because another sample ignored its deadline"
-        with contextlib.suppress(WorkerEnded):
-            try:
-                while self._failure is None:
-                    with self._changed:
-                        is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
-                    if is_overdue:
-                        break
-                    if (result := worker.receive(_LOOK_S)) is not None:
-                        self._end(slot, result)
-            except WorkerEnded as ended:
-                problem = f"the worker process ended with {ended}"
-                raise
+        try:
+            while self._failure is None:
+                with self._changed:
+                    is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
+                if is_overdue:
+                    break
+                if (result := worker.receive(_LOOK_S)) is not None:
+                    self._end(slot, result)
+        except WorkerEnded as ended:
+            problem = f"the worker process ended with {ended}"
         with self._changed:
             now, left, slot.outbox = time.monotonic(), list(slot.ends.items()), queue.SimpleQueue()
         for session_id, end in left:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,9 +271,7 @@ class Server:
         """Stop the server and all its processes, in well below a second. This may be called at any time."""
         if self._process is not None and self.is_alive():
             self._process.send_signal(signal.SIGTERM)
-            until = time.monotonic() + SECONDS_TO_STOP
-            while self.is_alive() and time.monotonic() < until:
-                time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+            _wait_while(self.is_alive, SECONDS_TO_STOP)
         self.kill()
 
     def kill(self) -> None:
@@ -285,9 +283,7 @@ class Server:
             os.killpg(group, signal.SIGKILL)
         self._process.wait()
         self._process = None
-        until = time.monotonic() + SECONDS_TO_DIE
-        while any(process.group == group for process in living()) and time.monotonic() < until:
-            time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+        _wait_while(lambda: any(process.group == group for process in living()), SECONDS_TO_DIE)
         server_main.remove_unused()
 
     def tail(self) -> str:
@@ -330,6 +326,12 @@ class Server:
         except NoReply:
             return None
         return reply.body.decode(errors="replace") if 200 <= reply.status < 300 and reply.is_whole else None
+
+
+def _wait_while(condition: Callable[[], bool], most_s: float) -> None:
+    until = time.monotonic() + most_s
+    while condition() and time.monotonic() < until:
+        time.sleep(SECONDS_BETWEEN_LOOKS / 5)
 
 
 def warm_up(settings: EngineSettings) -> dict[str, Any]:

@@ -111,14 +111,10 @@ def chunk_gated_delta_rule(
         padded[is_token] = values[0].float()
         return padded.transpose(1, 2)
 
-    queries, keys = (rows(heads) for heads in _normed(q, k, v.shape[2]))
-    values, decays, rates = rows(v), rows(g), rows(beta)
+    chunks = (rows(values).split(CHUNK, 2) for values in (*_normed(q, k, v.shape[2]), v, g, beta))
     state, found = initial_state[initial_state_indices].float(), []
-    for start in range(0, width, CHUNK):
-        part = slice(start, start + CHUNK)
-        state, outputs = _chunk(
-            state, queries[:, :, part], keys[:, :, part], values[:, :, part], decays[:, :, part], rates[:, :, part]
-        )
+    for inputs in zip(*chunks, strict=True):
+        state, outputs = _chunk(state, *inputs)
         found.append(outputs)
     initial_state[initial_state_indices] = state.to(initial_state.dtype)
     return torch.cat(found, 2).transpose(1, 2)[is_token][None].to(v.dtype), None, None
