@@ -113,7 +113,7 @@ def vocab_parallel_kl(
     """
     shard, index_N = shard_of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
     teacher = (teacher_hidden_NG, teacher_weight_VG)
-    kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, tp_group, is_reverse)
+    kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, is_reverse)
     return torch.zeros_like(needed_T, dtype=kl_N.dtype).index_copy(0, index_N, kl_N)
 
 
@@ -158,13 +158,12 @@ class _VocabKL(torch.autograd.Function):
         teacher_weight_VG: Tensor,
         weight_grad_VH: Tensor | None,
         shard: VocabShard,
-        tp_group: dist.ProcessGroup | None,
         is_reverse: bool,
     ) -> Tensor:
         log_sums = []
         for hidden, weight in ((hidden_NH, weight_VH), (teacher_hidden_NG, teacher_weight_VG)):
             targets_N = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-            max_N, sums_kN = statistics(hidden, weight, targets_N, shard, tp_group, False)
+            max_N, sums_kN = statistics(hidden, weight, targets_N, shard, False)
             log_sums.append(max_N + sums_kN[1].log())
         kl_N = torch.zeros_like(log_sums[0])
         pair = _Pair(shard, log_sums[0], teacher_hidden_NG, teacher_weight_VG, log_sums[1], is_reverse, kl_N)
@@ -175,8 +174,8 @@ class _VocabKL(torch.autograd.Function):
                 logp_nv, logq_nv = pair.log_probs(x_nv, spare, tokens, columns)
                 of, than = (logp_nv, logq_nv) if is_reverse else (logq_nv, logp_nv)
                 kl_N[tokens] += (of.exp() * (of - than)).sum(dim=1)
-        if tp_group is not None:
-            dist.all_reduce(kl_N, group=tp_group)
+        if shard.tp_group is not None:
+            dist.all_reduce(kl_N, group=shard.tp_group)
         ctx.pair, ctx.weight_grad_VH = pair, weight_grad_VH
         ctx.save_for_backward(hidden_NH, weight_VH)
         return kl_N.clone()
@@ -190,4 +189,4 @@ class _VocabKL(torch.autograd.Function):
         grad_NH, grad_VH = gradients(
             hidden_NH, weight_VH, ctx.pair.to_logits, ctx.pair.shard, ctx.weight_grad_VH, needs, with_spare=True
         )
-        return None if grad_NH is None else grad_NH.to(hidden_NH.dtype), grad_VH, None, None, None, None, None, None
+        return None if grad_NH is None else grad_NH.to(hidden_NH.dtype), grad_VH, None, None, None, None, None

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.conversations import Conversations, Workers
+from grpo_mega.rollout.sessions.conversations import Conversations
 from grpo_mega.rollout.sessions.session import (
     Asked,
     ChatRequest,
@@ -170,7 +170,7 @@ def sampling_of(name: str, max_response_length: int = 2000) -> Sampling:
 @contextmanager
 def conversations(
     name: str,
-    agent: Callable[[str, str, SimpleNamespace], Any] | Workers,
+    agent: Any,
     reply: Callable[[TurnRequest], TurnResult | None],
     *,
     max_turns: int = 8,
@@ -178,11 +178,12 @@ def conversations(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Run conversations in which `agent` is the agent function of each sample, or the workers that run it."""
+    workers: Any = ThreadWorkers(agent) if callable(agent) else agent
     runner = Conversations(
         tokenizer_of(name),
         lambda ids: decode(name, ids),
         sampling_of(name, max_response_length),
-        ThreadWorkers(agent) if callable(agent) else agent,
+        workers,
         max_turns=max_turns,
         max_context=9000,
         max_tokens=20_000,

@@ -261,11 +261,8 @@ class TurnLoop:
 
     @property
     def _are_all_late(self) -> bool:
-        return not self._decoder.is_running and not self._has_due_event and self._late >= self._due.keys()
-
-    @property
-    def _has_due_event(self) -> bool:
-        return any(map(self._is_due, (*self._asked_keys, *self._ended)))
+        is_waiting = not self._decoder.is_running and self._late >= self._due.keys()
+        return is_waiting and not any(map(self._is_due, (*self._asked_keys, *self._ended)))
 
     @property
     def _asked_keys(self) -> list[Key]:

@@ -52,7 +52,8 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         code_dir: Path | None,
         schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.results: queue.SimpleQueue[AgentResult] = queue.SimpleQueue()
+        # None is put by an owner that ends the thread in which it receives results.
+        self.results: queue.SimpleQueue[AgentResult | None] = queue.SimpleQueue()
         self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
         self._timeout_s = rollout.agent_timeout_s
         self._job = AgentJob(code_dir, rollout, tuple(schemas))

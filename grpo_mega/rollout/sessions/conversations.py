@@ -23,16 +23,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sessions.agent_job import agent_prompt
+from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
+from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
 from grpo_mega.rollout.sessions.session import (
     Asked,
@@ -52,18 +52,6 @@ T = TypeVar("T")
 AGENT = "agent"  # name of the score of an agent function that returns a number
 
 
-class Workers(Protocol):
-    """The processes that run the agent functions (agents.AgentWorkers)."""
-
-    results: queue.SimpleQueue[Any]  # AgentResult for each session that ended by itself; None is ignored
-
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None: ...
-
-    def kill(self, session_ids: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Conversations(AbstractContextManager["Conversations"]):
     """All methods may be called from any thread, but `start`, `abort` and `close` from one at a time."""
 
@@ -72,7 +60,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         tokenizer: Any,
         decode: Decode,
         sampling: Sampling,
-        workers: Workers,
+        workers: AgentWorkers,
         *,
         max_turns: int,
         max_context: int,
@@ -193,7 +181,7 @@ class Conversations(AbstractContextManager["Conversations"]):
                         future.set_exception(ended_error())
         return ended
 
-    def _agent_ended(self, result: Any) -> None:
+    def _agent_ended(self, result: AgentResult) -> None:
         session = self._end(result.session_id)
         if session is None:
             return
@@ -207,7 +195,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         except Exception as error:  # without an event the engine would wait for ever
             self.events.put(Failed(session.key[0], f"prompt {session.prompt.id}: {error!r}"))
 
-    def _event_of(self, session: Session, result: Any) -> Ended:
+    def _event_of(self, session: Session, result: AgentResult) -> Ended:
         """Return the event of a conversation that ended. A limit leaves scoring to others, and an error scores 0."""
         for turn in session.turns:
             turn.reward = result.turn_rewards.get(session.answer_id(turn))
@@ -215,8 +203,8 @@ class Conversations(AbstractContextManager["Conversations"]):
         limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.reached_limit
         sample = session.to_sample(limit or "stop")
         if result.kind == "returned":
-            value = {} if result.value is None else {AGENT: result.value}
-            sample.scores = dict(result.value if isinstance(result.value, dict) else value)
+            if result.value is not None:
+                sample.scores = dict(result.value if isinstance(result.value, dict) else {AGENT: result.value})
         else:
             sample.verdicts = {AGENT: limit or "error"}
             sample.scores = {} if limit else {AGENT: 0.0}

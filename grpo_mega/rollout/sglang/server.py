@@ -369,8 +369,7 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
         usual |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         usual |= {"max_mamba_cache_size": 4 * settings.rollout.max_concurrent}
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
-    chosen |= settings.fixed_arguments() | {"served_model_name": name}
-    chosen |= {"host": "127.0.0.1", "port": port}
+    chosen |= settings.fixed_arguments() | {"served_model_name": name, "host": "127.0.0.1", "port": port}
     words: list[str] = []
     for name, value in chosen.items():
         if value is None or value is False:
