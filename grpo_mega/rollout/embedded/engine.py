@@ -32,7 +32,7 @@ from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start, uniforms
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, context_seed, schedule_of
 from grpo_mega.rollout.routes import RouterSizes
-from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry, mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.layout import hf_shards
@@ -207,7 +207,6 @@ JOIN_EVERY = 8  # turns join the batch when the clock is a multiple of this
 LEAST_STEPS = 4  # minimum number of decoding steps between two turns of a conversation
 LATE_S = 10.0  # seconds that the engine waits for a conversation
 LOOK_S = 0.05  # interval of checks of a stop condition while all conversations are late
-Key = tuple[int, int]  # prompt index and sample index
 
 
 class TurnLoop:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from grpo_mega.rollout.sessions.template import TAG, Message, Template
+from grpo_mega.rollout.sessions.template import TAG, Message, Template, Tools
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -105,7 +105,6 @@ class CallParser:
 
 
 CLOSING = "</tool_call>"
-Tools = Sequence[Mapping[str, Any]] | None
 Call = tuple[str, Any]  # name and arguments
 
 

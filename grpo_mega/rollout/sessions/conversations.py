@@ -39,6 +39,7 @@ from grpo_mega.rollout.sessions.session import (
     ChatRequest,
     Ended,
     Failed,
+    Key,
     Limits,
     Session,
     Turn,
@@ -141,7 +142,7 @@ class Conversations(AbstractContextManager["Conversations"]):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _start(self, key: tuple[int, int], prompt: Prompt, step: int, *, is_repeated: bool) -> None:
+    def _start(self, key: Key, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
         sampling = self.sampling
         longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
         limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.template import Message, RequestError, Template, clean, digest, digest_of
+from grpo_mega.rollout.sessions.template import Message, RequestError, Template, Tools, clean, digest, digest_of
 from grpo_mega.types import Context, FinishReason, Prompt, Sample, Span
+
+Key = tuple[int, int]  # prompt index and sample index
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ChatRequest:
     """A request for a turn. Two requests with the same content have the same `path`, `max_tokens` and `stop_ids`."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: Tools
     max_tokens: int | None
     stop_ids: frozenset[int]  # in addition to the run's stop tokens
     paths: list[bytes]  # digest of each prefix of the messages, with the tools
@@ -45,7 +47,7 @@ class ChatRequest:
     def read(
         cls,
         messages: Any,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         max_tokens: int | None = None,
         stop_ids: frozenset[int] = frozenset(),
     ) -> ChatRequest:
@@ -91,13 +93,13 @@ class Turn:
 
 
 class Session:
-    """One conversation of an agent, of the sample `key` = (prompt index, sample index)."""
+    """One conversation of an agent, of the sample `key`."""
 
     def __init__(
         self,
         template: Template,
         parser: CallParser,
-        key: tuple[int, int],
+        key: Key,
         prompt: Prompt,
         step: int,
         limits: Limits,
@@ -274,7 +276,7 @@ class TurnRequest:
     `context_ids`. So it depends neither on the order of turns nor on time.
     """
 
-    key: tuple[int, int]  # prompt index and sample index
+    key: Key
     prompt: Prompt
     number: int  # 0, 1, ... within the sample
     context_ids: tuple[int, ...]

@@ -26,6 +26,7 @@ from grpo_mega.data.chat import Renderer, find_closing, find_prefill
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 
+Tools = list[dict[str, Any]] | None  # descriptions of functions; None: the conversation has none
 Message = dict[str, Any]  # role, content, and for some roles tool_calls, tool_call_id and name
 ROLES = ("system", "user", "assistant", "tool")
 # Keys that this endpoint or the openai package adds to an answer. They do not belong to the conversation.
@@ -148,7 +149,6 @@ MARK = re.compile("qzxv[a-z0-9_]+?vxzq")
 _MAX_FORMS = 10_000  # forms of conversations whose borders are stored
 _MAX_TOOL_LISTS = 100  # lists of tools whose renderers are stored
 _QUESTION: Message = {"role": "user", "content": "question"}
-
 _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -177,7 +177,6 @@ class Template:
         self._renderer = lru_cache(_MAX_TOOL_LISTS)(lambda tools: Renderer(tokenizer, json.loads(tools) or ()))
         self._boundary = lru_cache(_MAX_FORMS)(lambda form: self._find_boundary(*json.loads(form)))
         self._stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
-
         closing, has_stop = find_closing(tokenizer, stop_token_ids)
         if not has_stop:
             raise ConfigError(
@@ -201,7 +200,7 @@ class Template:
         except Exception:  # templates raise any exception
             return ""
 
-    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to where the model starts to write. Raise RequestError."""
         try:
             text = self._renderer(json.dumps(tools)).render(list(messages), "messages")
@@ -213,7 +212,7 @@ class Template:
         self,
         history: Sequence[Message],
         suffix: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         stop_id: int,
     ) -> tuple[int, ...] | None:
         """Return the tokens of `suffix` after a sampled turn, the last message of `history`, that ended with `stop_id`.
@@ -238,9 +237,7 @@ class Template:
         ids = self._encode(stop + tail)
         return tuple(ids[1:] if ids[0] == stop_id else self._encode(tail))
 
-    def _apply(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
-    ) -> str:
+    def _apply(self, messages: list[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -252,9 +249,7 @@ class Template:
         self.counts.update(rendered=len(text), encoded=len(ids))
         return ids
 
-    def _find_boundary(
-        self, history: list[Message], suffix: list[Message], tools: list[dict[str, Any]] | None
-    ) -> _Boundary | None:
+    def _find_boundary(self, history: list[Message], suffix: list[Message], tools: Tools) -> _Boundary | None:
         """Return how `suffix` follows `history`; None if the template rewrites the history or ends the turn without a
         stop token.
 
@@ -272,9 +267,7 @@ class Template:
                     return _Boundary(shorter, given is not None, found[0], found[2])
         return None
 
-    def _split(
-        self, history: list[Message], suffix: list[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, str, int] | None:
+    def _split(self, history: list[Message], suffix: list[Message], tools: Tools) -> tuple[str, str, int] | None:
         """Return the rendering up to the stop token of the last turn of `history`, the text behind it, and the token.
 
         Return None if the rendering does not start with the prompt of that turn, or changes or omits a text.

@@ -74,7 +74,7 @@ class SGLangEngine(Engine):
             dtype, device = getattr(torch, settings.dtype), torch.device(settings.device_type)
             self._adapter = AdapterUpdate(settings.lora, dtype, settings.rollout.tp, device, self._load_adapter)
         self._server = server
-        if settings.is_leader and server is None:
+        if settings.tp_rank == 0 and server is None:
             self._server = Server(settings)
             self._server.start()
 

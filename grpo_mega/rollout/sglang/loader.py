@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_mega.weights.apply import VALUES, Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
@@ -40,7 +40,7 @@ _buffers: dict[
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     actions = {"check": _check, "fill": _fill, "verify": _verify}
     for text, values in named_tensors:
         request = json.loads(text)
@@ -54,7 +54,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
         os.replace(path.with_suffix(".part"), path)
 
 
-def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _check(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return how the server's parameters differ from the trainer's table. Zero the padding, because no bucket fills
     it.
     """
@@ -73,7 +73,7 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
     return problems
 
 
-def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _fill(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the
     trainer's.
     """
@@ -90,7 +90,7 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
     return problems
 
 
-def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _verify(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return the names of tensors with a piece whose checksum differs from the trainer's.
 
     First update the values that the model derives from its parameters. Multi-latent attention keeps copies of
@@ -104,7 +104,7 @@ def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[st
 
 
 @torch.no_grad()
-def check_formats(model: torch.nn.Module) -> list[str]:
+def check_formats(model: nn.Module) -> list[str]:
     """Set the cache's scales and return the FP8 parameters that SGLang rearranges. The model must not have weights
     yet.
     """
@@ -146,7 +146,7 @@ def _entries(request: Request) -> list[Entry]:
     return [Entry(*fields) for fields in request["entries"]]
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if not _is_cache_scale(name)}
 
 

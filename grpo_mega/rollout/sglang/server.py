@@ -112,10 +112,6 @@ class EngineSettings:
         return self.rank - self.tp_rank
 
     @property
-    def is_leader(self) -> bool:
-        return self.tp_rank == 0
-
-    @property
     def leader_deadline_s(self) -> float:
         """Return how long other ranks wait for the leader. It is longer than the leader waits for its server."""
         return 2 * self.stall_deadline_s(is_cold=True) + 10.0
@@ -393,31 +389,35 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         for name, value in environ.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
-    # The trainer's temporary folder is removed with the trainer, so the server needs another one.
     own = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # The trainer's temporary folder is removed with the trainer, so the server needs another one.
         "TMPDIR": str(processes.shared_folder()),
-    } | loopback_sockets()
-    # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
-    own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-    own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for INPUT_MARGIN; no sequence reaches into it
-    own["SGLANG_MAMBA_CONV_DTYPE"] = settings.dtype  # hybrid models keep a convolution's last inputs
-    own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
+        # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for INPUT_MARGIN; no sequence reaches into it
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # hybrid models keep a convolution's last inputs
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than aiohttp's, because aiohttp must close it
+        **loopback_sockets(),
+    }
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp
         # The cores of each tensor-parallel process.
         parts = [
             cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)
         ]
-        # By default waiting threads spin, which on busy cores costs several times the work itself.
-        own |= {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
+        own |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(min(map(len, parts))),
+            # By default waiting threads spin, which on busy cores costs several times the work itself.
+            "OMP_WAIT_POLICY": "passive",
+            # Otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         if tp > 1:
             own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-        own["SGLANG_USE_CPU_ENGINE"] = "1"
-        own["TORCHDYNAMO_DISABLE"] = (
-            "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
-        )
     else:
         usual = {
             "SGLANG_CACHE_DIR": str(server_cache(environ)),

@@ -19,14 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
-from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
 from grpo_mega.types import Sample
 
 if TYPE_CHECKING:
     from grpo_mega.rollout.sessions.conversations import Conversations
-
-Key = tuple[int, int]  # prompt index and sample index
 
 
 @contextmanager
