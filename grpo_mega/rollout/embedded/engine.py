@@ -225,8 +225,9 @@ class TurnLoop:
         self._schedule, self._version = schedule, version
         self._clock = 0
         self._samples: dict[Key, Sample] = {}  # samples of the running conversations
-        self._due: dict[Key, int] = {}  # clock until which a conversation may think; none while its turn is decoded
-        self._late: set[Key] = set()  # conversations that the engine no longer waits for
+        # Clock until which a conversation may think; none while its turn is decoded, or if the engine no longer waits
+        # for the conversation, because it is late.
+        self._due: dict[Key, int] = {}
         self._asked: list[TurnRequest] = []  # turns that have not joined yet
         self._ended: dict[Key, Sample] = {}  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
@@ -241,8 +242,7 @@ class TurnLoop:
             self._start_samples()
             while self._samples and not self._is_stopped:
                 if not self._decoder.is_running:  # nothing to decode until the next conversation is due
-                    due = [at for key, at in self._due.items() if key not in self._late]
-                    self._clock = max(_next_join(self._clock), min(due, default=0))
+                    self._clock = max(_next_join(self._clock), min(self._due.values(), default=0))
                 if self._clock % JOIN_EVERY == 0:
                     self._wait_for_due()
                     self._report_ended()
@@ -260,8 +260,11 @@ class TurnLoop:
 
     @property
     def _are_all_late(self) -> bool:
-        is_waiting = not self._decoder.is_running and self._late >= self._due.keys()
-        return is_waiting and not any(map(self._is_due, (*self._asked_keys, *self._ended)))
+        return (
+            not self._due
+            and not self._decoder.is_running
+            and not any(map(self._is_due, (*self._asked_keys, *self._ended)))
+        )
 
     @property
     def _asked_keys(self) -> list[Key]:
@@ -283,7 +286,7 @@ class TurnLoop:
         until = time.monotonic() + self._patience
         while missing := self._missing():
             if not self._receive(until - time.monotonic()):
-                self._late |= missing
+                self._due = {key: clock for key, clock in self._due.items() if key not in missing}
                 self._patience /= 2
         while self._are_all_late and not self._is_stopped:
             self._receive(LOOK_S)
@@ -292,8 +295,7 @@ class TurnLoop:
 
     def _missing(self) -> set[Key]:
         """Return the conversations that are due, not late, and neither ask for a turn nor ended."""
-        known = {*self._late, *self._ended, *self._asked_keys}
-        return {key for key in self._due if self._is_due(key) and key not in known}
+        return set(filter(self._is_due, self._due)) - {*self._ended, *self._asked_keys}
 
     def _receive(self, seconds: float) -> bool:
         """Receive an event within this time. Return False if there is none. Raise EngineError if it is a failure."""
@@ -314,7 +316,6 @@ class TurnLoop:
         """Report the conversations that ended, in the order of their keys, and start others in their place."""
         for key in sorted(filter(self._is_due, self._ended)):
             self._due.pop(key, None)
-            self._late.discard(key)
             del self._samples[key]
             self._cancel(key)
             self._schedule.ended(key[0], self._ended.pop(key), self._clock)
@@ -339,7 +340,6 @@ class TurnLoop:
         for request, slot in zip(due, free, strict=False):
             self._asked.remove(request)
             self._due.pop(request.key, None)
-            self._late.discard(request.key)
             self._turns[slot] = request
             starts[slot] = self._start_of(request, contexts[request.context_ids])
         if starts:

@@ -54,7 +54,6 @@ class Turns:
         self._lock = threading.Condition()
         self._in_flight: dict[int, tuple[Key, Future[None]]] = {}  # requests to the server, by number
         self._numbers = itertools.count()
-        self._is_ended = False
 
     def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         """Start the conversations of these samples."""
@@ -87,7 +86,7 @@ class Turns:
     def end(self) -> None:
         """End the conversations that still run, after a failure. Later answers of the session are ignored."""
         with self._lock:
-            self._is_ended = True
+            self._in_flight.clear()
         if self._running:
             self._conversations.abort()
 
@@ -109,7 +108,7 @@ class Turns:
     def _answer(self, number: int, request: TurnRequest, event: Event) -> None:
         """Answer a turn, or report the error of the server. The session's thread calls it."""
         with self._lock:
-            if self._in_flight.pop(number, None) is None or self._is_ended:
+            if self._in_flight.pop(number, None) is None:
                 return
             self._lock.notify_all()
             if event.was_retracted:
