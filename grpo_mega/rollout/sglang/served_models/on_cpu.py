@@ -184,7 +184,7 @@ def fused_qkvzba_split_reshape_cat_contiguous(
 
 def gated_norm(layer: Any, x: Tensor, z: Tensor) -> Tensor:
     """Return norm(x) * SiLU(z), the forward pass of linear attention's norm. Its weight is not zero-centred."""
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + layer.eps)
+    normed = functional.rms_norm(x.float(), x.shape[-1:], None, layer.eps)
     return (layer.weight * normed.to(x.dtype) * functional.silu(z.float())).to(x.dtype)
 
 
@@ -199,8 +199,7 @@ def fused_qk_gemma_rmsnorm(
     """Return the normed heads of queries and keys, [T * heads, head_dim]. Weights are zero-centred."""
 
     def normed(heads: Tensor, weight: Tensor) -> Tensor:
-        values = heads.reshape(-1, head_dim).float()
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        values = functional.rms_norm(heads.reshape(-1, head_dim).float(), (head_dim,), None, eps)
         return (values * (1 + weight.float())).to(heads.dtype)
 
     return normed(q, q_weight), normed(k, k_weight)
