@@ -45,7 +45,7 @@ class CallParser:
         if tool_format == "auto":
             arguments = {"a": 12, "b": ["c"]}
             text = template.render_call(arguments)
-            text = min((text.partition(stop)[0] for stop in template.stop_texts), key=len, default=text)
+            text = min((text.partition(stop)[0] for stop in template.stops.values()), key=len, default=text)
             for name, known in FORMATS.items():
                 content, *pieces = text.split(known.opening)
                 found = known.read(content, pieces, None)

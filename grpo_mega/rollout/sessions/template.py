@@ -176,7 +176,8 @@ class Template:
         # Keyed by JSON, because messages and tools cannot be hashed.
         self._renderer = lru_cache(_MAX_TOOL_LISTS)(lambda tools: Renderer(tokenizer, json.loads(tools) or ()))
         self._boundary = lru_cache(_MAX_FORMS)(lambda form: self._find_boundary(*json.loads(form)))
-        self._stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
+        # Texts of the stop tokens that have one, keyed by token.
+        self.stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
         closing, has_stop = find_closing(tokenizer, stop_token_ids)
         if not has_stop:
             raise ConfigError(
@@ -185,9 +186,6 @@ class Template:
             )
         self.shows_calls = mark("call") in self.render_call({"a": mark("call")})
 
-    @property
-    def stop_texts(self) -> list[str]:
-        return list(self._stops.values())
 
     def render_call(self, arguments: dict[str, Any]) -> str:
         """Return the text of an assistant turn with a call of f with these arguments; "" if the template cannot render
@@ -231,7 +229,7 @@ class Template:
             return None
         if not text.startswith(boundary.head):
             return None
-        stop, tail = self._stops[stop_id], text[len(boundary.head) :]
+        stop, tail = self.stops[stop_id], text[len(boundary.head) :]
         self.counts["rendered"] += len(boundary.head)
         # The text is encoded behind the stop token, because some tokenizers treat the start of a text differently.
         ids = self._encode(stop + tail)
@@ -293,7 +291,7 @@ class Template:
             return None
         stops = [
             (place, -len(text), token)
-            for token, text in self._stops.items()
+            for token, text in self.stops.items()
             if (place := turn.find(text, end, max(end, limit))) >= 0
         ]
         if not stops:
