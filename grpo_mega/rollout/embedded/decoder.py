@@ -71,8 +71,7 @@ class Decoder:
         self._cohorts: list[_Cohort] = []
         self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row of the slots that ended in the last step
         self._added_at = [0] * num_slots  # num_steps when the slot's sequence was added
-        self._stop_sets: dict[frozenset[int], int] = {}
-        self._is_stop_NV = torch.zeros((0, model.config.vocab_size), dtype=torch.bool, device=model.device)
+        self._stop_token_ids = [frozenset[int]()] * num_slots
 
     @property
     def is_running(self) -> bool:
@@ -86,12 +85,11 @@ class Decoder:
         """Prefill the contexts of new sequences, keyed by slot, as a new cohort."""
         slots = list(starts)
         for slot, start in starts.items():
-            self._added_at[slot] = self.num_steps
+            self._added_at[slot], self._stop_token_ids[slot] = self.num_steps, start.stop_token_ids
             if self._streams_ST is not None:
                 assert start.stream is not None
                 self._streams_ST[slot, : len(start.stream)] = torch.from_numpy(start.stream)
-        stops = [self._stop_set(start.stop_token_ids) for start in starts.values()]
-        cohort, source, lengths = _Cohort.prefill(self._model, slots, list(starts.values()), stops)
+        cohort, source, lengths = _Cohort.prefill(self._model, slots, list(starts.values()))
         if self._recorder is not None:
             self._recorder.prefilled(slots, source, lengths)
         self._cohorts.append(cohort)
@@ -122,11 +120,14 @@ class Decoder:
                 cohort.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             )
             self.tokens_ST[rows.slots, rows.counts] = rows.tokens
-            is_stopped = self._is_stop_NV[rows.stop_sets, rows.tokens]
-            is_ended = (is_stopped | (rows.places + 1 == rows.ends)) & rows.is_live
+            sampled = zip(rows.slots.tolist(), rows.tokens.tolist(), strict=True)
+            has_stopped = [token in self._stop_token_ids[slot] for slot, token in sampled]
+            is_ended = (
+                torch.tensor(has_stopped, device=self._model.device) | (rows.places + 1 == rows.ends)
+            ) & rows.is_live
             for row in is_ended.nonzero()[:, 0].tolist():
                 slot = int(rows.slots[row])
-                ended.append((slot, "stop" if is_stopped[row] else "length"))
+                ended.append((slot, "stop" if has_stopped[row] else "length"))
                 self._ended[slot] = cohort, row
             rows.is_live = rows.is_live & ~is_ended
         self.num_steps += 1
@@ -160,15 +161,6 @@ class Decoder:
     def _drop_finished_cohorts(self) -> None:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
 
-    def _stop_set(self, stop_token_ids: frozenset[int]) -> int:
-        """Return the row of these stop tokens in _is_stop_NV."""
-        if stop_token_ids not in self._stop_sets:
-            self._stop_sets[stop_token_ids] = len(self._stop_sets)
-            is_stop_1V = self._is_stop_NV.new_zeros((1, self._is_stop_NV.shape[1]))
-            is_stop_1V[0, list(stop_token_ids)] = True
-            self._is_stop_NV = torch.cat((self._is_stop_NV, is_stop_1V))
-        return self._stop_sets[stop_token_ids]
-
 
 @dataclass
 class _Rows:
@@ -179,7 +171,7 @@ class _Rows:
     places: Tensor  # index of the next token in the response; the last index if the sequence is finished
     ends: Tensor  # maximum length of the response
     counts: Tensor  # tokens sampled so far; at most the length of a slot's buffer, less one
-    stop_sets: Tensor  # row of the stop tokens in Decoder._is_stop_NV
+
     tokens: Tensor  # last sampled tokens
     is_live: Tensor  # bool
 
@@ -201,9 +193,7 @@ class _Cohort:
     rows: _Rows
 
     @classmethod
-    def prefill(
-        cls, model: Any, slots: Sequence[int], starts: Sequence[Start], stop_sets: Sequence[int]
-    ) -> tuple[_Cohort, list[int], list[int]]:
+    def prefill(cls, model: Any, slots: Sequence[int], starts: Sequence[Start]) -> tuple[_Cohort, list[int], list[int]]:
         """Run each context once and copy its cache for all sequences in a row that have it.
 
         Also return the index of each sequence's context, and the length of each context.
@@ -242,7 +232,6 @@ class _Cohort:
             places=torch.tensor([start.first for start in starts], device=device).minimum(ends - 1),
             ends=ends,
             counts=torch.zeros_like(ends),
-            stop_sets=torch.tensor(stop_sets, device=device),
             tokens=torch.zeros_like(ends),
             is_live=torch.ones_like(ends, dtype=torch.bool),
         )

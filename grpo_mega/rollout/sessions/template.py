@@ -186,7 +186,6 @@ class Template:
             )
         self.shows_calls = mark("call") in self.render_call({"a": mark("call")})
 
-
     def render_call(self, arguments: dict[str, Any]) -> str:
         """Return the text of an assistant turn with a call of f with these arguments; "" if the template cannot render
         it.
