@@ -103,7 +103,7 @@ def test_sequences_that_join_and_leave_have_the_tokens_of_separate_ones(model: A
     """Sequences of odd lengths join at random steps. The batch keeps no padding that its sequences do not need."""
     numbers, width = random.Random(4), 0
     contexts = [tuple(numbers.randrange(VOCAB_SIZE) for _ in range(numbers.choice((1, 3, 40)))) for _ in range(30)]
-    starts = [Start(ids, None, 0, numbers.choice((1, 2, 7, 20)), frozenset({5, 6})) for ids in contexts]
+    starts = [Start(ids, None, numbers.choice((1, 2, 7, 20)), frozenset({5, 6})) for ids in contexts]
     greedy = replace(SAMPLING, temperature=0.0)
 
     def alone(start: Start) -> list[int]:

@@ -47,9 +47,8 @@ class Start:
     """A sequence to decode."""
 
     context: tuple[int, ...]  # one object for sequences in a row shares a prefill
-    stream: np.ndarray | None  # [end] uniforms of the whole response; None for greedy decoding
-    first: int  # response tokens that are in the context already
-    end: int  # maximum length of the response
+    stream: np.ndarray | None  # [max_new_tokens] uniforms; None for greedy decoding
+    max_new_tokens: int
     stop_token_ids: frozenset[int]
     cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
 
@@ -115,7 +114,7 @@ class Decoder:
         self._ended = {}
         for cohort in self._cohorts:
             rows = cohort.rows
-            uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.places]
+            uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.counts]
             rows.tokens, self._logprobs_ST[rows.slots, rows.counts] = draw(
                 cohort.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             )
@@ -123,7 +122,7 @@ class Decoder:
             sampled = zip(rows.slots.tolist(), rows.tokens.tolist(), strict=True)
             has_stopped = [token in self._stop_token_ids[slot] for slot, token in sampled]
             is_ended = (
-                torch.tensor(has_stopped, device=self._model.device) | (rows.places + 1 == rows.ends)
+                torch.tensor(has_stopped, device=self._model.device) | (rows.counts + 1 == rows.max_new_tokens)
             ) & rows.is_live
             for row in is_ended.nonzero()[:, 0].tolist():
                 slot = int(rows.slots[row])
@@ -167,9 +166,7 @@ class _Rows:
     """The sequences in a cache, [B] each."""
 
     slots: Tensor
-    positions: Tensor  # position of the last token in context and response
-    places: Tensor  # index of the next token in the response; the last index if the sequence is finished
-    ends: Tensor  # maximum length of the response
+    max_new_tokens: Tensor
     counts: Tensor  # tokens sampled so far; at most the length of a slot's buffer, less one
 
     tokens: Tensor  # last sampled tokens
@@ -225,15 +222,13 @@ class _Cohort:
             mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
         cache.reorder_cache(source_B)
-        ends = torch.tensor([start.end for start in starts], device=device)
+        max_new_tokens = torch.tensor([start.max_new_tokens for start in starts], device=device)
         rows = _Rows(
             slots=torch.tensor(slots, device=device),
-            positions=positions[source_B, -1],
-            places=torch.tensor([start.first for start in starts], device=device).minimum(ends - 1),
-            ends=ends,
-            counts=torch.zeros_like(ends),
-            tokens=torch.zeros_like(ends),
-            is_live=torch.ones_like(ends, dtype=torch.bool),
+            max_new_tokens=max_new_tokens,
+            counts=torch.zeros_like(max_new_tokens),
+            tokens=torch.zeros_like(max_new_tokens),
+            is_live=torch.ones_like(max_new_tokens, dtype=torch.bool),
         )
         return (
             cls(cache, mask[source_B], out.logits[source_B, -1], rows),
@@ -246,14 +241,12 @@ class _Cohort:
         if self.rows.is_live.float().mean() < COMPACT_BELOW:
             self.drop_finished()
         rows = self.rows
-        rows.positions = rows.positions + 1
-        rows.places = (rows.places + 1).minimum(rows.ends - 1)
         rows.counts = (rows.counts + 1).clamp_(max=longest - 1)
         self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
         out = model(
             input_ids=rows.tokens[:, None],
             attention_mask=self.mask,
-            position_ids=rows.positions[:, None],
+            position_ids=self.mask.sum(dim=1, keepdim=True) - 1,
             past_key_values=self.cache,
             use_cache=True,
         )

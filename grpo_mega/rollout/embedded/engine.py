@@ -194,13 +194,9 @@ def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
     if sampling.temperature > 0:
         version = sample.first_version if sample.spans else step
         stream = uniforms(sampling.seed, version, prompt.id, sample.index, sampling.max_response_length)
-    return Start(
-        context=(*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids,
-        stream=stream,
-        first=sample.response_len,
-        end=sampling.max_response_length,
-        stop_token_ids=sampling.stop_token_ids,
-    )
+        stream = stream[sample.response_len :]
+    context = (*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids
+    return Start(context, stream, sampling.max_response_length - sample.response_len, sampling.stop_token_ids)
 
 
 JOIN_EVERY = 8  # turns join the batch when the clock is a multiple of this
@@ -350,7 +346,7 @@ class TurnLoop:
         if sampling.temperature > 0:
             seed = sampling.seed, request.step, request.prompt.id, request.key[1]
             stream = uniforms(*seed, end, context_seed(context))
-        return Start(context, stream, 0, end, request.stop_token_ids, self._cached(request.key, context))
+        return Start(context, stream, end, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
         """Return the cache of the tokens that a context shares with the last turn of its conversation."""
