@@ -393,7 +393,6 @@ class LongestFirst(Schedule):
     def __init__(self, request: RolloutRequest, max_samples: int, share: int) -> None:
         super().__init__(request, max_samples, share)
         self._unprobed: list[int] = []
-        self._lengths: dict[int, dict[int, int]] = {}  # length of each sample, keyed by prompt index and sample index
 
     @property
     def wants_group(self) -> bool:
@@ -402,23 +401,19 @@ class LongestFirst(Schedule):
 
     def add(self, prompt_index: int) -> None:
         super().add(prompt_index)
-        longest, samples = self._request.sampling.max_response_length, self._request.groups[prompt_index].samples
-        self._lengths[prompt_index] = {s.index: s.response_len if s.is_finished else longest for s in samples}
         if not self.groups[prompt_index].samples:
             self._unprobed.append(prompt_index)
-
-    def ended(self, prompt_index: int, sample: Sample, clock: int = 0) -> None:
-        self._lengths[prompt_index][sample.index] = sample.response_len
-        super().ended(prompt_index, sample, clock)
 
     def _order(self, room: int) -> Iterator[tuple[int, int]]:
         probed, self._unprobed = self._unprobed[:room], self._unprobed[room:]
         yield from ((prompt_index, 1) for prompt_index in probed)
-        longest = self._request.sampling.max_response_length
-        expected = {
-            prompt_index: max(self._lengths[prompt_index].values(), default=longest) for prompt_index in self._waiting
-        }
-        yield from ((prompt_index, room) for prompt_index in sorted(expected, key=expected.__getitem__, reverse=True))
+        longest_first = sorted(self._waiting, key=self._expected_length, reverse=True)
+        yield from ((prompt_index, room) for prompt_index in longest_first)
+
+    def _expected_length(self, prompt_index: int) -> int:
+        lengths = {sample.index: sample.response_len for sample in self.groups[prompt_index].samples}
+        is_known = lengths and all(sample.index in lengths for sample in self._request.groups[prompt_index].samples)
+        return max(lengths.values()) if is_known else self._request.sampling.max_response_length
 
 
 def schedule_of(request: RolloutRequest, max_concurrent: int, share: int) -> Schedule:

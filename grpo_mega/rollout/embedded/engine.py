@@ -228,7 +228,7 @@ class TurnLoop:
         self._ended: dict[Key, Sample] = {}  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
         self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
-        self._longest = decoder.tokens_ST.shape[1]
+
         self._patience = LATE_S
 
     def run(self) -> None:
@@ -342,11 +342,11 @@ class TurnLoop:
             self._decoder.join(starts)
 
     def _start_of(self, request: TurnRequest, context: tuple[int, ...]) -> Start:
-        stream, sampling, end = None, self._request.sampling, min(request.max_new_tokens, self._longest)
+        stream, sampling, most = None, self._request.sampling, request.max_new_tokens
         if sampling.temperature > 0:
             seed = sampling.seed, request.step, request.prompt.id, request.key[1]
-            stream = uniforms(*seed, end, context_seed(context))
-        return Start(context, stream, end, request.stop_token_ids, self._cached(request.key, context))
+            stream = uniforms(*seed, most, context_seed(context))
+        return Start(context, stream, most, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
         """Return the cache of the tokens that a context shares with the last turn of its conversation."""
