@@ -193,6 +193,7 @@ class Engine(ABC):
     is_server = False  # the engine has a separate process with separate device memory
     version = -1  # policy version of the engine's weights; -1 before the first sync
     failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
+    device: torch.device  # of the weights, if they are in this process
 
     def __init__(self, shard_layout: ShardLayout) -> None:
         """`shard_layout`: the tensors of each engine rank, for the plan of a sync."""
@@ -232,11 +233,11 @@ class Engine(ABC):
     def start_update(self) -> list[str]:
         """Start a sync. Return how the engine's tensors differ from its layout. If they differ, load nothing."""
 
-    @abstractmethod
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old
         contents.
         """
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
@@ -261,7 +262,7 @@ class NoEngine(Engine):
 
     def __init__(self, shard_layout: ShardLayout, device: torch.device) -> None:
         super().__init__(shard_layout)
-        self._device = device
+        self.device = device
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
         if request.stop is not None:
@@ -270,9 +271,6 @@ class NoEngine(Engine):
 
     def start_update(self) -> list[str]:
         return []
-
-    def allocate(self, index: int, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def load(self, bucket: Bucket) -> None:
         assert not bucket.entries, "a rank without an engine received weights"

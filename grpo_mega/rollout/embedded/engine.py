@@ -78,8 +78,6 @@ class EmbeddedEngine(Engine):
         self._received, self._problems = [], []
         return sorted(set(self._tensors) ^ set(self.shard_layout.rank_shards(self._rank)))
 
-    def allocate(self, index: int, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def load(self, bucket: Bucket) -> None:
         write_entries(bucket.entries, bucket.values, self._tensors, bucket.dtype)
