@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from safetensors.numpy import load, save
 
 from grpo_mega.distributed.messages import seal, unseal
 from grpo_mega.errors import EngineError
+from grpo_mega.rollout.engine import token_checksum
 from grpo_mega.types import Context, Group, Prompt, Routes, Sample, Span, StepMetrics, Turn, unknown_expert
 
 FILE = "backlog.safetensors"
@@ -149,10 +149,14 @@ class Backlog:
         if not (self.groups or self.ledger or self.deferred):
             return {}
         groups = [
-            {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
+            {
+                "prompt": g.prompt.id,
+                "checksum": token_checksum(g.prompt.token_ids),
+                "samples": [fields_of(s) for s in g.samples],
+            }
             for g in self.groups
         ]
-        deferred = [[t.prompt.id, _checksum(t.prompt), t.source, t.epoch] for t in self.deferred]
+        deferred = [[t.prompt.id, token_checksum(t.prompt.token_ids), t.source, t.epoch] for t in self.deferred]
         header = {"groups": groups, "ledger": self.ledger, "deferred": deferred}
         arrays = arrays_of([sample for group in self.groups for sample in group.samples])
         return {FILE: save(arrays, {name: json.dumps(value) for name, value in header.items()})}
@@ -170,7 +174,7 @@ class Backlog:
 
         def same_prompt(number: int, checksum: int) -> Prompt | None:
             prompt = prompt_of(number)
-            return prompt if prompt is not None and _checksum(prompt) == checksum else None
+            return prompt if prompt is not None and token_checksum(prompt.token_ids) == checksum else None
 
         unknown = Prompt(-1, "", (), "")
         rows = [(same_prompt(row["prompt"], row["checksum"]) or unknown, row["samples"]) for row in header["groups"]]
@@ -206,10 +210,6 @@ def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
 
 def num_tokens(groups: Iterable[Group]) -> int:
     return sum(group.num_tokens for group in groups)
-
-
-def _checksum(prompt: Prompt) -> int:
-    return zlib.crc32(array("q", prompt.token_ids).tobytes())
 
 
 _FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")

@@ -50,9 +50,9 @@ class Sampling:
     longest_first: bool = False  # the order in which samples start (Schedule); does not change any sample
 
 
-def context_seed(context_ids: Sequence[int]) -> int:
-    """Return the CRC-32 of a turn's context. Random streams of a sample's turns differ in this number."""
-    return zlib.crc32(np.asarray(context_ids, np.int64).tobytes())
+def token_checksum(token_ids: Sequence[int]) -> int:
+    """Return the CRC-32 of tokens. It identifies a prompt's text, and seeds the turn that follows a context."""
+    return zlib.crc32(np.asarray(token_ids, np.int64).tobytes())
 
 
 class StopCondition:

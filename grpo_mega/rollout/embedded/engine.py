@@ -30,7 +30,7 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start, uniforms
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
-from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, context_seed, schedule_of
+from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, schedule_of, token_checksum
 from grpo_mega.rollout.routes import RouterSizes
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
@@ -77,7 +77,6 @@ class EmbeddedEngine(Engine):
     def start_update(self) -> list[str]:
         self._received, self._problems = [], []
         return sorted(set(self._tensors) ^ set(self.shard_layout.rank_shards(self._rank)))
-
 
     def load(self, bucket: Bucket) -> None:
         write_entries(bucket.entries, bucket.values, self._tensors, bucket.dtype)
@@ -343,7 +342,7 @@ class TurnLoop:
         stream, sampling, most = None, self._request.sampling, request.max_new_tokens
         if sampling.temperature > 0:
             seed = sampling.seed, request.step, request.prompt.id, request.key[1]
-            stream = uniforms(*seed, most, context_seed(context))
+            stream = uniforms(*seed, most, token_checksum(context))
         return Start(context, stream, most, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:

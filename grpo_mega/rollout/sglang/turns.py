@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, token_checksum
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
 from grpo_mega.types import Sample
@@ -97,7 +97,7 @@ class Turns:
             self._sampling,
             max_response_length=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
-            seed=sample_seed(self._sampling.seed, context_seed(request.context_ids)),
+            seed=sample_seed(self._sampling.seed, token_checksum(request.context_ids)),
         )
         with self._lock:
             number = next(self._numbers)
