@@ -23,14 +23,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.loop_thread import LoopThread
 from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
@@ -49,7 +50,6 @@ from grpo_mega.rollout.sessions.session import (
 from grpo_mega.rollout.sessions.template import RequestError, Template, named_function, well_formed_json
 from grpo_mega.types import FinishReason, Prompt
 
-T = TypeVar("T")
 AGENT = "agent"  # name of the score of an agent function that returns a number
 
 
@@ -82,14 +82,11 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
         self._has_warned = False
-        self._loop = asyncio.new_event_loop()
-        self._threads = [
-            threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True),
-            threading.Thread(target=self._forward_results, name="agent-results", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._run(self._gateway.start())
+        self._thread = LoopThread("sessions")
+        self._loop = self._thread.loop
+        self._forwarding = threading.Thread(target=self._forward_results, name="agent-results", daemon=True)
+        self._forwarding.start()
+        self._thread.run(self._gateway.start())
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -121,7 +118,7 @@ class Conversations(AbstractContextManager["Conversations"]):
             self._waiting.clear()
             return ids
 
-        self._workers.kill(self._run(end_all()))
+        self._workers.kill(self._thread.run(end_all()))
         with contextlib.suppress(queue.Empty):
             while True:
                 self.events.get_nowait()
@@ -132,15 +129,10 @@ class Conversations(AbstractContextManager["Conversations"]):
             return
         self.abort()
         self._workers.close()
-        self._run(self._gateway.close())
+        self._thread.run(self._gateway.close())
         self._workers.results.put(None)
-        self._threads[1].join()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._threads[0].join()
-        self._loop.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        self._forwarding.join()
+        self._thread.stop()
 
     def _start(self, key: Key, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
         sampling = self.sampling
