@@ -107,14 +107,14 @@ def test_sequences_that_join_and_leave_have_the_tokens_of_separate_ones(model: A
     greedy = replace(SAMPLING, temperature=0.0)
 
     def alone(start: Start) -> list[int]:
-        decoder = Decoder(model, 1, 20, greedy)
+        decoder = Decoder(model, greedy)
         decoder.add({0: start})
         while not decoder.sample():
             decoder.advance()
         return decoder.found(0)[0]
 
     with torch.inference_mode():
-        decoder, waiting, found = Decoder(model, 6, 20, greedy), dict(enumerate(starts)), dict[int, list[int]]()
+        decoder, waiting, found = Decoder(model, greedy), dict(enumerate(starts)), dict[int, list[int]]()
         names: dict[int, int] = {}
         while waiting or decoder.is_running:
             free = [slot for slot in range(6) if slot not in names]

@@ -10,7 +10,7 @@ sequence that has ended, for a later sequence that starts with the same tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -53,24 +53,33 @@ class Start:
     cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
 
 
-class Decoder:
-    """Decodes up to `num_slots` sequences of at most `longest` response tokens. Each sequence has a slot."""
+@dataclass
+class _Row:
+    """A sequence in a batch. A finished sequence may stay there for a while, and its further tokens are ignored."""
 
-    def __init__(
-        self, model: Any, num_slots: int, longest: int, sampling: Sampling, recorder: RouteRecorder | None = None
-    ) -> None:
+    slot: int
+    start: Start
+    tokens: list[int] = field(default_factory=list)  # sampled so far
+    logprobs: list[float] = field(default_factory=list)
+    is_live: bool = True
+
+    @property
+    def uniform(self) -> float:
+        """Return the number that selects the next token."""
+        assert self.start.stream is not None
+        return float(self.start.stream[min(len(self.tokens), self.start.max_new_tokens - 1)])
+
+
+class Decoder:
+    """Decodes sequences together. Each sequence has a slot, a number that the caller chooses."""
+
+    def __init__(self, model: Any, sampling: Sampling, recorder: RouteRecorder | None = None) -> None:
         """`recorder` records experts, if all sequences are added before the first step."""
         self.num_steps = 0
-        self.tokens_ST = torch.empty((num_slots, longest), dtype=torch.int64, device=model.device)
-        self._logprobs_ST = torch.empty((num_slots, longest), dtype=torch.float32, device=model.device)
-        self._streams_ST = None
-        if sampling.temperature > 0:
-            self._streams_ST = torch.zeros((num_slots, longest), dtype=torch.float64, device=model.device)
         self._model, self._sampling, self._recorder = model, sampling, recorder
         self._cohorts: list[_Cohort] = []
+        self._rows: dict[int, _Row] = {}  # by slot
         self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row of the slots that ended in the last step
-        self._added_at = [0] * num_slots  # num_steps when the slot's sequence was added
-        self._stop_token_ids = [frozenset[int]()] * num_slots
 
     @property
     def is_running(self) -> bool:
@@ -78,19 +87,15 @@ class Decoder:
 
     @property
     def live_slots(self) -> list[int]:
-        return [slot for cohort in self._cohorts for slot in cohort.rows.slots[cohort.rows.is_live].tolist()]
+        return [row.slot for cohort in self._cohorts for row in cohort.rows if row.is_live]
 
     def add(self, starts: Mapping[int, Start]) -> None:
         """Prefill the contexts of new sequences, keyed by slot, as a new cohort."""
-        slots = list(starts)
-        for slot, start in starts.items():
-            self._added_at[slot], self._stop_token_ids[slot] = self.num_steps, start.stop_token_ids
-            if self._streams_ST is not None:
-                assert start.stream is not None
-                self._streams_ST[slot, : len(start.stream)] = torch.from_numpy(start.stream)
-        cohort, source, lengths = _Cohort.prefill(self._model, slots, list(starts.values()))
+        rows = [_Row(slot, start) for slot, start in starts.items()]
+        self._rows |= {row.slot: row for row in rows}
+        cohort, source, lengths = _Cohort.prefill(self._model, rows)
         if self._recorder is not None:
-            self._recorder.prefilled(slots, source, lengths)
+            self._recorder.prefilled(list(starts), source, lengths)
         self._cohorts.append(cohort)
 
     def join(self, starts: Mapping[int, Start]) -> None:
@@ -101,10 +106,8 @@ class Decoder:
 
     def cancel(self, slots: Collection[int]) -> None:
         """Stop decoding the sequences of these slots."""
-        for cohort in self._cohorts:
-            cohort.rows.is_live &= torch.tensor(
-                [slot not in slots for slot in cohort.rows.slots.tolist()], device=self._model.device
-            )
+        for slot in slots:
+            self._rows[slot].is_live = False
         self._drop_finished_cohorts()
 
     def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
@@ -113,22 +116,22 @@ class Decoder:
         sampling = self._sampling
         self._ended = {}
         for cohort in self._cohorts:
-            rows = cohort.rows
-            uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.counts]
-            rows.tokens, self._logprobs_ST[rows.slots, rows.counts] = draw(
+            uniform = None
+            if sampling.temperature > 0:
+                numbers = [row.uniform for row in cohort.rows]
+                uniform = torch.tensor(numbers, dtype=torch.float64, device=self._model.device)
+            tokens, logprobs = draw(
                 cohort.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             )
-            self.tokens_ST[rows.slots, rows.counts] = rows.tokens
-            sampled = zip(rows.slots.tolist(), rows.tokens.tolist(), strict=True)
-            has_stopped = [token in self._stop_token_ids[slot] for slot, token in sampled]
-            is_ended = (
-                torch.tensor(has_stopped, device=self._model.device) | (rows.counts + 1 == rows.max_new_tokens)
-            ) & rows.is_live
-            for row in is_ended.nonzero()[:, 0].tolist():
-                slot = int(rows.slots[row])
-                ended.append((slot, "stop" if has_stopped[row] else "length"))
-                self._ended[slot] = cohort, row
-            rows.is_live = rows.is_live & ~is_ended
+            sampled = zip(cohort.rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            for number, (row, token, logprob) in enumerate(sampled):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                has_stopped = token in row.start.stop_token_ids
+                if row.is_live and (has_stopped or len(row.tokens) == row.start.max_new_tokens):
+                    row.is_live = False
+                    ended.append((row.slot, "stop" if has_stopped else "length"))
+                    self._ended[row.slot] = cohort, number
         self.num_steps += 1
         self._drop_finished_cohorts()
         return ended
@@ -136,14 +139,14 @@ class Decoder:
     def advance(self) -> None:
         """Feed the sampled tokens to the model."""
         for cohort in self._cohorts:
-            cohort.advance(self._model, self.tokens_ST.shape[1])
+            cohort.advance(self._model)
             if self._recorder is not None:
-                self._recorder.fed(cohort.rows.slots, self.num_steps - 1)
+                self._recorder.fed([row.slot for row in cohort.rows], self.num_steps - 1)
 
     def found(self, slot: int) -> tuple[list[int], list[float]]:
         """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
-        num_tokens = self.num_steps - self._added_at[slot]
-        return self.tokens_ST[slot, :num_tokens].tolist(), self._logprobs_ST[slot, :num_tokens].tolist()
+        row = self._rows[slot]
+        return list(row.tokens), list(row.logprobs)
 
     def cached(self, slot: int) -> Cached | None:
         """Return the cache of a sequence that ended in the last step: context and sampled tokens, without the last.
@@ -158,26 +161,7 @@ class Decoder:
         return Cached([(layer.keys[own].clone(), layer.values[own].clone()) for layer in cohort.cache.layers])
 
     def _drop_finished_cohorts(self) -> None:
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
-
-
-@dataclass
-class _Rows:
-    """The sequences in a cache, [B] each."""
-
-    slots: Tensor
-    max_new_tokens: Tensor
-    counts: Tensor  # tokens sampled so far; at most the length of a slot's buffer, less one
-
-    tokens: Tensor  # last sampled tokens
-    is_live: Tensor  # bool
-
-    def __getitem__(self, index: Tensor) -> _Rows:
-        return _Rows(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    @classmethod
-    def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.num_live]
 
 
 @dataclass
@@ -187,17 +171,21 @@ class _Cohort:
     cache: DynamicCache
     mask: Tensor  # [B, tokens so far]; 0 on the left padding
     logits: Tensor  # [B, vocab] logits of the next token
-    rows: _Rows
+    rows: list[_Row]
+
+    @property
+    def num_live(self) -> int:
+        return sum(row.is_live for row in self.rows)
 
     @classmethod
-    def prefill(cls, model: Any, slots: Sequence[int], starts: Sequence[Start]) -> tuple[_Cohort, list[int], list[int]]:
+    def prefill(cls, model: Any, rows: list[_Row]) -> tuple[_Cohort, list[int], list[int]]:
         """Run each context once and copy its cache for all sequences in a row that have it.
 
         Also return the index of each sequence's context, and the length of each context.
         """
         firsts: list[Start] = []  # the first start of each context
         source: list[int] = []
-        for start in starts:
+        for start in (row.start for row in rows):
             if not firsts or start.context is not firsts[-1].context:
                 firsts.append(start)
             source.append(len(firsts) - 1)
@@ -206,7 +194,7 @@ class _Cohort:
         width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
         new = [torch.tensor(start.context[num:]) for start, num in zip(firsts, num_cached, strict=True)]
         masks = [torch.ones(num, dtype=torch.int64) for num in num_cached], [torch.ones_like(tokens) for tokens in new]
-        ids, mask = _left_padded(new).to(device), torch.cat([_left_padded(rows) for rows in masks], dim=1).to(device)
+        ids, mask = _left_padded(new).to(device), torch.cat(list(map(_left_padded, masks)), dim=1).to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, width:]
         if width:
             _fill(cache, [start.cached for start in firsts], width)
@@ -222,29 +210,16 @@ class _Cohort:
             mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
         cache.reorder_cache(source_B)
-        max_new_tokens = torch.tensor([start.max_new_tokens for start in starts], device=device)
-        rows = _Rows(
-            slots=torch.tensor(slots, device=device),
-            max_new_tokens=max_new_tokens,
-            counts=torch.zeros_like(max_new_tokens),
-            tokens=torch.zeros_like(max_new_tokens),
-            is_live=torch.ones_like(max_new_tokens, dtype=torch.bool),
-        )
-        return (
-            cls(cache, mask[source_B], out.logits[source_B, -1], rows),
-            source,
-            [len(start.context) for start in firsts],
-        )
+        cohort = cls(cache, mask[source_B], out.logits[source_B, -1], rows)
+        return cohort, source, [len(start.context) for start in firsts]
 
-    def advance(self, model: Any, longest: int) -> None:
+    def advance(self, model: Any) -> None:
         """Feed the sampled tokens. First drop finished sequences from the cache, if there are enough of them."""
-        if self.rows.is_live.float().mean() < COMPACT_BELOW:
+        if self.num_live < COMPACT_BELOW * len(self.rows):
             self.drop_finished()
-        rows = self.rows
-        rows.counts = (rows.counts + 1).clamp_(max=longest - 1)
         self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
         out = model(
-            input_ids=rows.tokens[:, None],
+            input_ids=torch.tensor([row.tokens[-1:] for row in self.rows], device=model.device),
             attention_mask=self.mask,
             position_ids=self.mask.sum(dim=1, keepdim=True) - 1,
             past_key_values=self.cache,
@@ -253,9 +228,10 @@ class _Cohort:
         self.logits = out.logits[:, -1]
 
     def drop_finished(self) -> None:
-        keep = self.rows.is_live.nonzero().squeeze(1)
+        keep = torch.tensor([number for number, row in enumerate(self.rows) if row.is_live], device=self.mask.device)
         self.cache.reorder_cache(keep)
-        self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
+        self.mask, self.logits = self.mask[keep], self.logits[keep]
+        self.rows = [row for row in self.rows if row.is_live]
 
 
 def _left_padded(rows: Sequence[Tensor]) -> Tensor:
@@ -282,7 +258,7 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
         cache,
         mask=torch.cat([F.pad(cohort.mask, (width - cohort.mask.shape[1], 0)) for cohort in cohorts]),
         logits=torch.cat([cohort.logits for cohort in cohorts]),
-        rows=_Rows.concatenated([cohort.rows for cohort in cohorts]),
+        rows=[row for cohort in cohorts for row in cohort.rows],
     )
 
 

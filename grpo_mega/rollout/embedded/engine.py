@@ -132,9 +132,9 @@ class EmbeddedEngine(Engine):
         """Run the conversations of the schedule. Set `failure` if one fails."""
         self._recorder.start(0, 0, self.device, is_on=False)
         num_slots = min(num_slots, schedule.num_waiting)
-        decoder = Decoder(self._model, num_slots, request.sampling.max_response_length, request.sampling)
+        decoder = Decoder(self._model, request.sampling)
         try:
-            TurnLoop(decoder, conversations, request, schedule, self.version).run()
+            TurnLoop(decoder, num_slots, conversations, request, schedule, self.version).run()
         except EngineError as error:
             self.failure = f"a conversation in step {request.step} failed: {error}"
 
@@ -147,7 +147,7 @@ class EmbeddedEngine(Engine):
         samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
         longest = sampling.max_response_length
         self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
-        decoder = Decoder(self._model, len(samples), longest, sampling, self._recorder)
+        decoder = Decoder(self._model, sampling, self._recorder)
         for is_continued in (False, True):
             starts = {
                 row: _start_of(sample, sampling, request.step)
@@ -173,7 +173,7 @@ class EmbeddedEngine(Engine):
             clock += 1
             ended = decoder.sample()
             if request.on_tokens is not None:
-                request.on_tokens(decoder.tokens_ST[0, : decoder.num_steps].tolist())
+                request.on_tokens(decoder.found(0)[0])
             for row, reason in ended:
                 schedule.ended(*extended(row, reason), clock)
             if stop is not None and decoder.is_running and stop.is_met(clock):
@@ -208,13 +208,14 @@ class TurnLoop:
     def __init__(
         self,
         decoder: Decoder,
+        num_slots: int,
         conversations: Conversations,
         request: RolloutRequest,
         schedule: Schedule,
         version: int,
     ) -> None:
-        """`decoder` has a slot for each sample of the schedule that may run. `version` is its policy's version."""
-        self._decoder, self._conversations, self._request = decoder, conversations, request
+        """`num_slots`: number of turns that may be decoded at once. `version`: version of the decoder's policy."""
+        self._decoder, self._num_slots, self._conversations, self._request = decoder, num_slots, conversations, request
         self._schedule, self._version = schedule, version
         self._clock = 0
         self._samples: dict[Key, Sample] = {}  # samples of the running conversations
@@ -325,7 +326,7 @@ class TurnLoop:
 
     def _join_asked(self) -> None:
         """Let the turns that are due join the batch, in the order of their length."""
-        free = [slot for slot in range(len(self._decoder.tokens_ST)) if slot not in self._turns]
+        free = [slot for slot in range(self._num_slots) if slot not in self._turns]
         due = sorted((request for request in self._asked if self._is_due(request.key)), key=lambda request: request.key)
         contexts = {request.context_ids: request.context_ids for request in due}  # equal contexts share a prefill
         due = sorted(due[: len(free)], key=lambda request: (len(request.context_ids), request.context_ids))

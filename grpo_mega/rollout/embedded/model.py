@@ -131,7 +131,7 @@ class RouteRecorder:
             for row, context in zip(rows, source, strict=True):
                 self._contexts[row] = taken[context, taken.shape[1] - lengths[context] :]
 
-    def fed(self, rows: Tensor, position: int) -> None:
+    def fed(self, rows: list[int], position: int) -> None:
         """Record that the model has read one token of each of these rows, at this position after the context."""
         if self._is_on:
             self._fed_BT[rows, position] = self._take(len(rows))[:, 0]
