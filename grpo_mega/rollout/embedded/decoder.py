@@ -300,14 +300,12 @@ def _prefills(starts: Mapping[int, Start]) -> Iterator[dict[int, Start]]:
 _BLOCK = 256  # tokens per partial sum; only these sums need double precision, not the whole vocabulary
 
 
-def uniforms(
-    seed: int, step: int, prompt_id: int, sample_index: int, length: int, turn: int | None = None
-) -> np.ndarray:
+def uniforms(*numbers: int, length: int) -> np.ndarray:
     """Return [length] float64 in [0, 1): the random stream (Philox) of a sample or of a turn of its conversation.
 
-    It depends only on the other arguments, and a shorter stream is the start of a longer one.
+    It depends only on `numbers`: seed, step, prompt id and sample index, and for a turn the checksum of its context. A
+    shorter stream is the start of a longer one.
     """
-    numbers = (seed, step, prompt_id, sample_index, *(() if turn is None else (turn,)))
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).random(length)
 
 

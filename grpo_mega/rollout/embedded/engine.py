@@ -190,7 +190,7 @@ def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
     stream, prompt = None, sample.prompt
     if sampling.temperature > 0:
         version = sample.first_version if sample.spans else step
-        stream = uniforms(sampling.seed, version, prompt.id, sample.index, sampling.max_response_length)
+        stream = uniforms(sampling.seed, version, prompt.id, sample.index, length=sampling.max_response_length)
         stream = stream[sample.response_len :]
     context = (*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids
     return Start(context, stream, sampling.max_response_length - sample.response_len, sampling.stop_token_ids)
@@ -342,8 +342,8 @@ class TurnLoop:
     def _start_of(self, request: TurnRequest, context: tuple[int, ...]) -> Start:
         stream, sampling, most = None, self._request.sampling, request.max_new_tokens
         if sampling.temperature > 0:
-            seed = sampling.seed, request.step, request.prompt.id, request.key[1]
-            stream = uniforms(*seed, most, token_checksum(context))
+            numbers = sampling.seed, request.step, request.prompt.id, request.key[1], token_checksum(context)
+            stream = uniforms(*numbers, length=most)
         return Start(context, stream, most, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
