@@ -40,7 +40,6 @@ from grpo_mega.rollout.sessions.session import (
     ChatRequest,
     Ended,
     Failed,
-    Key,
     Limits,
     Session,
     Turn,
@@ -100,9 +99,17 @@ class Conversations(AbstractContextManager["Conversations"]):
     def sampling(self, sampling: Sampling) -> None:
         self._gateway.sampling = sampling
 
-    def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
+    def start(
+        self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool = False
+    ) -> None:
         """Start the agent function of a sample in a worker."""
-        self._start((prompt_index, sample_index), prompt, step, is_repeated=False)
+        sampling = self.sampling
+        longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
+        limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
+        key = prompt_index, sample_index
+        session = Session(self._template, self._parser, key, prompt, step, limits, is_repeated=is_repeated)
+        self._gateway.sessions[session.id] = session
+        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt))
 
     def answer(self, request: TurnRequest, result: TurnResult) -> None:
         """Answer a turn. The answer is ignored if its conversation has ended."""
@@ -133,14 +140,6 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._workers.results.put(None)
         self._forwarding.join()
         self._thread.stop()
-
-    def _start(self, key: Key, prompt: Prompt, step: int, *, is_repeated: bool) -> None:
-        sampling = self.sampling
-        longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
-        limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
-        session = Session(self._template, self._parser, key, prompt, step, limits, is_repeated=is_repeated)
-        self._gateway.sessions[session.id] = session
-        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt))
 
     def _forward_results(self) -> None:
         while (result := self._workers.results.get()) is not None:
@@ -180,7 +179,7 @@ class Conversations(AbstractContextManager["Conversations"]):
             return
         try:
             if result.kind == "died" and not session.is_repeated:
-                self._start(session.key, session.prompt, session.step, is_repeated=True)
+                self.start(*session.key, session.prompt, session.step, is_repeated=True)
             elif result.kind == "died":
                 self.events.put(Failed(session.key[0], result.error or "the agent's worker died"))
             else:
