@@ -61,6 +61,7 @@ class _Row:
     start: Start
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)  # of the tokens that the model has read, if they are recorded
     is_live: bool = True
 
     @property
@@ -74,7 +75,7 @@ class Decoder:
     """Decodes sequences together. Each sequence has a slot, a number that the caller chooses."""
 
     def __init__(self, model: Any, sampling: Sampling, recorder: RouteRecorder | None = None) -> None:
-        """`recorder` records experts, if all sequences are added before the first step."""
+        """`recorder` records experts. Contexts must not have a cache then."""
         self.num_steps = 0
         self._model, self._sampling, self._recorder = model, sampling, recorder
         self._cohorts: list[_Cohort] = []
@@ -93,10 +94,7 @@ class Decoder:
         """Prefill the contexts of new sequences, keyed by slot, as a new cohort."""
         rows = [_Row(slot, start) for slot, start in starts.items()]
         self._rows |= {row.slot: row for row in rows}
-        cohort, source, lengths = _Cohort.prefill(self._model, rows)
-        if self._recorder is not None:
-            self._recorder.prefilled(list(starts), source, lengths)
-        self._cohorts.append(cohort)
+        self._cohorts.append(_Cohort.prefill(self._model, rows, self._recorder))
 
     def join(self, starts: Mapping[int, Start]) -> None:
         """Let new sequences, keyed by slot, join the running ones in one cohort. Sort them by length before."""
@@ -139,14 +137,16 @@ class Decoder:
     def advance(self) -> None:
         """Feed the sampled tokens to the model."""
         for cohort in self._cohorts:
-            cohort.advance(self._model)
-            if self._recorder is not None:
-                self._recorder.fed([row.slot for row in cohort.rows], self.num_steps - 1)
+            cohort.advance(self._model, self._recorder)
 
     def found(self, slot: int) -> tuple[list[int], list[float]]:
         """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
         row = self._rows[slot]
         return list(row.tokens), list(row.logprobs)
+
+    def experts(self, slot: int) -> Tensor:
+        """Return the recorded experts [tokens, MoE layers, top_k] int16 of all tokens but the last, on the CPU."""
+        return torch.cat(self._rows[slot].experts).cpu()
 
     def cached(self, slot: int) -> Cached | None:
         """Return the cache of a sequence that ended in the last step: context and sampled tokens, without the last.
@@ -178,11 +178,8 @@ class _Cohort:
         return sum(row.is_live for row in self.rows)
 
     @classmethod
-    def prefill(cls, model: Any, rows: list[_Row]) -> tuple[_Cohort, list[int], list[int]]:
-        """Run each context once and copy its cache for all sequences in a row that have it.
-
-        Also return the index of each sequence's context, and the length of each context.
-        """
+    def prefill(cls, model: Any, rows: list[_Row], recorder: RouteRecorder | None) -> _Cohort:
+        """Run each context once and copy its cache for all sequences in a row that have it."""
         firsts: list[Start] = []  # the first start of each context
         source: list[int] = []
         for start in (row.start for row in rows):
@@ -206,14 +203,17 @@ class _Cohort:
             use_cache=True,
             logits_to_keep=1,
         )
+        if recorder is not None:
+            experts = recorder.take(len(firsts))
+            for row, number in zip(rows, source, strict=True):
+                row.experts.append(experts[number, -len(row.start.context) :])
         if width:
             mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
         cache.reorder_cache(source_B)
-        cohort = cls(cache, mask[source_B], out.logits[source_B, -1], rows)
-        return cohort, source, [len(start.context) for start in firsts]
+        return cls(cache, mask[source_B], out.logits[source_B, -1], rows)
 
-    def advance(self, model: Any) -> None:
+    def advance(self, model: Any, recorder: RouteRecorder | None) -> None:
         """Feed the sampled tokens. First drop finished sequences from the cache, if there are enough of them."""
         if self.num_live < COMPACT_BELOW * len(self.rows):
             self.drop_finished()
@@ -226,6 +226,9 @@ class _Cohort:
             use_cache=True,
         )
         self.logits = out.logits[:, -1]
+        if recorder is not None:
+            for row, experts in zip(self.rows, recorder.take(len(self.rows)), strict=True):
+                row.experts.append(experts)
 
     def drop_finished(self) -> None:
         keep = torch.tensor([number for number, row in enumerate(self.rows) if row.is_live], device=self.mask.device)

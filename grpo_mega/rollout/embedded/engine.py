@@ -31,7 +31,7 @@ from grpo_mega.errors import EngineError
 from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start, uniforms
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
 from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, schedule_of, token_checksum
-from grpo_mega.rollout.routes import RouterSizes
+from grpo_mega.rollout.routes import RouterSizes, with_routes_of
 from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry, mismatched_blocks, mismatched_tensors, write_entries
@@ -69,7 +69,8 @@ class EmbeddedEngine(Engine):
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._verify = rank, world_size, verify
         self._model = make_model(hf_config, shape, dtype, self.device)
-        self._recorder = RouteRecorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
+        self._recorder = RouteRecorder(self._model)
+        self._routers = RouterSizes.of(shape, hf_config) if shape.num_experts else None
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []
@@ -130,7 +131,7 @@ class EmbeddedEngine(Engine):
         self, conversations: Conversations, request: RolloutRequest, schedule: Schedule, num_slots: int
     ) -> None:
         """Run the conversations of the schedule. Set `failure` if one fails."""
-        self._recorder.start(0, 0, self.device, is_on=False)
+        self._recorder.is_on = False
         num_slots = min(num_slots, schedule.num_waiting)
         decoder = Decoder(self._model, request.sampling)
         try:
@@ -145,9 +146,9 @@ class EmbeddedEngine(Engine):
         schedule.
         """
         samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
-        longest = sampling.max_response_length
-        self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
-        decoder = Decoder(self._model, sampling, self._recorder)
+        routers = self._routers if sampling.with_routes else None
+        self._recorder.is_on = routers is not None
+        decoder = Decoder(self._model, sampling, self._recorder if routers else None)
         for is_continued in (False, True):
             starts = {
                 row: _start_of(sample, sampling, request.step)
@@ -160,13 +161,16 @@ class EmbeddedEngine(Engine):
         def extended(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             prompt_index, sample = batch[row]
             tokens, logprobs = decoder.found(row)
+            routes = sample.routes
+            if routers:
+                routes = with_routes_of(routes, decoder.experts(row).numpy().astype(routers.dtype))
             return prompt_index, replace(
                 sample,
                 response_ids=[*sample.response_ids, *tokens],
                 rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
                 finish_reason=reason,
                 spans=[*sample.spans, Span(self.version, sample.response_len, sample.response_len + len(tokens))],
-                routes=self._recorder.routes(row, sample, len(tokens) - 1),  # the last token was not fed to the model
+                routes=routes,
             )
 
         while decoder.is_running:
