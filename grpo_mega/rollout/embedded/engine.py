@@ -230,7 +230,6 @@ class TurnLoop:
         self._ended: dict[Key, Sample] = {}  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
         self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
-
         self._patience = LATE_S
 
     def run(self) -> None:
