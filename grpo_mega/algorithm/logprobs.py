@@ -246,12 +246,13 @@ def gradients(
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
-    grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
-    sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
+    sink_VH = None
+    if needs_weight:
+        sink_VH = torch.zeros_like(weight_VH) if weight_grad_VH is None else weight_grad_VH
     scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if with_spare else torch.empty(0)
     for columns in shard.column_tiles() if len(hidden_NH) else ():
         weight_vH = operand(weight_VH[columns])
-        sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
+        sink_vH = None if sink_VH is None else sink_VH[columns]
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
@@ -262,7 +263,7 @@ def gradients(
                 _add_product(sum_vH, grad_nv.t(), operands_NH[tokens])
         if sink_vH is not None and sum_vH is not None and sum_vH is not sink_vH:
             sink_vH += sum_vH
-    return grad_hidden_NH, grad_weight_VH
+    return grad_hidden_NH, sink_VH if weight_grad_VH is None else None
 
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:

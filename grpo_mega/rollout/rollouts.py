@@ -337,9 +337,12 @@ def _as_of(
     result = dict(found)
     for index in {index for index, _ in clocks}:
         earlier = {sample.index: sample for sample in before[index].samples}
-        most = {sample.index: max(0, end - clocks.get((index, sample.index), end)) for sample in found[index].samples}
-        samples = [_cut(sample, earlier.get(sample.index), most[sample.index]) for sample in found[index].samples]
-        result[index] = Group(found[index].prompt, [sample for sample in samples if sample is not None])
+        kept = []
+        for sample in found[index].samples:
+            most = max(0, end - clocks.get((index, sample.index), end))
+            if (cut_sample := _cut(sample, earlier.get(sample.index), most)) is not None:
+                kept.append(cut_sample)
+        result[index] = Group(found[index].prompt, kept)
     return result
 
 
