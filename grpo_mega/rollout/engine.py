@@ -193,7 +193,7 @@ class Engine(ABC):
     is_server = False  # the engine has a separate process with separate device memory
     version = -1  # policy version of the engine's weights; -1 before the first sync
     failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
-    device: torch.device  # of the weights, if they are in this process
+    device: torch.device  # device of the weights, if this process holds them
 
     def __init__(self, shard_layout: ShardLayout) -> None:
         """`shard_layout`: the tensors of each engine rank, for the plan of a sync."""

@@ -61,7 +61,7 @@ class _Row:
     start: Start
     tokens: list[int] = field(default_factory=list)  # sampled so far
     logprobs: list[float] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)  # of the tokens that the model has read, if they are recorded
+    experts: list[Tensor] = field(default_factory=list)  # experts of the tokens that the model has read, if recorded
     is_live: bool = True
 
     @property
