@@ -22,6 +22,11 @@ from grpo_mega.config import AlgorithmConfig
 MAX_LOG_RATIO = 20.0
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Return a log-ratio clamped to +-20."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """Vectors [T] in float32 (float64 in tests) unless noted. old_, ref_ and rollout_logprobs have no gradient."""
@@ -70,22 +75,25 @@ class LossInputs:
         gradient.
         """
         is_unmasked_T = self.loss_mask > 0
-        values = {n: v for n, v in vars(self).items() if isinstance(v, Tensor) and n not in ("loss_mask", "segments")}
-        clean: dict[str, Any] = {name: torch.where(is_unmasked_T, values_T, 0.0) for name, values_T in values.items()}
+        clean: dict[str, Any] = {
+            name: torch.where(is_unmasked_T, value, 0.0)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name not in ("loss_mask", "segments")
+        }
         return replace(self, **clean, loss_mask=is_unmasked_T.to(self.loss_mask.dtype))
 
     def log_ratio(self) -> Tensor:
         """Return the logarithm [T] of the importance ratio, logprobs - old_logprobs, clamped to +-20."""
-        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded(self.logprobs - self.old_logprobs)
 
     def log_mismatch(self) -> Tensor:
         """Return the logarithm [T] of the mismatch ratio, old_logprobs - rollout_logprobs, clamped to +-20."""
-        return (self.old_logprobs - self.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded(self.old_logprobs - self.rollout_logprobs)
 
     def log_policy_over_teacher(self) -> Tensor:
         """Return the logarithm [T] of policy over teacher, old_logprobs - teacher_logprobs, clamped to +-20."""
         assert self.teacher_logprobs is not None, "distillation needs teacher_logprobs"
-        return (self.old_logprobs - self.teacher_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded(self.old_logprobs - self.teacher_logprobs)
 
     def sequence_sum(self, values_T: Tensor) -> Tensor:
         """Return [T]: for each token the sum of `values_T` over the unmasked tokens of its sequence."""

@@ -10,7 +10,6 @@ time, as in logprobs.py. `adapted_beta` adapts the penalty's weight between step
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_mega.algorithm.inputs import MAX_LOG_RATIO
+from grpo_mega.algorithm.inputs import MAX_LOG_RATIO, bounded
 from grpo_mega.algorithm.logprobs import LOG_ZERO, VocabShard, gradients, operand, shard_of, statistics
 from grpo_mega.config.algorithm import KL_CLAMP, AlgorithmConfig, KLPenalty
 
@@ -51,23 +50,23 @@ def kl_penalty(
     leave the ratio's gradient, and that lowers log-probs that are already below the reference. kl_clamp None clamps
     only d and log r.
     """
+    distance = logprobs - ref_logprobs
     if kind == "kl":
-        return logprobs - ref_logprobs
+        return distance
     if kind == "abs":
-        return (logprobs - ref_logprobs).abs()
+        return distance.abs()
+    square = 0.5 * distance.square()
     if kind == "mse":
-        return 0.5 * (logprobs - ref_logprobs).square()
-    distance = ref_logprobs - logprobs
-    penalty = k3(distance)
+        return square
+    penalty, most = k3(-distance), math.inf if kl_clamp is None else kl_clamp
     if kind == "low_var_kl+":
-        square = 0.5 * distance.square()
-        return penalty.detach().clamp(max=math.inf if kl_clamp is None else kl_clamp) + square - square.detach()
+        return penalty.detach().clamp(max=most) + square - square.detach()
     if kind == "low_var_kl_weighted":
         assert old_logprobs is not None, kind
-        ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        ratio = bounded(logprobs - old_logprobs).exp()
         # If the clamp makes k3 a constant, the ratio must be a constant too.
         penalty = torch.where(distance.abs() <= MAX_LOG_RATIO, ratio, ratio.detach()) * penalty
-    return penalty if kl_clamp is None else penalty.clamp(max=kl_clamp)
+    return penalty.clamp(max=most)
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     For d = log p - log q its mean over samples of q is KL(q || p). It is computed with expm1, because in float32 the
     plain form is off by 5% at d = 1e-3 and meaningless below 3e-4.
     """
-    d = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = bounded(log_ratio)
     return torch.expm1(d) - d
 
 
@@ -113,39 +112,8 @@ def vocab_parallel_kl(
     """
     shard, index_N = shard_of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
     teacher = (teacher_hidden_NG, teacher_weight_VG)
-    kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, tp_group, is_reverse)
+    kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, is_reverse)
     return torch.zeros_like(needed_T, dtype=kl_N.dtype).index_copy(0, index_N, kl_N)
-
-
-@dataclass
-class _Pair:
-    """Log-probabilities of both models on a tile, and the upstream values for the backward."""
-
-    shard: VocabShard
-    log_sum_N: Tensor  # log of the sum of exponentials of the policy's logits
-    hidden_NG: Tensor  # hidden states of the teacher
-    weight_VG: Tensor
-    teacher_log_sum_N: Tensor
-    is_reverse: bool
-    kl_N: Tensor
-    grad_N: Tensor | None = None
-
-    def log_probs(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        u_nv = self.shard.logits(operand(self.hidden_NG[tokens]), operand(self.weight_VG[columns]), spare)
-        logp_nv = x_nv.sub_(self.log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
-        return logp_nv, u_nv.sub_(self.teacher_log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
-
-    def to_logits(self, x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Return the gradient of a tile's logits: p (log p - log q - KL) for the reverse KL, p - q for the forward
-        KL.
-        """
-        assert self.grad_N is not None
-        logp_nv, logq_nv = self.log_probs(x_nv, spare, tokens, columns)
-        if self.is_reverse:
-            slope_nv = logp_nv.exp() * (logp_nv - logq_nv - self.kl_N[tokens, None])
-        else:
-            slope_nv = logp_nv.exp() - logq_nv.exp()
-        return slope_nv.mul_(self.grad_N[tokens, None] * self.shard.inverse_temperature)
 
 
 class _VocabKL(torch.autograd.Function):
@@ -158,26 +126,33 @@ class _VocabKL(torch.autograd.Function):
         teacher_weight_VG: Tensor,
         weight_grad_VH: Tensor | None,
         shard: VocabShard,
-        tp_group: dist.ProcessGroup | None,
         is_reverse: bool,
     ) -> Tensor:
         log_sums = []
         for hidden, weight in ((hidden_NH, weight_VH), (teacher_hidden_NG, teacher_weight_VG)):
             targets_N = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-            max_N, sums_kN = statistics(hidden, weight, targets_N, shard, tp_group, False)
+            max_N, sums_kN = statistics(hidden, weight, targets_N, shard, False)
             log_sums.append(max_N + sums_kN[1].log())
-        kl_N = torch.zeros_like(log_sums[0])
-        pair = _Pair(shard, log_sums[0], teacher_hidden_NG, teacher_weight_VG, log_sums[1], is_reverse, kl_N)
+        log_sum_N, teacher_log_sum_N = log_sums
+
+        def log_probs(x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> tuple[Tensor, Tensor]:
+            """Return the log-probabilities of policy and teacher on a tile, from the policy's logits."""
+            u_nv = shard.logits(operand(teacher_hidden_NG[tokens]), operand(teacher_weight_VG[columns]), spare)
+            logp_nv = x_nv.sub_(log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
+            return logp_nv, u_nv.sub_(teacher_log_sum_N[tokens, None]).clamp_(min=LOG_ZERO)
+
+        kl_N = torch.zeros_like(log_sum_N)
         scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH)
         for columns in shard.column_tiles():
             for tokens in shard.token_tiles(len(hidden_NH)):
                 x_nv = shard.logits(operand(hidden_NH[tokens]), operand(weight_VH[columns]), scratch)
-                logp_nv, logq_nv = pair.log_probs(x_nv, spare, tokens, columns)
+                logp_nv, logq_nv = log_probs(x_nv, spare, tokens, columns)
                 of, than = (logp_nv, logq_nv) if is_reverse else (logq_nv, logp_nv)
                 kl_N[tokens] += (of.exp() * (of - than)).sum(dim=1)
-        if tp_group is not None:
-            dist.all_reduce(kl_N, group=tp_group)
-        ctx.pair, ctx.weight_grad_VH = pair, weight_grad_VH
+        if shard.tp_group is not None:
+            dist.all_reduce(kl_N, group=shard.tp_group)
+        ctx.log_probs, ctx.kl_N, ctx.shard, ctx.is_reverse = log_probs, kl_N, shard, is_reverse
+        ctx.weight_grad_VH = weight_grad_VH
         ctx.save_for_backward(hidden_NH, weight_VH)
         return kl_N.clone()
 
@@ -185,9 +160,20 @@ class _VocabKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH = ctx.saved_tensors
-        ctx.pair.grad_N = grad_N
+
+        def to_logits(x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
+            """Return the gradient of a tile's logits: p (log p - log q - KL) for the reverse KL, p - q for the forward
+            KL.
+            """
+            logp_nv, logq_nv = ctx.log_probs(x_nv, spare, tokens, columns)
+            if ctx.is_reverse:
+                slope_nv = logp_nv.exp() * (logp_nv - logq_nv - ctx.kl_N[tokens, None])
+            else:
+                slope_nv = logp_nv.exp() - logq_nv.exp()
+            return slope_nv.mul_(grad_N[tokens, None] * ctx.shard.inverse_temperature)
+
         needs = ctx.needs_input_grad[:2]
         grad_NH, grad_VH = gradients(
-            hidden_NH, weight_VH, ctx.pair.to_logits, ctx.pair.shard, ctx.weight_grad_VH, needs, with_spare=True
+            hidden_NH, weight_VH, to_logits, ctx.shard, ctx.weight_grad_VH, needs, with_spare=True
         )
-        return None if grad_NH is None else grad_NH.to(hidden_NH.dtype), grad_VH, None, None, None, None, None, None
+        return None if grad_NH is None else grad_NH.to(hidden_NH.dtype), grad_VH, None, None, None, None, None

@@ -53,15 +53,11 @@ def vocab_parallel_logprobs(
     the weight is summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added
     to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
     """
-    shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
-    if needed_T is None:
-        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
-    index_N = needed_T.nonzero().squeeze(1)
-    if len(index_N) == len(needed_T):  # no copy of the hidden states
-        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, weight_grad_VH, shard, tp_group, with_entropy)
-    logprobs_N, entropy_N = _Logprobs.apply(
-        hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], weight_grad_VH, shard, tp_group, with_entropy
-    )
+    others = weight_grad_VH, shard_of(weight_VH, vocab_size, temperature, tp_group, tile), with_entropy
+    index_N = None if needed_T is None else needed_T.nonzero().squeeze(1)
+    if needed_T is None or index_N is None or len(index_N) == len(needed_T):  # no copy of the hidden states
+        return _Logprobs.apply(hidden_TH, weight_VH, targets_T, *others)
+    logprobs_N, entropy_N = _Logprobs.apply(hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], *others)
     zeros_T = torch.zeros_like(needed_T, dtype=logprobs_N.dtype)
     logprobs_T = zeros_T.index_copy(0, index_N, logprobs_N)
     return logprobs_T, None if entropy_N is None else zeros_T.index_copy(0, index_N, entropy_N)
@@ -69,11 +65,12 @@ def vocab_parallel_logprobs(
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The columns of the vocabulary on a rank, and the tiles of [T, V]."""
+    """The columns of the vocabulary on a rank of `tp_group`, and the tiles of [T, V]."""
 
     start: int
     num_columns: int  # without padding; 0 if the rank holds only padding
     inverse_temperature: float
+    tp_group: dist.ProcessGroup | None
     num_tile_tokens: int
     num_tile_columns: int
 
@@ -113,7 +110,7 @@ def shard_of(
     width = weight_VH.shape[0]
     start = width * (dist.get_rank(tp_group) if tp_group is not None else 0)
     tile = tile or (_GPU_TILE if weight_VH.is_cuda else _CPU_TILE)
-    return VocabShard(start, max(0, min(width, vocab_size - start)), 1 / temperature, *tile)
+    return VocabShard(start, max(0, min(width, vocab_size - start)), 1 / temperature, tp_group, *tile)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -125,10 +122,9 @@ class _Logprobs(torch.autograd.Function):
         targets_T: Tensor,
         weight_grad_VH: Tensor | None,
         shard: VocabShard,
-        tp_group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, tp_group, with_entropy)
+        max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, with_entropy)
         target_T, sum_exp_T = sums_kT[0], sums_kT[1]
         log_sum_T = sum_exp_T.log()
         # Both terms of the entropy are >= 0, so nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <=
@@ -183,11 +179,11 @@ class _Logprobs(torch.autograd.Function):
             ctx.needs_input_grad[:2],
             with_spare=slope_N is not None,
         )
-        if grad_hidden_NH is not None:  # cast here, because the tiles' memory is free again
-            grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)
-        if grad_hidden_NH is not None and hidden_NH is not hidden_TH:
-            grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+        if grad_hidden_NH is not None:
+            grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)  # here, because the tiles' memory is free again
+            if hidden_NH is not hidden_TH:
+                grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 
 def statistics(
@@ -195,7 +191,6 @@ def statistics(
     weight_VH: Tensor,
     targets_T: Tensor,
     shard: VocabShard,
-    tp_group: dist.ProcessGroup | None,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the vocabulary's max_T, and rows of sums [k, T] over y = x - max.
@@ -225,11 +220,11 @@ def statistics(
                 exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
                 sums_kT[1, tokens] += exp_nv.sum(dim=1)
                 sums_kT[2, tokens] += y_nv.mul_(exp_nv).sum(dim=1)
-    if tp_group is not None:
+    if shard.tp_group is not None:
         local_max_T = max_T.clone()
-        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=tp_group)
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group=shard.tp_group)
         _shift(sums_kT, local_max_T - max_T)
-        dist.all_reduce(sums_kT, group=tp_group)
+        dist.all_reduce(sums_kT, group=shard.tp_group)
     return max_T, sums_kT
 
 
@@ -251,12 +246,13 @@ def gradients(
     needs_hidden, needs_weight = needs
     dtype, operands_NH = _compute_dtype(weight_VH), operand(hidden_NH)
     grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needs_hidden else None
-    grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight and weight_grad_VH is None else None
-    sink_VH = grad_weight_VH if weight_grad_VH is None else weight_grad_VH
+    sink_VH = None
+    if needs_weight:
+        sink_VH = torch.zeros_like(weight_VH) if weight_grad_VH is None else weight_grad_VH
     scratch, spare = shard.scratch(hidden_NH), shard.scratch(hidden_NH) if with_spare else torch.empty(0)
     for columns in shard.column_tiles() if len(hidden_NH) else ():
         weight_vH = operand(weight_VH[columns])
-        sink_vH = None if sink_VH is None or not needs_weight else sink_VH[columns]
+        sink_vH = None if sink_VH is None else sink_VH[columns]
         sum_vH = sink_vH if sink_vH is None or sink_vH.dtype == dtype else torch.zeros_like(sink_vH, dtype=dtype)
         for tokens in shard.token_tiles(len(hidden_NH)):
             x_nv = shard.logits(operands_NH[tokens], weight_vH, scratch)
@@ -267,7 +263,7 @@ def gradients(
                 _add_product(sum_vH, grad_nv.t(), operands_NH[tokens])
         if sink_vH is not None and sum_vH is not None and sum_vH is not sink_vH:
             sink_vH += sum_vH
-    return grad_hidden_NH, grad_weight_VH
+    return grad_hidden_NH, sink_VH if weight_grad_VH is None else None
 
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:

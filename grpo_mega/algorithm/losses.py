@@ -100,14 +100,11 @@ def accumulate(outputs: Iterable[LossOutputs]) -> tuple[dict[str, Tensor], dict[
 
 def finalize(sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the metrics from global sums and maxima; all are 0 without unmasked tokens."""
-    num_tokens = float(sums["num_tokens"])
-    metrics = {"num_tokens": num_tokens}
-    for name, value in sums.items():
-        if name.startswith("loss/"):
-            metrics[name] = float(value)
-        elif name != "num_tokens":
-            metrics[name] = float(value) / max(num_tokens, 1.0)
-    metrics.update({name: float(value) for name, value in maxima.items()})
+    num_tokens = max(float(sums["num_tokens"]), 1.0)
+    metrics = {name: float(value) for name, value in (*sums.items(), *maxima.items())}
+    for name in sums:
+        if name != "num_tokens" and not name.startswith("loss/"):
+            metrics[name] /= num_tokens
     return metrics
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm.inputs import MAX_LOG_RATIO, LossInputs
+from grpo_mega.algorithm.inputs import LossInputs, bounded
 from grpo_mega.algorithm.kl import k3
 from grpo_mega.config import AlgorithmConfig
 from grpo_mega.config.algorithm import Aggregation, CorrectionConfig
@@ -133,8 +133,8 @@ def correct(x: LossInputs, c: CorrectionConfig) -> Correction:
     importance_T, metrics = _importance(x, c)
     importance_T = importance_T / x.importance_mean
     if c.off_policy_threshold is not None:
-        drift_T = (x.rollout_logprobs - x.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        is_off_T = (x.advantages < 0) & (x.sequence_mean(drift_T) > c.off_policy_threshold)
+        drift_T = x.sequence_mean(bounded(x.rollout_logprobs - x.logprobs))
+        is_off_T = (x.advantages < 0) & (drift_T > c.off_policy_threshold)
         importance_T = importance_T * ~is_off_T
         metrics["off_policy"] = is_off_T
     if c.mask != "none":
@@ -192,4 +192,4 @@ def _over(x: LossInputs, log_T: Tensor, level: str) -> Tensor:
     if level == "geometric":
         return x.sequence_mean(log_T)
     assert level == "sequence", level
-    return x.sequence_sum(log_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded(x.sequence_sum(log_T))

@@ -56,6 +56,11 @@ class PackingSpec:
     cp_size: int = 1
     cp_rank: int = 0
 
+    @property
+    def padded_multiple(self) -> int:
+        """Return the multiple of tokens of a micro-batch. Its last segment, padding, is split over ranks too."""
+        return math.lcm(self.length_multiple, 1 if self.cp_size == 1 else 2)
+
 
 def split(groups: Sequence[Group], num_mini_batches: int) -> list[list[Sample]]:
     """Split the samples into mini-batches: contiguous runs of whole groups, with numbers of groups that differ by at
@@ -85,21 +90,11 @@ def pack_mini_batches(
     keeps_samples_whole=False, is longer than the budget.
     """
     result: list[list[PackedBatch]] = []
-    cp_size = spec.cp_size
-    # The last segment, padding, is split too.
-    length_multiple = math.lcm(spec.length_multiple, 1 if cp_size == 1 else 2)
-    offset = 0
+    cp_size, length_multiple, offset = spec.cp_size, spec.padded_multiple, 0
     for samples, weights in zip(mini_batches, token_weights, strict=True):
         units = _units(samples, spec)
         lengths = [_num_tokens([(samples[i], segment) for i, _, segment in unit], cp_size) for unit in units]
-        ranks = balance(
-            lengths,
-            dp_size=spec.dp_size,
-            token_budget=spec.token_budget,
-            micro_batch_multiple=spec.micro_batch_multiple,
-            length_multiple=length_multiple,
-            tokens_per_pair=spec.tokens_per_pair * cp_size,  # a length stands for cp_size times as many tokens
-        )
+        ranks = balance(lengths, spec)
         longest = max(sum(lengths[i] for i in members) for micro_batches in ranks for members in micro_batches)
         num_tokens = max(1, -(-longest // length_multiple)) * length_multiple
         chosen = [[row for unit in members for row in units[unit]] for members in ranks[spec.dp_rank]]
@@ -109,22 +104,15 @@ def pack_mini_batches(
     return result
 
 
-def balance(
-    lengths: Sequence[int],
-    *,
-    dp_size: int,
-    token_budget: int,
-    micro_batch_multiple: int = 1,
-    length_multiple: int = 1,
-    tokens_per_pair: float = 0.0,
-) -> list[list[list[int]]]:
+def balance(lengths: Sequence[int], spec: PackingSpec) -> list[list[list[int]]]:
     """Return [dp_rank][micro_batch] -> ascending indices into `lengths`, with the fewest micro-batches that the budget
     allows.
 
-    The number of micro-batches per rank is a positive multiple of `micro_batch_multiple`. Bins are evened out until the
-    caller's rounding of the longest to `length_multiple` hides the rest. `tokens_per_pair` is the work of attention for
-    a query and a key, relative to all other work for a token. Raise PlanError if a length exceeds the budget.
+    `lengths` are tokens of one context-parallel rank. The number of micro-batches per rank is a positive multiple of
+    `micro_batch_multiple`. Bins are evened out until the caller's rounding of the longest to `padded_multiple` hides
+    the rest. Raise PlanError if a length exceeds the budget.
     """
+    token_budget, multiple = spec.token_budget, spec.dp_size * spec.micro_batch_multiple
     if (longest := max(lengths, default=0)) > token_budget:
         raise PlanError(
             f"a sample of {longest} tokens (number {list(lengths).index(longest)} of its mini-batch) does not fit into "
@@ -132,27 +120,27 @@ def balance(
             "data.max_prompt_length or rollout.max_response_length"
         )
     lengths_N = np.array(lengths, dtype=np.int64)
-    num_bins = dp_size * micro_batch_multiple
     # Lower bounds: the bins for all tokens together, and one bin per sample that is longer than half of the budget.
     num_needed = max(-(-int(lengths_N.sum()) // token_budget), int((2 * lengths_N > token_budget).sum()))
-    num_bins *= max(1, -(-num_needed // num_bins))
+    num_bins = multiple * max(1, -(-num_needed // multiple))
     while True:
-        bin_of_N = _even_bins(lengths_N, num_bins, token_budget, length_multiple)
+        bin_of_N = _even_bins(lengths_N, num_bins, token_budget, spec.padded_multiple)
         loads_B = _loads(bin_of_N, lengths_N, num_bins)
         if loads_B.max() <= token_budget:
             break
-        num_bins += dp_size * micro_batch_multiple
+        num_bins += multiple
     ends_B = np.bincount(bin_of_N, minlength=num_bins).cumsum()
     bins = [members.tolist() for members in np.split(np.argsort(bin_of_N, kind="stable"), ends_B[:-1])]
     pairs_B = np.bincount(bin_of_N, weights=lengths_N * (lengths_N + 1) / 2, minlength=num_bins)
-    work_B = loads_B + tokens_per_pair * pairs_B
+    # A length stands for cp_size times as many tokens.
+    work_B = loads_B + spec.tokens_per_pair * spec.cp_size * pairs_B
     # Assign each bin, heaviest first, to the rank with the least work so far among ranks that still lack bins.
-    heap = [(0.0, rank) for rank in range(dp_size)]
-    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    heap = [(0.0, rank) for rank in range(spec.dp_size)]
+    ranks: list[list[list[int]]] = [[] for _ in range(spec.dp_size)]
     for b in np.argsort(-work_B, kind="stable").tolist():
         work, rank = heapq.heappop(heap)
         ranks[rank].append(bins[b])
-        if len(ranks[rank]) < num_bins // dp_size:
+        if len(ranks[rank]) < num_bins // spec.dp_size:
             heapq.heappush(heap, (work + float(work_B[b]), rank))
     return ranks
 

@@ -5,5 +5,5 @@ enough groups are done) -> Engine.generate (this rank's groups). The embedded en
 calls Session.generate, which makes each sample with one streamed request per group.
 
 With RolloutRequest.conversations a sample is a conversation of an agent (sessions/). The engine starts it, samples the
-turns that it asks for, and reports its end: embedded/turns.py and sglang/turns.py.
+turns that it asks for, and reports its end: embedded/engine.py and sglang/turns.py.
 """

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from safetensors.numpy import load, save
 
 from grpo_mega.distributed.messages import seal, unseal
 from grpo_mega.errors import EngineError
+from grpo_mega.rollout.engine import token_checksum
 from grpo_mega.types import Context, Group, Prompt, Routes, Sample, Span, StepMetrics, Turn, unknown_expert
 
 FILE = "backlog.safetensors"
@@ -94,10 +94,12 @@ class Backlog:
 
     def without_stale(self, oldest: int) -> Backlog:
         """Discard the samples of groups that started before policy version `oldest`. The groups keep their position."""
-        is_stale = [group.oldest_version is not None and group.oldest_version < oldest for group in self.groups]
-        pairs = list(zip(self.groups, is_stale, strict=True))
-        fresh = tuple(Group(group.prompt, []) if stale else group for group, stale in pairs)
-        return replace(self, groups=fresh).dropped("stale", [group for group, stale in pairs if stale])
+
+        def is_stale(group: Group) -> bool:
+            return group.oldest_version is not None and group.oldest_version < oldest
+
+        fresh = tuple(Group(group.prompt, []) if is_stale(group) else group for group in self.groups)
+        return replace(self, groups=fresh).dropped("stale", list(filter(is_stale, self.groups)))
 
     def needed(self, oldest: int) -> list[int]:
         """Return the positions of the groups that a rollout must finish.
@@ -137,12 +139,9 @@ class Backlog:
         for name, groups in (("carried", unfinished), ("waiting", whole)):
             counts |= {f"{name}_groups": len(groups), f"{name}_tokens": num_tokens(groups)}
         for unit in UNITS:
-            parts = [
-                n
-                for name, n in counts.items()
-                if name.partition("/")[0].endswith(f"_{unit}") and not name.startswith("begun")
-            ]
-            assert counts[f"begun_{unit}"] == sum(parts), f"the ledger of partial rollouts does not add up: {counts}"
+            of_unit = {name: n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}")}
+            begun = of_unit.pop(f"begun_{unit}")
+            assert begun == sum(of_unit.values()), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
 
     def files(self) -> dict[str, bytes]:
@@ -150,10 +149,14 @@ class Backlog:
         if not (self.groups or self.ledger or self.deferred):
             return {}
         groups = [
-            {"prompt": g.prompt.id, "checksum": _checksum(g.prompt), "samples": [fields_of(s) for s in g.samples]}
+            {
+                "prompt": g.prompt.id,
+                "checksum": token_checksum(g.prompt.token_ids),
+                "samples": [fields_of(s) for s in g.samples],
+            }
             for g in self.groups
         ]
-        deferred = [[t.prompt.id, _checksum(t.prompt), t.source, t.epoch] for t in self.deferred]
+        deferred = [[t.prompt.id, token_checksum(t.prompt.token_ids), t.source, t.epoch] for t in self.deferred]
         header = {"groups": groups, "ledger": self.ledger, "deferred": deferred}
         arrays = arrays_of([sample for group in self.groups for sample in group.samples])
         return {FILE: save(arrays, {name: json.dumps(value) for name, value in header.items()})}
@@ -171,25 +174,17 @@ class Backlog:
 
         def same_prompt(number: int, checksum: int) -> Prompt | None:
             prompt = prompt_of(number)
-            return prompt if prompt is not None and _checksum(prompt) == checksum else None
+            return prompt if prompt is not None and token_checksum(prompt.token_ids) == checksum else None
 
-        prompts = [same_prompt(row["prompt"], row["checksum"]) for row in header["groups"]]
-        rows = [
-            (prompt or Prompt(row["prompt"], "", (), ""), row["samples"])
-            for prompt, row in zip(prompts, header["groups"], strict=True)
-        ]
+        unknown = Prompt(-1, "", (), "")
+        rows = [(same_prompt(row["prompt"], row["checksum"]) or unknown, row["samples"]) for row in header["groups"]]
         samples = samples_of(arrays, ((prompt, fields) for prompt, group in rows for fields in group))
         groups = [Group(prompt, list(islice(samples, len(group)))) for prompt, group in rows]
+        kept = tuple(group for group in groups if group.prompt is not unknown)
+        changed = [group for group in groups if group.prompt is unknown and group.samples]
         turns = [(same_prompt(number, checksum), rest) for number, checksum, *rest in header["deferred"]]
-        return cls(
-            draws,
-            tuple(group for group, prompt in zip(groups, prompts, strict=True) if prompt),
-            Counter(header["ledger"]),
-            tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt),
-        ).dropped(
-            "data_changed",
-            [group for group, prompt in zip(groups, prompts, strict=True) if not prompt and group.samples],
-        )
+        deferred = tuple(Turn(prompt, *rest) for prompt, rest in turns if prompt)
+        return cls(draws, kept, Counter(header["ledger"]), deferred).dropped("data_changed", changed)
 
     def _with_turns(self, turns: Sequence[Turn], seen: Collection[int], most: float = math.inf) -> Backlog:
         """Add a group for each turn that may have one, up to `most` groups. Defer the other turns."""
@@ -215,10 +210,6 @@ def is_early(turn: Turn, deferred: Iterable[Turn]) -> bool:
 
 def num_tokens(groups: Iterable[Group]) -> int:
     return sum(group.num_tokens for group in groups)
-
-
-def _checksum(prompt: Prompt) -> int:
-    return zlib.crc32(array("q", prompt.token_ids).tobytes())
 
 
 _FIELDS = ("index", "finish_reason", "scores", "verdicts", "reward", "step_ends", "step_rewards")
@@ -268,22 +259,18 @@ def send_routes(samples: Sequence[Sample], readers: Sequence[Collection[int]], d
 
     The arguments are the same on all ranks, except for the experts. A rank receives only experts that it lacks.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, others = dist.get_rank(), range(dist.get_world_size())
     held = {i: sample.routes for i, sample in enumerate(samples) if sample.routes and sample.routes.rank is not None}
     for members in _rounds({i: routes.experts.nbytes for i, routes in held.items()}):
-        sent: list[list[int]] = [[] for _ in range(world_size)]
-        received: list[list[int]] = [[] for _ in range(world_size)]
-        for i in members:
-            owner = held[i].rank or 0
-            for reader in readers[i] if owner == rank else ():
-                sent[reader].extend([i] if reader != rank else [])
-            if owner != rank and rank in readers[i]:
-                received[owner].append(i)
+        mine = [i for i in members if held[i].rank == rank]
+        missing = [i for i in members if held[i].rank != rank and rank in readers[i]]
+        sent = [[i for i in mine if other != rank and other in readers[i]] for other in others]
+        received = [[i for i in missing if held[i].rank == other] for other in others]
         from_ranks, to_ranks = (
             [sum(held[i].experts.nbytes for i in some) for some in lists] for lists in (received, sent)
         )
         parts = [torch.from_numpy(held[i].experts).reshape(-1).view(torch.uint8) for some in sent for i in some]
-        outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        outgoing = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
         incoming = torch.empty(sum(from_ranks), dtype=torch.uint8, device=device)
         dist.all_to_all_single(incoming, outgoing.to(device), from_ranks, to_ranks)
         start, found = 0, incoming.cpu().numpy()

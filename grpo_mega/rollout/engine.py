@@ -50,9 +50,9 @@ class Sampling:
     longest_first: bool = False  # the order in which samples start (Schedule); does not change any sample
 
 
-def context_seed(context_ids: Sequence[int]) -> int:
-    """Return the CRC-32 of a turn's context. Random streams of a sample's turns differ in this number."""
-    return zlib.crc32(np.asarray(context_ids, np.int64).tobytes())
+def token_checksum(token_ids: Sequence[int]) -> int:
+    """Return the CRC-32 of tokens. It identifies a prompt's text, and seeds the turn that follows a context."""
+    return zlib.crc32(np.asarray(token_ids, np.int64).tobytes())
 
 
 class StopCondition:
@@ -78,8 +78,9 @@ class StopCondition:
     def done(self, prompt_index: int, clock: int = 0) -> None:
         """Report a group when all its samples have ended."""
         self.clocks[prompt_index] = clock
-        self._own_keys.append(f"{self._name}/{self._rendezvous.fetch_add(self._name)}")
-        self._rendezvous.set(self._own_keys[-1], f"{clock} {prompt_index}")
+        if self._wanted or self._needed:  # otherwise no rank counts the groups
+            self._own_keys.append(f"{self._name}/{self._rendezvous.fetch_add(self._name)}")
+            self._rendezvous.set(self._own_keys[-1], f"{clock} {prompt_index}")
 
     def arrive(self) -> None:
         """Report that this rank has no engine and waits for the other ranks."""
@@ -122,9 +123,6 @@ class StopWhenTrainersArrive(StopCondition):
     def arrive(self) -> None:
         self._rendezvous.fetch_add(self._name, limit=self._num_trainers)
 
-    def done(self, prompt_index: int, clock: int = 0) -> None:
-        self.clocks[prompt_index] = clock
-
     def is_met(self, clock: int = 0) -> bool:
         return self._rendezvous.fetch_add(self._name, 0, limit=self._num_trainers) >= self._num_trainers
 
@@ -138,9 +136,6 @@ class StopWhenAsked(StopCondition):
 
     def ask(self) -> None:
         self._is_asked = True
-
-    def done(self, prompt_index: int, clock: int = 0) -> None:
-        self.clocks[prompt_index] = clock
 
     def is_met(self, clock: int = 0) -> bool:
         return self._is_asked
@@ -198,14 +193,11 @@ class Engine(ABC):
     is_server = False  # the engine has a separate process with separate device memory
     version = -1  # policy version of the engine's weights; -1 before the first sync
     failure: str | None = None  # why this rank's engine needs a restart before it can be used; None if it can be used
+    device: torch.device  # device of the weights, if this process holds them
 
-    def __init__(self, side: ShardLayout) -> None:
-        """`side`: the tensors of each engine rank."""
-        self._side = side
-
-    def shard_layout(self) -> ShardLayout:
-        """Return the tensors of each engine rank, for the plan of a sync."""
-        return self._side
+    def __init__(self, shard_layout: ShardLayout) -> None:
+        """`shard_layout`: the tensors of each engine rank, for the plan of a sync."""
+        self.shard_layout = shard_layout
 
     @property
     def adapter(self) -> Receiver:
@@ -241,11 +233,11 @@ class Engine(ABC):
     def start_update(self) -> list[str]:
         """Start a sync. Return how the engine's tensors differ from its layout. If they differ, load nothing."""
 
-    @abstractmethod
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         """Return the [num_bytes] uint8 tensor for round `index` of a sync. Wait until the engine has read its old
         contents.
         """
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
     def load(self, bucket: Bucket) -> None:
@@ -268,9 +260,9 @@ class NoEngine(Engine):
     nothing.
     """
 
-    def __init__(self, side: ShardLayout, device: torch.device) -> None:
-        super().__init__(side)
-        self._device = device
+    def __init__(self, shard_layout: ShardLayout, device: torch.device) -> None:
+        super().__init__(shard_layout)
+        self.device = device
 
     def generate(self, request: RolloutRequest) -> dict[int, Group]:
         if request.stop is not None:
@@ -279,9 +271,6 @@ class NoEngine(Engine):
 
     def start_update(self) -> list[str]:
         return []
-
-    def allocate(self, index: int, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def load(self, bucket: Bucket) -> None:
         assert not bucket.entries, "a rank without an engine received weights"
@@ -370,6 +359,11 @@ class Schedule:
             group.samples.sort(key=lambda sample: sample.index)
         return self.groups
 
+    def complete_groups(self) -> dict[int, Group]:
+        """Return the complete groups at the end of a phase in which the engine failed."""
+        size = self._request.sampling.group_size
+        return {prompt_index: group for prompt_index, group in self.finish().items() if group.is_complete(size)}
+
     def _order(self, room: int) -> Iterator[tuple[int, int]]:
         """Yield the prompt indices of waiting samples, with the number of samples that may start."""
         yield from ((prompt_index, room) for prompt_index in self._waiting)
@@ -397,7 +391,6 @@ class LongestFirst(Schedule):
     def __init__(self, request: RolloutRequest, max_samples: int, share: int) -> None:
         super().__init__(request, max_samples, share)
         self._unprobed: list[int] = []
-        self._lengths: dict[int, dict[int, int]] = {}  # length of each sample, keyed by prompt index and sample index
 
     @property
     def wants_group(self) -> bool:
@@ -406,23 +399,19 @@ class LongestFirst(Schedule):
 
     def add(self, prompt_index: int) -> None:
         super().add(prompt_index)
-        longest, samples = self._request.sampling.max_response_length, self._request.groups[prompt_index].samples
-        self._lengths[prompt_index] = {s.index: s.response_len if s.is_finished else longest for s in samples}
         if not self.groups[prompt_index].samples:
             self._unprobed.append(prompt_index)
-
-    def ended(self, prompt_index: int, sample: Sample, clock: int = 0) -> None:
-        self._lengths[prompt_index][sample.index] = sample.response_len
-        super().ended(prompt_index, sample, clock)
 
     def _order(self, room: int) -> Iterator[tuple[int, int]]:
         probed, self._unprobed = self._unprobed[:room], self._unprobed[room:]
         yield from ((prompt_index, 1) for prompt_index in probed)
-        longest = self._request.sampling.max_response_length
-        expected = {
-            prompt_index: max(self._lengths[prompt_index].values(), default=longest) for prompt_index in self._waiting
-        }
-        yield from ((prompt_index, room) for prompt_index in sorted(expected, key=expected.__getitem__, reverse=True))
+        longest_first = sorted(self._waiting, key=self._expected_length, reverse=True)
+        yield from ((prompt_index, room) for prompt_index in longest_first)
+
+    def _expected_length(self, prompt_index: int) -> int:
+        lengths = {sample.index: sample.response_len for sample in self.groups[prompt_index].samples}
+        is_known = lengths and all(sample.index in lengths for sample in self._request.groups[prompt_index].samples)
+        return max(lengths.values()) if is_known else self._request.sampling.max_response_length
 
 
 def schedule_of(request: RolloutRequest, max_concurrent: int, share: int) -> Schedule:

@@ -116,9 +116,7 @@ class Rollouts:
                 version, missing = self.engine.version, max(0, wanted - len(done))
                 stop = StopCondition(self.rendezvous, missing, todo.keys() & needed) if missing < len(todo) else None
                 request = RolloutRequest(todo, sampling, step, on_sample, stop, conversations=self.conversations)
-                started_at = time.monotonic()
-                found = self.engine.generate(request)
-                new = self._gather_reports(found, request, started_at if is_training else None)
+                found, new = self._run_engines(request, is_training=is_training)
                 ended = {report.prompt_index: report.clock for report in new if report.clock is not None}
                 if stop is not None:
                     end = stop.end([(clock, index) for index, clock in ended.items()])
@@ -160,9 +158,8 @@ class Rollouts:
                 stop,
                 conversations=self.conversations,
             )
-            started_at = time.monotonic()
-            mine = self.engine.generate(request)
-            shared = sorted(report.prompt_index for report in self._gather_reports(mine, request, started_at))
+            mine, reports = self._run_engines(request, is_training=True)
+            shared = sorted(report.prompt_index for report in reports)
             stop.close()
         phase = Phase(before, mine, [], shared, self.sampling.group_size, step, description)
         return backlog.after_phase(before, *self.score(phase))
@@ -229,14 +226,14 @@ class Rollouts:
         sums, self._stats = self._stats, Counter()
         if not sums:
             return {}
-        return {
+        metrics = {
             "rollout/begun_groups": float(sums["kept_groups"] + sums["aborted_groups"]),
             "rollout/aborted_groups": float(sums["aborted_groups"]),
-            "rollout/kept_tokens": float(sums["kept_tokens"]),
-            "rollout/aborted_tokens": float(sums["aborted_tokens"]),
-            "rollout/kept_length": sums["kept_tokens"] / max(1, sums["kept_samples"]),
-            "rollout/aborted_length": sums["aborted_tokens"] / max(1, sums["aborted_samples"]),
         }
+        for name in ("kept", "aborted"):
+            metrics[f"rollout/{name}_tokens"] = float(sums[f"{name}_tokens"])
+            metrics[f"rollout/{name}_length"] = sums[f"{name}_tokens"] / max(1, sums[f"{name}_samples"])
+        return metrics
 
     def flush_usage(self) -> StepMetrics:
         """Return how training used the engines since the last call; {} if no engine generated.
@@ -281,13 +278,13 @@ class Rollouts:
             if is_main:  # no rank uses the counter any more
                 self.rendezvous.delete(counter)
 
-    def _gather_reports(
-        self, mine: Mapping[int, Group], request: RolloutRequest, started_at: float | None
-    ) -> list[_Report]:
-        """Return reports on the groups of all ranks that have at least one sample. `mine` has this rank's groups.
+    def _run_engines(self, request: RolloutRequest, *, is_training: bool) -> tuple[dict[int, Group], list[_Report]]:
+        """Return this rank's groups, and reports on the groups of all ranks that have at least one sample.
 
-        Count the usage of all engines since `started_at`, unless it is None.
+        `is_training`: count the usage of all engines.
         """
+        started_at = time.monotonic()
+        mine = self.engine.generate(request)
         reports = []
         for index, group in mine.items():
             is_complete = group.is_complete(request.sampling.group_size)
@@ -296,11 +293,11 @@ class Rollouts:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
         value = [reports, asdict(request.usage)]
         by_rank = self.rendezvous.all_gather("generation", value, self.config.rollout.phase_deadline_s)
-        if started_at is not None:
+        if is_training:
             seconds = time.monotonic() - started_at
             for _, usage in by_rank:
                 self._usage.update(usage | {"slot_seconds": usage["most_running"] * seconds})
-        return [_Report(*row) for rows, _ in by_rank for row in rows]
+        return mine, [_Report(*row) for rows, _ in by_rank for row in rows]
 
 
 class _Report(NamedTuple):
@@ -340,9 +337,12 @@ def _as_of(
     result = dict(found)
     for index in {index for index, _ in clocks}:
         earlier = {sample.index: sample for sample in before[index].samples}
-        most = {sample.index: max(0, end - clocks.get((index, sample.index), end)) for sample in found[index].samples}
-        samples = [_cut(sample, earlier.get(sample.index), most[sample.index]) for sample in found[index].samples]
-        result[index] = Group(found[index].prompt, [sample for sample in samples if sample is not None])
+        kept = []
+        for sample in found[index].samples:
+            most = max(0, end - clocks.get((index, sample.index), end))
+            if (cut_sample := _cut(sample, earlier.get(sample.index), most)) is not None:
+                kept.append(cut_sample)
+        result[index] = Group(found[index].prompt, kept)
     return result
 
 

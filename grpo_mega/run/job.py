@@ -341,7 +341,7 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         timers = Timers(take_peak=peak.take)
         base = open_training(stack, config, runtime, model, data, sampler, policy, timers)
         log = base.log
-        trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout()
+        trainer, served = shards_of(model.family, model.shape, config, runtime), engine.shard_layout
         sync = build_sync(config, DTYPES[config.engine_dtype], trainer, served, runtime, rendezvous)
         colocation = Colocation(
             policy, engine, sync, rendezvous, timers, config.rollout, memory, log.message, runtime.first_engine_rank

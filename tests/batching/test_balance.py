@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.batching.pack import balance
+from grpo_mega.batching import pack
+from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.errors import PlanError
+
+
+def balance(lengths, **spec):
+    return pack.balance(lengths, PackingSpec(dp_rank=0, **spec))
 
 
 @settings(max_examples=150, deadline=None)

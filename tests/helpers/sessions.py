@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.conversations import Conversations, Workers
+from grpo_mega.rollout.sessions.conversations import Conversations
 from grpo_mega.rollout.sessions.session import (
     Asked,
     ChatRequest,
@@ -102,13 +102,13 @@ class ThreadWorkers:
     `agent` gets base url, key and prompt. It returns a value, or fields of a result.
     """
 
-    agent: Callable[[str, str, dict[str, Any]], Any]
+    agent: Callable[[str, str, SimpleNamespace], Any]
     results: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     started: list[str] = field(default_factory=list)
     killed: set[str] = field(default_factory=set)
     threads: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
         self.started.append(session_id)
 
         def run() -> None:
@@ -170,7 +170,7 @@ def sampling_of(name: str, max_response_length: int = 2000) -> Sampling:
 @contextmanager
 def conversations(
     name: str,
-    agent: Callable[[str, str, dict[str, Any]], Any] | Workers,
+    agent: Any,
     reply: Callable[[TurnRequest], TurnResult | None],
     *,
     max_turns: int = 8,
@@ -178,11 +178,12 @@ def conversations(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Run]:
     """Run conversations in which `agent` is the agent function of each sample, or the workers that run it."""
+    workers: Any = ThreadWorkers(agent) if callable(agent) else agent
     runner = Conversations(
         tokenizer_of(name),
         lambda ids: decode(name, ids),
         sampling_of(name, max_response_length),
-        ThreadWorkers(agent) if callable(agent) else agent,
+        workers,
         max_turns=max_turns,
         max_context=9000,
         max_tokens=20_000,

@@ -57,7 +57,7 @@ class Ranks:
             verify=False,
         )
         weights = dict(MODEL.named_parameters())
-        holding = self.engine.shard_layout().rank_shards(rank)
+        holding = self.engine.shard_layout.rank_shards(rank)
         load_shards(holding, self.engine.tensors(), lambda box: weights[box.tensor][region(box.start, box.shape)])
         self.engine.version = 1
         RENDEZVOUS[0] = RENDEZVOUS[0] or Rendezvous(dist.distributed_c10d._get_default_store(), rank, WORLD_SIZE)

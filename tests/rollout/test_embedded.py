@@ -61,7 +61,7 @@ def make_engine(model: Any, max_concurrent: int = 256, read: Any = None) -> Embe
     )
     parameters = dict(model.named_parameters())
     read = read or (lambda box: parameters[box.tensor][region(box.start, box.shape)])
-    load_shards(engine.shard_layout().rank_shards(0), engine.tensors(), read)
+    load_shards(engine.shard_layout.rank_shards(0), engine.tensors(), read)
     engine.version = 7
     return engine
 
@@ -210,7 +210,7 @@ def test_the_bias_of_a_router_reaches_a_bf16_engine_in_float32(single_rank: None
     model = make_model("deepseek_v3", seed=5)
     family, shape = family_of("deepseek_v3"), ModelShape.from_hf_config(model.config.to_dict())
     sources = checkpoint_tensors(model, family, shape)
-    made = plan_transfers(hf_shards(family, shape, 1), engine.shard_layout(), ranks_per_node=1)
+    made = plan_transfers(hf_shards(family, shape, 1), engine.shard_layout, ranks_per_node=1)
     assert not engine.start_update()
     for bucket in buckets(made, sources, dtype=torch.bfloat16, bucket_bytes=999, allocate=engine.allocate):
         engine.load(bucket)

@@ -51,7 +51,7 @@ def test_each_number_changes_the_uniforms_and_no_global_generator_moves() -> Non
 
 
 def test_uniforms_of_neighbouring_samples_are_independent() -> None:
-    first = np.array([uniforms(0, 0, prompt, index, 1)[0] for prompt in range(60) for index in range(50)])
+    first = np.array([uniforms(0, 0, prompt, index, length=1)[0] for prompt in range(60) for index in range(50)])
     assert abs(first.mean() - 0.5) < 0.02
     assert abs(first.std() - 12**-0.5) < 0.02
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
@@ -90,7 +90,7 @@ def test_evenly_spread_uniforms_draw_tokens_as_often_as_the_naive_twin(
 
 def test_streams_of_many_samples_draw_by_the_distribution() -> None:
     num, logits = 4000, random_logits(1, 6, seed=3)
-    uniform = torch.tensor(np.array([uniforms(5, 1, n // 8, n % 8, 2)[1] for n in range(num)]))
+    uniform = torch.tensor(np.array([uniforms(5, 1, n // 8, n % 8, length=2)[1] for n in range(num)]))
     tokens, _ = draw(logits.expand(num, -1), uniform, **NO_FILTER)
     expected = torch.softmax(logits[0], dim=0)
     deviation = (expected * (1 - expected) / num).sqrt()

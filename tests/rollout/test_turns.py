@@ -23,7 +23,7 @@ from grpo_mega.rollout.embedded.engine import EmbeddedEngine
 from grpo_mega.rollout.engine import RolloutRequest, Sampling, StopCondition
 from grpo_mega.rollout.rollouts import Rollouts
 from grpo_mega.rollout.sessions.session import Asked, Ended, TurnRequest, TurnResult
-from grpo_mega.types import Group, Prompt, Sample
+from grpo_mega.types import Group, Prompt, Sample, Span
 from tests.helpers.models import FAMILIES, MIXTURES, VOCAB_SIZE, make_model
 from tests.helpers.scripted_conversations import Key, Script, ScriptedConversations, Talk
 from tests.rollout.test_embedded import STOPS, make_engine, make_prompts
@@ -103,18 +103,18 @@ def test_sequences_that_join_and_leave_have_the_tokens_of_separate_ones(model: A
     """Sequences of odd lengths join at random steps. The batch keeps no padding that its sequences do not need."""
     numbers, width = random.Random(4), 0
     contexts = [tuple(numbers.randrange(VOCAB_SIZE) for _ in range(numbers.choice((1, 3, 40)))) for _ in range(30)]
-    starts = [Start(ids, None, 0, numbers.choice((1, 2, 7, 20)), frozenset({5, 6})) for ids in contexts]
+    starts = [Start(ids, None, numbers.choice((1, 2, 7, 20)), frozenset({5, 6})) for ids in contexts]
     greedy = replace(SAMPLING, temperature=0.0)
 
     def alone(start: Start) -> list[int]:
-        decoder = Decoder(model, 1, 20, greedy)
+        decoder = Decoder(model, greedy)
         decoder.add({0: start})
         while not decoder.sample():
             decoder.advance()
         return decoder.found(0)[0]
 
     with torch.inference_mode():
-        decoder, waiting, found = Decoder(model, 6, 20, greedy), dict(enumerate(starts)), dict[int, list[int]]()
+        decoder, waiting, found = Decoder(model, greedy), dict(enumerate(starts)), dict[int, list[int]]()
         names: dict[int, int] = {}
         while waiting or decoder.is_running:
             free = [slot for slot in range(6) if slot not in names]
@@ -360,10 +360,10 @@ def test_an_error_while_samples_are_reported_ends_all_conversations(model: Any) 
     assert conversations.num_aborts == 1 and conversations.events.empty()
 
 
-def test_an_agent_without_a_turn_has_the_version_of_its_phase(model: Any) -> None:
+def test_the_sample_of_an_agent_without_a_turn_is_returned(model: Any) -> None:
     def script(key: Key, prompt: Prompt, step: int) -> Script:
         if key[1] == 1:
-            return Sample(prompt, 1, [], [], "stop")
+            return Sample(prompt, 1, [], [], "stop", [Span(7, 0, 0)])
         return (yield from TALK(key, prompt, step))
 
     found = converse(make_engine(model), ScriptedConversations(script))

@@ -169,7 +169,7 @@ def sync_layout(
     for tp, colocation in engines.items():
         engine = colocation.engine
         colocation.policy = policy
-        colocation.sync = build_sync(config, torch.float32, policy.shards, engine.shard_layout(), runtime, rendezvous)
+        colocation.sync = build_sync(config, torch.float32, policy.shards, engine.shard_layout, runtime, rendezvous)
         colocation.adapter_sync = build_adapter_sync(config, model, runtime, rendezvous)
         assert (colocation.adapter_sync is not None) == (case.lora == "adapter")
         received = colocation.sync_weights(version)["sync/received_mib"]

@@ -203,7 +203,7 @@ class EndedByDeadline(ScriptedConversations):
         if len(self.started) == len(PROMPTS):
             for key in list(self._running):
                 del self._running[key]
-                self.events.put(Ended(key[0], Sample(PROMPTS[key[0]], key[1], [], [], "deadline")))
+                self.events.put(Ended(key[0], Sample(PROMPTS[key[0]], key[1], [], [], "deadline", [Span(7, 0, 0)])))
 
 
 def endless_turn(key: Key, prompt: Prompt, step: int) -> Script:
@@ -259,7 +259,7 @@ def body_of(turn: TurnRequest, sampling: Sampling) -> dict[str, Any]:
         raise AssertionError
 
     requests, conversations = Requests(), ScriptedConversations(script)
-    turns = Turns(requests, conversations, sampling, version=7)  # type: ignore[arg-type]
+    turns = Turns(requests, conversations, sampling)  # type: ignore[arg-type]
     turns.generate(2, [Sample(turn.prompt, 1, [], [], None)], sampling, 3)
     with pytest.raises(queue.Empty):
         turns.next_event(0)
@@ -269,7 +269,7 @@ def body_of(turn: TurnRequest, sampling: Sampling) -> dict[str, Any]:
 
 def test_a_servers_error_is_reported_once_and_later_answers_are_ignored() -> None:
     requests, conversations = Requests(), ScriptedConversations(TALK)
-    turns = Turns(requests, conversations, SAMPLING, version=7)  # type: ignore[arg-type]
+    turns = Turns(requests, conversations, SAMPLING)  # type: ignore[arg-type]
     turns.generate(2, [Sample(PROMPTS[2], index, [], [], None) for index in range(3)], SAMPLING, 3)
     with pytest.raises(queue.Empty):
         turns.next_event(0)
@@ -285,11 +285,11 @@ def test_a_servers_error_is_reported_once_and_later_answers_are_ignored() -> Non
 
 def test_the_request_of_a_turn_is_cancelled_when_its_conversation_ends() -> None:
     requests, conversations = Requests(), ScriptedConversations(TALK)
-    turns = Turns(requests, conversations, SAMPLING, version=7)  # type: ignore[arg-type]
+    turns = Turns(requests, conversations, SAMPLING)  # type: ignore[arg-type]
     turns.generate(2, [Sample(PROMPTS[2], index, [], [], None) for index in range(3)], SAMPLING, 3)
-    conversations.events.put(Ended(2, ended := Sample(PROMPTS[2], 1, [], [], "deadline")))
+    conversations.events.put(Ended(2, ended := Sample(PROMPTS[2], 1, [], [], "deadline", [Span(7, 0, 0)])))
     event = turns.next_event(0)
-    assert event.sample is not None and event.sample == replace(ended, spans=[Span(7, 0, 0)])
+    assert event.sample is ended
     assert [future.cancelled() for future in requests.futures] == [False, True, False]
     requests.is_aborting = True
     conversations.abort()

@@ -10,13 +10,14 @@ sequence that has ended, for a later sequence that starts with the same tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -46,32 +47,40 @@ class Start:
     """A sequence to decode."""
 
     context: tuple[int, ...]  # one object for sequences in a row shares a prefill
-    stream: np.ndarray | None  # [end] uniforms of the whole response; None for greedy decoding
-    first: int  # response tokens that are in the context already
-    end: int  # maximum length of the response
+    stream: np.ndarray | None  # [max_new_tokens] uniforms; None for greedy decoding
+    max_new_tokens: int
     stop_token_ids: frozenset[int]
     cached: Cached | None = None  # cache of the first tokens of the context; at least one follows
 
 
-class Decoder:
-    """Decodes up to `num_slots` sequences of at most `longest` response tokens. Each sequence has a slot."""
+@dataclass
+class _Row:
+    """A sequence in a batch. A finished sequence may stay there for a while, and its further tokens are ignored."""
 
-    def __init__(
-        self, model: Any, num_slots: int, longest: int, sampling: Sampling, recorder: RouteRecorder | None = None
-    ) -> None:
-        """`recorder` records experts, if all sequences are added before the first step."""
+    slot: int
+    start: Start
+    tokens: list[int] = field(default_factory=list)  # sampled so far
+    logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)  # experts of the tokens that the model has read, if recorded
+    is_live: bool = True
+
+    @property
+    def uniform(self) -> float:
+        """Return the number that selects the next token."""
+        assert self.start.stream is not None
+        return float(self.start.stream[min(len(self.tokens), self.start.max_new_tokens - 1)])
+
+
+class Decoder:
+    """Decodes sequences together. Each sequence has a slot, a number that the caller chooses."""
+
+    def __init__(self, model: Any, sampling: Sampling, recorder: RouteRecorder | None = None) -> None:
+        """`recorder` records experts. Contexts must not have a cache then."""
         self.num_steps = 0
-        self.tokens_ST = torch.empty((num_slots, longest), dtype=torch.int64, device=model.device)
-        self._logprobs_ST = torch.empty((num_slots, longest), dtype=torch.float32, device=model.device)
-        self._streams_ST = None
-        if sampling.temperature > 0:
-            self._streams_ST = torch.zeros((num_slots, longest), dtype=torch.float64, device=model.device)
         self._model, self._sampling, self._recorder = model, sampling, recorder
         self._cohorts: list[_Cohort] = []
+        self._rows: dict[int, _Row] = {}  # by slot
         self._ended: dict[int, tuple[_Cohort, int]] = {}  # cohort and row of the slots that ended in the last step
-        self._added_at = [0] * num_slots  # num_steps when the slot's sequence was added
-        self._stop_sets: dict[frozenset[int], int] = {}
-        self._is_stop_NV = torch.zeros((0, model.config.vocab_size), dtype=torch.bool, device=model.device)
 
     @property
     def is_running(self) -> bool:
@@ -79,21 +88,13 @@ class Decoder:
 
     @property
     def live_slots(self) -> list[int]:
-        return [slot for cohort in self._cohorts for slot in cohort.rows.slots[cohort.rows.is_live].tolist()]
+        return [row.slot for cohort in self._cohorts for row in cohort.rows if row.is_live]
 
     def add(self, starts: Mapping[int, Start]) -> None:
         """Prefill the contexts of new sequences, keyed by slot, as a new cohort."""
-        slots = list(starts)
-        for slot, start in starts.items():
-            self._added_at[slot] = self.num_steps
-            if self._streams_ST is not None:
-                assert start.stream is not None
-                self._streams_ST[slot, : len(start.stream)] = torch.from_numpy(start.stream)
-        stops = [self._stop_set(start.stop_token_ids) for start in starts.values()]
-        cohort, source, lengths = _Cohort.prefill(self._model, slots, list(starts.values()), stops)
-        if self._recorder is not None:
-            self._recorder.prefilled(slots, source, lengths)
-        self._cohorts.append(cohort)
+        rows = [_Row(slot, start) for slot, start in starts.items()]
+        self._rows |= {row.slot: row for row in rows}
+        self._cohorts.append(_Cohort.prefill(self._model, rows, self._recorder))
 
     def join(self, starts: Mapping[int, Start]) -> None:
         """Let new sequences, keyed by slot, join the running ones in one cohort. Sort them by length before."""
@@ -103,10 +104,8 @@ class Decoder:
 
     def cancel(self, slots: Collection[int]) -> None:
         """Stop decoding the sequences of these slots."""
-        for cohort in self._cohorts:
-            cohort.rows.is_live &= torch.tensor(
-                [slot not in slots for slot in cohort.rows.slots.tolist()], device=self._model.device
-            )
+        for slot in slots:
+            self._rows[slot].is_live = False
         self._drop_finished_cohorts()
 
     def sample(self) -> list[tuple[int, Literal["stop", "length"]]]:
@@ -115,19 +114,22 @@ class Decoder:
         sampling = self._sampling
         self._ended = {}
         for cohort in self._cohorts:
-            rows = cohort.rows
-            uniform = None if self._streams_ST is None else self._streams_ST[rows.slots, rows.places]
-            rows.tokens, self._logprobs_ST[rows.slots, rows.counts] = draw(
+            uniform = None
+            if sampling.temperature > 0:
+                numbers = [row.uniform for row in cohort.rows]
+                uniform = torch.tensor(numbers, dtype=torch.float64, device=self._model.device)
+            tokens, logprobs = draw(
                 cohort.logits, uniform, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
             )
-            self.tokens_ST[rows.slots, rows.counts] = rows.tokens
-            is_stopped = self._is_stop_NV[rows.stop_sets, rows.tokens]
-            is_ended = (is_stopped | (rows.places + 1 == rows.ends)) & rows.is_live
-            for row in is_ended.nonzero()[:, 0].tolist():
-                slot = int(rows.slots[row])
-                ended.append((slot, "stop" if is_stopped[row] else "length"))
-                self._ended[slot] = cohort, row
-            rows.is_live = rows.is_live & ~is_ended
+            sampled = zip(cohort.rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            for number, (row, token, logprob) in enumerate(sampled):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                has_stopped = token in row.start.stop_token_ids
+                if row.is_live and (has_stopped or len(row.tokens) == row.start.max_new_tokens):
+                    row.is_live = False
+                    ended.append((row.slot, "stop" if has_stopped else "length"))
+                    self._ended[row.slot] = cohort, number
         self.num_steps += 1
         self._drop_finished_cohorts()
         return ended
@@ -135,14 +137,16 @@ class Decoder:
     def advance(self) -> None:
         """Feed the sampled tokens to the model."""
         for cohort in self._cohorts:
-            cohort.advance(self._model, self.tokens_ST.shape[1])
-            if self._recorder is not None:
-                self._recorder.fed(cohort.rows.slots, self.num_steps - 1)
+            cohort.advance(self._model, self._recorder)
 
     def found(self, slot: int) -> tuple[list[int], list[float]]:
         """Return tokens and log-probs of a slot's sequence, which has just ended or is live."""
-        num_tokens = self.num_steps - self._added_at[slot]
-        return self.tokens_ST[slot, :num_tokens].tolist(), self._logprobs_ST[slot, :num_tokens].tolist()
+        row = self._rows[slot]
+        return list(row.tokens), list(row.logprobs)
+
+    def experts(self, slot: int) -> Tensor:
+        """Return the recorded experts [tokens, MoE layers, top_k] int16 of all tokens but the last, on the CPU."""
+        return torch.cat(self._rows[slot].experts).cpu()
 
     def cached(self, slot: int) -> Cached | None:
         """Return the cache of a sequence that ended in the last step: context and sampled tokens, without the last.
@@ -153,46 +157,11 @@ class Decoder:
         if any(type(layer) is not DynamicLayer for layer in cohort.cache.layers):
             return None
         start = cohort.mask.shape[1] - int(cohort.mask[row].sum())
-        pairs = ((layer.keys, layer.values) for layer in cohort.cache.layers)
-        return Cached(
-            [
-                (keys[row : row + 1, :, start:].clone(), values[row : row + 1, :, start:].clone())
-                for keys, values in pairs
-            ]
-        )
+        own = slice(row, row + 1), slice(None), slice(start, None)
+        return Cached([(layer.keys[own].clone(), layer.values[own].clone()) for layer in cohort.cache.layers])
 
     def _drop_finished_cohorts(self) -> None:
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows.is_live.any()]
-
-    def _stop_set(self, stop_token_ids: frozenset[int]) -> int:
-        """Return the row of these stop tokens in _is_stop_NV."""
-        if stop_token_ids not in self._stop_sets:
-            self._stop_sets[stop_token_ids] = len(self._stop_sets)
-            is_stop_1V = self._is_stop_NV.new_zeros((1, self._is_stop_NV.shape[1]))
-            is_stop_1V[0, list(stop_token_ids)] = True
-            self._is_stop_NV = torch.cat((self._is_stop_NV, is_stop_1V))
-        return self._stop_sets[stop_token_ids]
-
-
-@dataclass
-class _Rows:
-    """The sequences in a cache, [B] each."""
-
-    slots: Tensor
-    positions: Tensor  # position of the last token in context and response
-    places: Tensor  # index of the next token in the response; the last index if the sequence is finished
-    ends: Tensor  # maximum length of the response
-    counts: Tensor  # tokens sampled so far; at most the length of a slot's buffer, less one
-    stop_sets: Tensor  # row of the stop tokens in Decoder._is_stop_NV
-    tokens: Tensor  # last sampled tokens
-    is_live: Tensor  # bool
-
-    def __getitem__(self, index: Tensor) -> _Rows:
-        return _Rows(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    @classmethod
-    def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.num_live]
 
 
 @dataclass
@@ -202,33 +171,27 @@ class _Cohort:
     cache: DynamicCache
     mask: Tensor  # [B, tokens so far]; 0 on the left padding
     logits: Tensor  # [B, vocab] logits of the next token
-    rows: _Rows
+    rows: list[_Row]
+
+    @property
+    def num_live(self) -> int:
+        return sum(row.is_live for row in self.rows)
 
     @classmethod
-    def prefill(
-        cls, model: Any, slots: Sequence[int], starts: Sequence[Start], stop_sets: Sequence[int]
-    ) -> tuple[_Cohort, list[int], list[int]]:
-        """Run each context once and copy its cache for all sequences in a row that have it.
-
-        Also return the index of each sequence's context, and the length of each context.
-        """
+    def prefill(cls, model: Any, rows: list[_Row], recorder: RouteRecorder | None) -> _Cohort:
+        """Run each context once and copy its cache for all sequences in a row that have it."""
         firsts: list[Start] = []  # the first start of each context
         source: list[int] = []
-        for start in starts:
+        for start in (row.start for row in rows):
             if not firsts or start.context is not firsts[-1].context:
                 firsts.append(start)
             source.append(len(firsts) - 1)
         device, cache = model.device, new_cache(model.config)
         num_cached = [start.cached.num_tokens if start.cached else 0 for start in firsts]
         width = max(num_cached)  # columns of cached tokens; new tokens follow, and both have padding on the left
-        new = [start.context[num:] for start, num in zip(firsts, num_cached, strict=True)]
-        ids = torch.zeros((len(new), max(map(len, new))), dtype=torch.int64)
-        mask = torch.zeros((len(new), width + ids.shape[1]), dtype=torch.int64)
-        for row, tokens in enumerate(new):
-            ids[row, ids.shape[1] - len(tokens) :] = torch.tensor(tokens)
-            mask[row, width - num_cached[row] : width] = 1
-            mask[row, mask.shape[1] - len(tokens) :] = 1
-        ids, mask = ids.to(device), mask.to(device)
+        new = [torch.tensor(start.context[num:]) for start, num in zip(firsts, num_cached, strict=True)]
+        masks = [torch.ones(num, dtype=torch.int64) for num in num_cached], [torch.ones_like(tokens) for tokens in new]
+        ids, mask = _left_padded(new).to(device), torch.cat(list(map(_left_padded, masks)), dim=1).to(device)
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, width:]
         if width:
             _fill(cache, [start.cached for start in firsts], width)
@@ -240,49 +203,42 @@ class _Cohort:
             use_cache=True,
             logits_to_keep=1,
         )
+        if recorder is not None:
+            experts = recorder.take(len(firsts))
+            for row, number in zip(rows, source, strict=True):
+                row.experts.append(experts[number, -len(row.start.context) :])
         if width:
             mask = _moved_left(cache, mask)
         source_B = torch.tensor(source, device=device)
         cache.reorder_cache(source_B)
-        ends = torch.tensor([start.end for start in starts], device=device)
-        rows = _Rows(
-            slots=torch.tensor(slots, device=device),
-            positions=positions[source_B, -1],
-            places=torch.tensor([start.first for start in starts], device=device).minimum(ends - 1),
-            ends=ends,
-            counts=torch.zeros_like(ends),
-            stop_sets=torch.tensor(stop_sets, device=device),
-            tokens=torch.zeros_like(ends),
-            is_live=torch.ones_like(ends, dtype=torch.bool),
-        )
-        return (
-            cls(cache, mask[source_B], out.logits[source_B, -1], rows),
-            source,
-            [len(start.context) for start in firsts],
-        )
+        return cls(cache, mask[source_B], out.logits[source_B, -1], rows)
 
-    def advance(self, model: Any, longest: int) -> None:
+    def advance(self, model: Any, recorder: RouteRecorder | None) -> None:
         """Feed the sampled tokens. First drop finished sequences from the cache, if there are enough of them."""
-        if self.rows.is_live.float().mean() < COMPACT_BELOW:
+        if self.num_live < COMPACT_BELOW * len(self.rows):
             self.drop_finished()
-        rows = self.rows
-        rows.positions = rows.positions + 1
-        rows.places = (rows.places + 1).minimum(rows.ends - 1)
-        rows.counts = (rows.counts + 1).clamp_(max=longest - 1)
         self.mask = torch.cat((self.mask, self.mask.new_ones(len(self.mask), 1)), dim=1)
         out = model(
-            input_ids=rows.tokens[:, None],
+            input_ids=torch.tensor([row.tokens[-1:] for row in self.rows], device=model.device),
             attention_mask=self.mask,
-            position_ids=rows.positions[:, None],
+            position_ids=self.mask.sum(dim=1, keepdim=True) - 1,
             past_key_values=self.cache,
             use_cache=True,
         )
         self.logits = out.logits[:, -1]
+        if recorder is not None:
+            for row, experts in zip(self.rows, recorder.take(len(self.rows)), strict=True):
+                row.experts.append(experts)
 
     def drop_finished(self) -> None:
-        keep = self.rows.is_live.nonzero().squeeze(1)
+        keep = torch.tensor([number for number, row in enumerate(self.rows) if row.is_live], device=self.mask.device)
         self.cache.reorder_cache(keep)
-        self.mask, self.logits, self.rows = self.mask[keep], self.logits[keep], self.rows[keep]
+        self.mask, self.logits = self.mask[keep], self.logits[keep]
+        self.rows = [row for row in self.rows if row.is_live]
+
+
+def _left_padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_side="left")  # type: ignore[arg-type]
 
 
 def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
@@ -305,7 +261,7 @@ def _merged(cohorts: Sequence[_Cohort]) -> _Cohort:
         cache,
         mask=torch.cat([F.pad(cohort.mask, (width - cohort.mask.shape[1], 0)) for cohort in cohorts]),
         logits=torch.cat([cohort.logits for cohort in cohorts]),
-        rows=_Rows.concatenated([cohort.rows for cohort in cohorts]),
+        rows=[row for cohort in cohorts for row in cohort.rows],
     )
 
 
@@ -327,9 +283,8 @@ def _moved_left(cache: DynamicCache, mask: Tensor) -> Tensor:
     """Move all padding of a cache to the left, and drop what no row needs. Return the mask of the moved cache."""
     kept = mask.argsort(dim=1, stable=True)[:, mask.shape[1] - int(mask.sum(dim=1).max()) :]
     for layer in cache.layers:
-        index = kept[:, None, :, None].expand(-1, layer.keys.shape[1], -1, -1)
-        layer.keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[-1]))
-        layer.values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[-1]))
+        layer.keys = layer.keys.take_along_dim(kept[:, None, :, None], 2)
+        layer.values = layer.values.take_along_dim(kept[:, None, :, None], 2)
     return mask.gather(1, kept)
 
 
@@ -348,14 +303,12 @@ def _prefills(starts: Mapping[int, Start]) -> Iterator[dict[int, Start]]:
 _BLOCK = 256  # tokens per partial sum; only these sums need double precision, not the whole vocabulary
 
 
-def uniforms(
-    seed: int, step: int, prompt_id: int, sample_index: int, length: int, turn: int | None = None
-) -> np.ndarray:
+def uniforms(*numbers: int, length: int) -> np.ndarray:
     """Return [length] float64 in [0, 1): the random stream (Philox) of a sample or of a turn of its conversation.
 
-    It depends only on the other arguments, and a shorter stream is the start of a longer one.
+    It depends only on `numbers`: seed, step, prompt id and sample index, and for a turn the checksum of its context. A
+    shorter stream is the start of a longer one.
     """
-    numbers = (seed, step, prompt_id, sample_index) if turn is None else (seed, step, prompt_id, sample_index, turn)
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers))).random(length)
 
 
@@ -397,9 +350,7 @@ def _locate(masses_BNK: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
     cumulative_BN = sums_BN.cumsum(dim=-1)
     block_B1, wanted_B1 = _search(cumulative_BN, uniform_B[:, None] * cumulative_BN[:, -1:])
     before_B1 = cumulative_BN.gather(1, block_B1) - sums_BN.gather(1, block_B1)
-    within_BK = (
-        masses_BNK[torch.arange(len(masses_BNK), device=masses_BNK.device), block_B1.squeeze(1)].double().cumsum(dim=-1)
-    )
+    within_BK = masses_BNK.take_along_dim(block_B1[:, :, None], 1).squeeze(1).double().cumsum(dim=-1)
     # A block's sum was rounded in float32; the sum within the block is in double precision.
     share_B1 = (wanted_B1 - before_B1) / sums_BN.gather(1, block_B1)
     place_B1, _ = _search(within_BK, share_B1.clamp(min=0) * within_BK[:, -1:])

@@ -30,9 +30,9 @@ from grpo_mega.distributed.device import Device
 from grpo_mega.errors import EngineError
 from grpo_mega.rollout.embedded.decoder import Cached, Decoder, Start, uniforms
 from grpo_mega.rollout.embedded.model import RouteRecorder, checkpoint_tensors, make_model
-from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, context_seed, schedule_of
-from grpo_mega.rollout.routes import RouterSizes
-from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.engine import Engine, RolloutRequest, Sampling, Schedule, schedule_of, token_checksum
+from grpo_mega.rollout.routes import RouterSizes, with_routes_of
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.types import FinishReason, Group, Sample, Span
 from grpo_mega.weights.apply import Bucket, Entry, mismatched_blocks, mismatched_tensors, write_entries
 from grpo_mega.weights.layout import hf_shards
@@ -69,17 +69,15 @@ class EmbeddedEngine(Engine):
         self.max_concurrent = max_concurrent
         self._rank, self._world_size, self._verify = rank, world_size, verify
         self._model = make_model(hf_config, shape, dtype, self.device)
-        self._recorder = RouteRecorder(self._model, RouterSizes.of(shape, hf_config) if shape.num_experts else None)
+        self._recorder = RouteRecorder(self._model)
+        self._routers = RouterSizes.of(shape, hf_config) if shape.num_experts else None
         self._tensors = checkpoint_tensors(self._model, family, shape)
         self._received: list[Entry] = []
         self._problems: list[str] = []
 
     def start_update(self) -> list[str]:
         self._received, self._problems = [], []
-        return sorted(set(self._tensors) ^ set(self._side.rank_shards(self._rank)))
-
-    def allocate(self, index: int, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return sorted(set(self._tensors) ^ set(self.shard_layout.rank_shards(self._rank)))
 
     def load(self, bucket: Bucket) -> None:
         write_entries(bucket.entries, bucket.values, self._tensors, bucket.dtype)
@@ -120,10 +118,7 @@ class EmbeddedEngine(Engine):
             schedule.add(prompt_index)
         if request.conversations is not None:
             self._converse(request.conversations, request, schedule, per_batch)
-            groups = schedule.finish().items()
-            return {
-                index: group for index, group in groups if not self.failure or group.is_complete(sampling.group_size)
-            }
+            return schedule.complete_groups() if self.failure else schedule.finish()
         clock = 0
         while (stop is None or not stop.is_met(clock)) and (taken := schedule.take()):
             batch = [(prompt_index, sample) for prompt_index, samples in taken.items() for sample in samples]
@@ -136,11 +131,11 @@ class EmbeddedEngine(Engine):
         self, conversations: Conversations, request: RolloutRequest, schedule: Schedule, num_slots: int
     ) -> None:
         """Run the conversations of the schedule. Set `failure` if one fails."""
-        self._recorder.start(0, 0, self.device, is_on=False)
+        self._recorder.is_on = False
         num_slots = min(num_slots, schedule.num_waiting)
-        decoder = Decoder(self._model, num_slots, request.sampling.max_response_length, request.sampling)
+        decoder = Decoder(self._model, request.sampling)
         try:
-            TurnLoop(decoder, conversations, request, schedule, self.version).run()
+            TurnLoop(decoder, num_slots, conversations, request, schedule, self.version).run()
         except EngineError as error:
             self.failure = f"a conversation in step {request.step} failed: {error}"
 
@@ -151,9 +146,9 @@ class EmbeddedEngine(Engine):
         schedule.
         """
         samples, sampling, stop = [sample for _, sample in batch], request.sampling, request.stop
-        longest = sampling.max_response_length
-        self._recorder.start(len(samples), longest, self.device, is_on=sampling.with_routes)
-        decoder = Decoder(self._model, len(samples), longest, sampling, self._recorder)
+        routers = self._routers if sampling.with_routes else None
+        self._recorder.is_on = routers is not None
+        decoder = Decoder(self._model, sampling, self._recorder if routers else None)
         for is_continued in (False, True):
             starts = {
                 row: _start_of(sample, sampling, request.step)
@@ -166,20 +161,23 @@ class EmbeddedEngine(Engine):
         def extended(row: int, reason: FinishReason | None) -> tuple[int, Sample]:
             prompt_index, sample = batch[row]
             tokens, logprobs = decoder.found(row)
+            routes = sample.routes
+            if routers:
+                routes = with_routes_of(routes, decoder.experts(row).numpy().astype(routers.dtype))
             return prompt_index, replace(
                 sample,
                 response_ids=[*sample.response_ids, *tokens],
                 rollout_logprobs=[*sample.rollout_logprobs, *logprobs],
                 finish_reason=reason,
                 spans=[*sample.spans, Span(self.version, sample.response_len, sample.response_len + len(tokens))],
-                routes=self._recorder.routes(row, sample, len(tokens) - 1),  # the last token was not fed to the model
+                routes=routes,
             )
 
         while decoder.is_running:
             clock += 1
             ended = decoder.sample()
             if request.on_tokens is not None:
-                request.on_tokens(decoder.tokens_ST[0, : decoder.num_steps].tolist())
+                request.on_tokens(decoder.found(0)[0])
             for row, reason in ended:
                 schedule.ended(*extended(row, reason), clock)
             if stop is not None and decoder.is_running and stop.is_met(clock):
@@ -196,21 +194,16 @@ def _start_of(sample: Sample, sampling: Sampling, step: int) -> Start:
     stream, prompt = None, sample.prompt
     if sampling.temperature > 0:
         version = sample.first_version if sample.spans else step
-        stream = uniforms(sampling.seed, version, prompt.id, sample.index, sampling.max_response_length)
-    return Start(
-        context=(*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids,
-        stream=stream,
-        first=sample.response_len,
-        end=sampling.max_response_length,
-        stop_token_ids=sampling.stop_token_ids,
-    )
+        stream = uniforms(sampling.seed, version, prompt.id, sample.index, length=sampling.max_response_length)
+        stream = stream[sample.response_len :]
+    context = (*prompt.token_ids, *sample.response_ids) if sample.response_len else prompt.token_ids
+    return Start(context, stream, sampling.max_response_length - sample.response_len, sampling.stop_token_ids)
 
 
 JOIN_EVERY = 8  # turns join the batch when the clock is a multiple of this
 LEAST_STEPS = 4  # minimum number of decoding steps between two turns of a conversation
 LATE_S = 10.0  # seconds that the engine waits for a conversation
 LOOK_S = 0.05  # interval of checks of a stop condition while all conversations are late
-Key = tuple[int, int]  # prompt index and sample index
 
 
 class TurnLoop:
@@ -219,23 +212,24 @@ class TurnLoop:
     def __init__(
         self,
         decoder: Decoder,
+        num_slots: int,
         conversations: Conversations,
         request: RolloutRequest,
         schedule: Schedule,
         version: int,
     ) -> None:
-        """`decoder` has a slot for each sample of the schedule that may run. `version` is its policy's version."""
-        self._decoder, self._conversations, self._request = decoder, conversations, request
+        """`num_slots`: number of turns that may be decoded at once. `version`: version of the decoder's policy."""
+        self._decoder, self._num_slots, self._conversations, self._request = decoder, num_slots, conversations, request
         self._schedule, self._version = schedule, version
         self._clock = 0
         self._samples: dict[Key, Sample] = {}  # samples of the running conversations
-        self._due: dict[Key, int] = {}  # clock until which a conversation may think; none while its turn is decoded
-        self._late: set[Key] = set()  # conversations that the engine no longer waits for
+        # Clock until which a conversation may think; none while its turn is decoded, or if the engine no longer waits
+        # for the conversation, because it is late.
+        self._due: dict[Key, int] = {}
         self._asked: list[TurnRequest] = []  # turns that have not joined yet
-        self._ended: list[Ended] = []  # conversations that have not been reported yet
+        self._ended: dict[Key, Sample] = {}  # conversations that have not been reported yet
         self._turns: dict[int, TurnRequest] = {}  # turns in the batch, by slot
         self._caches: dict[Key, tuple[tuple[int, ...], Cached | None]] = {}  # last turns, with their tokens
-        self._longest = decoder.tokens_ST.shape[1]
         self._patience = LATE_S
 
     def run(self) -> None:
@@ -245,8 +239,7 @@ class TurnLoop:
             self._start_samples()
             while self._samples and not self._is_stopped:
                 if not self._decoder.is_running:  # nothing to decode until the next conversation is due
-                    due = [at for key, at in self._due.items() if key not in self._late]
-                    self._clock = max(_next_join(self._clock), min(due, default=0))
+                    self._clock = max(_next_join(self._clock), min(self._due.values(), default=0))
                 if self._clock % JOIN_EVERY == 0:
                     self._wait_for_due()
                     self._report_ended()
@@ -264,15 +257,15 @@ class TurnLoop:
 
     @property
     def _are_all_late(self) -> bool:
-        return not self._decoder.is_running and not self._has_due_event and self._late >= self._due.keys()
+        return (
+            not self._due
+            and not self._decoder.is_running
+            and not any(map(self._is_due, (*self._asked_keys, *self._ended)))
+        )
 
     @property
-    def _has_due_event(self) -> bool:
-        return any(self._is_due(request.key) for request in self._asked) or any(map(self._is_due, self._ended_keys))
-
-    @property
-    def _ended_keys(self) -> list[Key]:
-        return [(end.prompt_index, end.sample.index) for end in self._ended]
+    def _asked_keys(self) -> list[Key]:
+        return [request.key for request in self._asked]
 
     def _is_due(self, key: Key) -> bool:
         return self._due.get(key, 0) <= self._clock
@@ -290,7 +283,7 @@ class TurnLoop:
         until = time.monotonic() + self._patience
         while missing := self._missing():
             if not self._receive(until - time.monotonic()):
-                self._late |= missing
+                self._due = {key: clock for key, clock in self._due.items() if key not in missing}
                 self._patience /= 2
         while self._are_all_late and not self._is_stopped:
             self._receive(LOOK_S)
@@ -299,8 +292,7 @@ class TurnLoop:
 
     def _missing(self) -> set[Key]:
         """Return the conversations that are due, not late, and neither ask for a turn nor ended."""
-        known = {*self._late, *self._ended_keys, *(request.key for request in self._asked)}
-        return {key for key in self._due if self._is_due(key) and key not in known}
+        return set(filter(self._is_due, self._due)) - {*self._ended, *self._asked_keys}
 
     def _receive(self, seconds: float) -> bool:
         """Receive an event within this time. Return False if there is none. Raise EngineError if it is a failure."""
@@ -311,25 +303,19 @@ class TurnLoop:
         match event:
             case Asked(request):
                 self._asked.append(request)
-            case Ended():
-                self._ended.append(event)
+            case Ended(prompt_index, sample):
+                self._ended[prompt_index, sample.index] = sample
             case Failed(error=error):
                 raise EngineError(error)
         return True
 
     def _report_ended(self) -> None:
         """Report the conversations that ended, in the order of their keys, and start others in their place."""
-        due = [end for key, end in zip(self._ended_keys, self._ended, strict=True) if self._is_due(key)]
-        for end in sorted(due, key=lambda end: (end.prompt_index, end.sample.index)):
-            self._ended.remove(end)
-            sample, key = end.sample, (end.prompt_index, end.sample.index)
-            if not sample.spans:  # the agent asked for no turn
-                sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
+        for key in sorted(filter(self._is_due, self._ended)):
             self._due.pop(key, None)
-            self._late.discard(key)
             del self._samples[key]
             self._cancel(key)
-            self._schedule.ended(end.prompt_index, sample, self._clock)
+            self._schedule.ended(key[0], self._ended.pop(key), self._clock)
         self._start_samples()
 
     def _cancel(self, key: Key) -> None:
@@ -343,7 +329,7 @@ class TurnLoop:
 
     def _join_asked(self) -> None:
         """Let the turns that are due join the batch, in the order of their length."""
-        free = [slot for slot in range(len(self._decoder.tokens_ST)) if slot not in self._turns]
+        free = [slot for slot in range(self._num_slots) if slot not in self._turns]
         due = sorted((request for request in self._asked if self._is_due(request.key)), key=lambda request: request.key)
         contexts = {request.context_ids: request.context_ids for request in due}  # equal contexts share a prefill
         due = sorted(due[: len(free)], key=lambda request: (len(request.context_ids), request.context_ids))
@@ -351,18 +337,17 @@ class TurnLoop:
         for request, slot in zip(due, free, strict=False):
             self._asked.remove(request)
             self._due.pop(request.key, None)
-            self._late.discard(request.key)
             self._turns[slot] = request
             starts[slot] = self._start_of(request, contexts[request.context_ids])
         if starts:
             self._decoder.join(starts)
 
     def _start_of(self, request: TurnRequest, context: tuple[int, ...]) -> Start:
-        stream, sampling, end = None, self._request.sampling, min(request.max_new_tokens, self._longest)
+        stream, sampling, most = None, self._request.sampling, request.max_new_tokens
         if sampling.temperature > 0:
-            seed = sampling.seed, request.step, request.prompt.id, request.key[1]
-            stream = uniforms(*seed, end, context_seed(context))
-        return Start(context, stream, 0, end, request.stop_token_ids, self._cached(request.key, context))
+            numbers = sampling.seed, request.step, request.prompt.id, request.key[1], token_checksum(context)
+            stream = uniforms(*numbers, length=most)
+        return Start(context, stream, most, request.stop_token_ids, self._cached(request.key, context))
 
     def _cached(self, key: Key, context: tuple[int, ...]) -> Cached | None:
         """Return the cache of the tokens that a context shares with the last turn of its conversation."""

@@ -114,15 +114,13 @@ async def post(url: str, api_key: str, body: Mapping[str, Any]) -> dict[str, Any
     raise RefusedRequest(problem.get("message") or f"status {code}")
 
 
-def prompt_values(prompt: Prompt) -> dict[str, Any]:
-    """Return what an agent function sees of a prompt, for `as_prompt` in a worker."""
+def agent_prompt(prompt: Prompt) -> SimpleNamespace:
+    """Return what an agent function sees of a prompt: messages, answer, columns, and each column that is not called
+    like one of them.
+    """
     columns = prompt.extras | {name: value for name, value in prompt.raw_columns.items() if name != "prompts"}
-    return {"messages": prompt.messages, "answer": prompt.answer, "columns": columns}
-
-
-def as_prompt(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the object with messages, answer, and each column of the row that is not called like one of them."""
-    return SimpleNamespace(**{str(name): value for name, value in values["columns"].items()} | dict(values))
+    own = {"messages": prompt.messages, "answer": prompt.answer, "columns": columns}
+    return SimpleNamespace(**{str(name): value for name, value in columns.items()} | own)
 
 
 MAX_CALLS = 32
@@ -341,12 +339,12 @@ class _Loop:
             task.add_done_callback(lambda done: self._tasks.get(session_id, set()).discard(done))
         return task
 
-    async def _converse(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
+    async def _converse(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
         chat, value, error, limit = Chat(base_url, api_key), None, None, asyncio.timeout(self._rollout.agent_timeout_s)
         kind: Kind = "returned"
         try:
             async with limit:
-                value = checked_value(await self._agent(chat, as_prompt(prompt)))
+                value = checked_value(await self._agent(chat, prompt))
         except LimitReached:
             pass
         except EndpointFailed as problem:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_mega.config.rollout import RolloutConfig
@@ -49,16 +50,16 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         self,
         rollout: RolloutConfig,
         code_dir: Path | None,
-        num_workers: int | None = None,
         schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.results: queue.SimpleQueue[AgentResult] = queue.SimpleQueue()
+        # None is put by an owner that ends the thread in which it receives results.
+        self.results: queue.SimpleQueue[AgentResult | None] = queue.SimpleQueue()
         self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
         self._timeout_s = rollout.agent_timeout_s
         self._job = AgentJob(code_dir, rollout, tuple(schemas))
         self._server = ForkServer()
         self._changed = threading.Condition()  # guards slots and failure
-        self._slots = [_Slot() for _ in range(num_workers or rollout.agent_workers)]
+        self._slots = [_Slot() for _ in range(rollout.agent_workers)]
         self._failure: str | None = None
         self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in self._slots]
         for thread in self._threads:
@@ -67,8 +68,8 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None:
-        """Start the agent function of a sample. `prompt` comes from chat.prompt_values. Raises EngineError."""
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
+        """Start the agent function of a sample. `prompt` comes from agent_prompt. Raises EngineError."""
         with self._changed:
             if self._failure is not None:
                 raise EngineError(self._failure)
@@ -129,18 +130,16 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def _receive_all(self, worker: Worker, slot: _Slot) -> None:
         """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
         problem = "the worker was killed, because another sample ignored its deadline"
-        with contextlib.suppress(WorkerEnded):
-            try:
-                while self._failure is None:
-                    with self._changed:
-                        is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
-                    if is_overdue:
-                        break
-                    if (result := worker.receive(_LOOK_S)) is not None:
-                        self._end(slot, result)
-            except WorkerEnded as ended:
-                problem = f"the worker process ended with {ended}"
-                raise
+        try:
+            while self._failure is None:
+                with self._changed:
+                    is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
+                if is_overdue:
+                    break
+                if (result := worker.receive(_LOOK_S)) is not None:
+                    self._end(slot, result)
+        except WorkerEnded as ended:
+            problem = f"the worker process ended with {ended}"
         with self._changed:
             now, left, slot.outbox = time.monotonic(), list(slot.ends.items()), queue.SimpleQueue()
         for session_id, end in left:

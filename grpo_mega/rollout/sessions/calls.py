@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from grpo_mega.rollout.sessions.template import TAG, Message, Template
+from grpo_mega.rollout.sessions.template import TAG, Message, Template, Tools
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -43,14 +43,13 @@ class CallParser:
         self._starts_in_thought = any(not tag.startswith("</") for tag in TAG.findall(template.prefill)[-1:])
         self.format = "hermes" if tool_format == "auto" else tool_format
         if tool_format == "auto":
-            wanted = ("f", {"a": 12, "b": ["c"]})
-            function = {"name": wanted[0], "arguments": wanted[1]}
-            text = template.render_call([{"type": "function", "id": "callqzxv0", "function": function}])
-            text = min((text.partition(stop)[0] for stop in template.stop_texts), key=len, default=text)
+            arguments = {"a": 12, "b": ["c"]}
+            text = template.render_call(arguments)
+            text = min((text.partition(stop)[0] for stop in template.stops.values()), key=len, default=text)
             for name, known in FORMATS.items():
                 content, *pieces = text.split(known.opening)
                 found = known.read(content, pieces, None)
-                if not found.invalid and found.calls == [wanted]:
+                if not found.invalid and found.calls == [("f", arguments)]:
                     self.format = name
                     break
         self._format = FORMATS[self.format]
@@ -106,7 +105,6 @@ class CallParser:
 
 
 CLOSING = "</tool_call>"
-Tools = Sequence[Mapping[str, Any]] | None
 Call = tuple[str, Any]  # name and arguments
 
 
@@ -128,16 +126,21 @@ class CallFormat:
     write: Callable[[str, Any], str]  # returns the text of a call with this name and these arguments
 
 
-def _tagged(read: Callable[[str, Tools], list[Call]]) -> Callable[[str, list[str], Tools], FoundCalls]:
-    """Return the reader of calls between tags. `read` returns the calls of a text, or raises ValueError."""
+def _marked(
+    read: Callable[[str, Tools], list[Call]], *, is_closed: bool = True
+) -> Callable[[str, list[str], Tools], FoundCalls]:
+    """Return the reader of calls after marks. `read` returns the calls of a text, or raises ValueError.
+
+    `is_closed`: a call ends with CLOSING, and text may follow.
+    """
 
     def read_all(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
         found, rest = FoundCalls(content.strip() if pieces else content), ""
         for piece in pieces:
-            body, closing, after = piece.partition(CLOSING)
+            body, closing, after = piece.partition(CLOSING) if is_closed else (piece, "", "")
             try:
                 found.calls += read(body, tools)
-                if not closing:
+                if is_closed and not closing:
                     raise ValueError(f"{CLOSING} is missing")
             except ValueError as error:
                 found.invalid.append((body, str(error)))
@@ -148,16 +151,10 @@ def _tagged(read: Callable[[str, Tools], list[Call]]) -> Callable[[str, list[str
     return read_all
 
 
-def _mistral(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
-    found = FoundCalls(content.strip() if pieces else content)
-    for piece in pieces:
-        if match := re.match(r"\s*([\w.-]+)(?:\[ARGS\])?(\{.*)", piece, re.DOTALL):
-            piece = f'{{"name": {json.dumps(match[1])}, "arguments": {match[2]}}}'
-        try:
-            found.calls += _read_json(piece)
-        except ValueError as error:
-            found.invalid.append((piece, str(error)))
-    return found
+def _mistral(text: str, tools: Tools) -> list[Call]:
+    if match := re.match(r"\s*([\w.-]+)(?:\[ARGS\])?(\{.*)", text, re.DOTALL):
+        text = f'{{"name": {json.dumps(match[1])}, "arguments": {match[2]}}}'
+    return _read_json(text, tools)
 
 
 def _llama3(content: str, pieces: list[str], tools: Tools) -> FoundCalls:
@@ -183,7 +180,7 @@ def _json_values(text: str) -> Iterator[Any]:
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
 
 
-def _read_json(text: str, tools: Tools = None) -> list[Call]:
+def _read_json(text: str, tools: Tools) -> list[Call]:
     """Return the calls in a JSON object or list. Raise ValueError."""
     try:
         value = json.loads(text)
@@ -281,9 +278,9 @@ _QWEN = _Xml(
     "<parameter={}>\n{}\n</parameter>\n",
 )
 FORMATS = {
-    "hermes": CallFormat("<tool_call>", _tagged(_read_json), lambda *call: _write_json(*call) + CLOSING),
-    "glm45": CallFormat("<tool_call>", _tagged(_GLM.read), lambda *call: _GLM.write(*call) + CLOSING),
-    "qwen3_coder": CallFormat("<tool_call>", _tagged(_QWEN.read), lambda *call: f"{_QWEN.write(*call)}\n{CLOSING}"),
+    "hermes": CallFormat("<tool_call>", _marked(_read_json), lambda *call: _write_json(*call) + CLOSING),
+    "glm45": CallFormat("<tool_call>", _marked(_GLM.read), lambda *call: _GLM.write(*call) + CLOSING),
+    "qwen3_coder": CallFormat("<tool_call>", _marked(_QWEN.read), lambda *call: f"{_QWEN.write(*call)}\n{CLOSING}"),
     "llama3": CallFormat("<|python_tag|>", _llama3, partial(_write_json, key="parameters")),
-    "mistral": CallFormat("[TOOL_CALLS]", _mistral, _write_json),
+    "mistral": CallFormat("[TOOL_CALLS]", _marked(_mistral, is_closed=False), _write_json),
 }

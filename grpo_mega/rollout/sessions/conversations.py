@@ -20,19 +20,20 @@ import contextlib
 import hmac
 import json
 import queue
-import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sessions.agent_job import prompt_values
+from grpo_mega.rollout.loop_thread import LoopThread
+from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
+from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
 from grpo_mega.rollout.sessions.session import (
     Asked,
@@ -45,23 +46,10 @@ from grpo_mega.rollout.sessions.session import (
     TurnRequest,
     TurnResult,
 )
-from grpo_mega.rollout.sessions.template import RequestError, Template, well_formed_json
+from grpo_mega.rollout.sessions.template import RequestError, Template, named_function, well_formed_json
 from grpo_mega.types import FinishReason, Prompt
 
-T = TypeVar("T")
 AGENT = "agent"  # name of the score of an agent function that returns a number
-
-
-class Workers(Protocol):
-    """The processes that run the agent functions (agents.AgentWorkers)."""
-
-    results: queue.SimpleQueue[Any]  # AgentResult for each session that ended by itself; None is ignored
-
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: dict[str, Any]) -> None: ...
-
-    def kill(self, session_ids: Collection[str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Conversations(AbstractContextManager["Conversations"]):
@@ -72,7 +60,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         tokenizer: Any,
         decode: Decode,
         sampling: Sampling,
-        workers: Workers,
+        workers: AgentWorkers,
         *,
         max_turns: int,
         max_context: int,
@@ -93,14 +81,11 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
         self._has_warned = False
-        self._loop = asyncio.new_event_loop()
-        self._threads = [
-            threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True),
-            threading.Thread(target=self._forward_results, name="agent-results", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._run(self._gateway.start())
+        self._thread = LoopThread("sessions")
+        self._loop = self._thread.loop
+        self._forwarding = threading.Thread(target=self._forward_results, name="agent-results", daemon=True)
+        self._forwarding.start()
+        self._thread.run(self._gateway.start())
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -114,9 +99,17 @@ class Conversations(AbstractContextManager["Conversations"]):
     def sampling(self, sampling: Sampling) -> None:
         self._gateway.sampling = sampling
 
-    def start(self, prompt_index: int, sample_index: int, prompt: Prompt, step: int) -> None:
+    def start(
+        self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool = False
+    ) -> None:
         """Start the agent function of a sample in a worker."""
-        self._start((prompt_index, sample_index), prompt, step, is_repeated=False)
+        sampling = self.sampling
+        longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
+        limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
+        key = prompt_index, sample_index
+        session = Session(self._template, self._parser, key, prompt, step, limits, is_repeated=is_repeated)
+        self._gateway.sessions[session.id] = session
+        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt))
 
     def answer(self, request: TurnRequest, result: TurnResult) -> None:
         """Answer a turn. The answer is ignored if its conversation has ended."""
@@ -132,12 +125,10 @@ class Conversations(AbstractContextManager["Conversations"]):
             self._waiting.clear()
             return ids
 
-        self._workers.kill(self._run(end_all()))
-        while True:
-            try:
+        self._workers.kill(self._thread.run(end_all()))
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self.events.get_nowait()
-            except queue.Empty:
-                return
 
     def close(self) -> None:
         """End all conversations, the workers and the endpoint. May be called twice."""
@@ -145,23 +136,10 @@ class Conversations(AbstractContextManager["Conversations"]):
             return
         self.abort()
         self._workers.close()
-        self._run(self._gateway.close())
+        self._thread.run(self._gateway.close())
         self._workers.results.put(None)
-        self._threads[1].join()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._threads[0].join()
-        self._loop.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _start(self, key: tuple[int, int], prompt: Prompt, step: int, *, is_repeated: bool) -> None:
-        sampling = self.sampling
-        longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
-        limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
-        session = Session(self._template, self._parser, key, prompt, step, limits)
-        opened = self._gateway.open(OpenSession(session, is_repeated))
-        self._workers.start(opened.id, self._gateway.url(opened), opened.key, prompt_values(prompt))
+        self._forwarding.join()
+        self._thread.stop()
 
     def _forward_results(self) -> None:
         while (result := self._workers.results.get()) is not None:
@@ -169,58 +147,56 @@ class Conversations(AbstractContextManager["Conversations"]):
 
     # The methods below run in the event loop.
 
-    async def _sample(self, opened: OpenSession, turn: Turn, chat: ChatRequest) -> None:
+    async def _sample(self, session: Session, turn: Turn, chat: ChatRequest) -> None:
         """Ask the engine for a turn, and wait for its result."""
-        if opened.id not in self._gateway.sessions:
+        if session.id not in self._gateway.sessions:
             raise ended_error()
         name = _name(turn.request)
         future: asyncio.Future[TurnResult] = self._loop.create_future()
         if name not in self._waiting:
             self.events.put(Asked(turn.request))
         self._waiting.setdefault(name, []).append(future)
-        opened.session.record(turn, chat, await future)
+        session.record(turn, chat, await future)
 
     def _resolve(self, request: TurnRequest, result: TurnResult) -> None:
         for future in self._waiting.pop(_name(request), ()):
             if not future.done():
                 future.set_result(result)
 
-    def _end(self, session_id: str) -> OpenSession | None:
+    def _end(self, session_id: str) -> Session | None:
         """Refuse further requests of a session, also requests that wait for a turn. Return None if it ended before."""
         ended = self._gateway.end(session_id)
         for name, futures in self._waiting.items():
-            if ended is not None and name[0] == ended.session.key:
+            if ended is not None and name[0] == ended.key:
                 for future in futures:
                     if not future.done():
                         future.set_exception(ended_error())
         return ended
 
-    def _agent_ended(self, result: Any) -> None:
-        ended = self._end(result.session_id)
-        if ended is None:
+    def _agent_ended(self, result: AgentResult) -> None:
+        session = self._end(result.session_id)
+        if session is None:
             return
-        session = ended.session
         try:
-            if result.kind == "died" and not ended.is_repeated:
-                self._start(session.key, session.prompt, session.step, is_repeated=True)
+            if result.kind == "died" and not session.is_repeated:
+                self.start(*session.key, session.prompt, session.step, is_repeated=True)
             elif result.kind == "died":
                 self.events.put(Failed(session.key[0], result.error or "the agent's worker died"))
             else:
-                self.events.put(self._event_of(ended, result))
+                self.events.put(self._event_of(session, result))
         except Exception as error:  # without an event the engine would wait for ever
             self.events.put(Failed(session.key[0], f"prompt {session.prompt.id}: {error!r}"))
 
-    def _event_of(self, ended: OpenSession, result: Any) -> Ended:
+    def _event_of(self, session: Session, result: AgentResult) -> Ended:
         """Return the event of a conversation that ended. A limit leaves scoring to others, and an error scores 0."""
-        session = ended.session
         for turn in session.turns:
-            turn.reward = result.turn_rewards.get(ended.answer_id(turn))
+            turn.reward = result.turn_rewards.get(session.answer_id(turn))
         self._waiting = {name: futures for name, futures in self._waiting.items() if name[0] != session.key}
         limit: FinishReason | None = "deadline" if result.kind == "deadline" else session.reached_limit
         sample = session.to_sample(limit or "stop")
         if result.kind == "returned":
-            value = {} if result.value is None else {AGENT: result.value}
-            sample.scores = dict(result.value if isinstance(result.value, dict) else value)
+            if result.value is not None:
+                sample.scores = dict(result.value if isinstance(result.value, dict) else {AGENT: result.value})
         else:
             sample.verdicts = {AGENT: limit or "error"}
             sample.scores = {} if limit else {AGENT: 0.0}
@@ -256,33 +232,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class OpenSession:
-    """A session that clients can reach."""
-
-    session: Session
-    is_repeated: bool = False  # its agent function starts for the second time
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-
-    def answer_id(self, turn: Turn) -> str:
-        """Return the id of the answer with this turn."""
-        return f"chatcmpl-{self.id}-{turn.request.number}"
-
-
 class Gateway:
     """Runs in the event loop that calls `start`. `sampling` may be replaced between phases."""
 
     def __init__(
-        self, tokenizer: Any, sampling: Sampling, sample: Callable[[OpenSession, Turn, ChatRequest], Awaitable[None]]
+        self, tokenizer: Any, sampling: Sampling, sample: Callable[[Session, Turn, ChatRequest], Awaitable[None]]
     ) -> None:
         """`sample` waits until a turn has its result. It raises RequestError if the session ends before."""
         self.sampling = self._training_sampling = sampling
         self._tokenizer, self._sample = tokenizer, sample
-        self.sessions: dict[str, OpenSession] = {}  # open sessions by id
+        self.sessions: dict[str, Session] = {}  # open sessions by id
         self._ended: deque[str] = deque(maxlen=MAX_ENDED)
         self._url = ""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_with_refusals])
         app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{id}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -298,42 +260,35 @@ class Gateway:
     async def close(self) -> None:
         await self._runner.cleanup()
 
-    def open(self, opened: OpenSession) -> OpenSession:
-        self.sessions[opened.id] = opened
-        return opened
-
-    def end(self, session_id: str) -> OpenSession | None:
+    def end(self, session_id: str) -> Session | None:
         """Refuse further requests of the session. Return None if it ended before."""
-        if (opened := self.sessions.pop(session_id, None)) is not None:
+        if (session := self.sessions.pop(session_id, None)) is not None:
             self._ended.append(session_id)
-        return opened
+        return session
 
-    def url(self, opened: OpenSession) -> str:
+    def url(self, session: Session) -> str:
         """Return the base url for a client, such as OpenAI(base_url=...)."""
-        return f"{self._url}/sessions/{opened.id}/v1"
+        return f"{self._url}/sessions/{session.id}/v1"
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._find(request)
         try:
-            opened = self._find(request)
-            try:
-                body = json.loads(await request.read())
-            except (ValueError, RecursionError) as error:
-                raise RequestError(f"the body is not JSON ({error})") from None
-            except web.HTTPRequestEntityTooLarge:
-                raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413) from None
-            if not isinstance(body, dict):
-                raise RequestError("the body must be a JSON object")
-            try:
-                chat = self._read(body)
-            except RecursionError:
-                raise RequestError("the body is nested too deeply") from None
-            async with opened.session.lock:
-                turn = opened.session.turn_of(chat)
-                if turn.result is None:
-                    await self._sample(opened, turn, chat)
-        except RequestError as error:
-            return _refusal(error)
-        head = {"id": opened.answer_id(turn), "created": int(time.time()), "model": MODEL}
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not JSON ({error})") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise RequestError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB", status=413) from None
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        try:
+            chat = self._read(body)
+        except RecursionError:
+            raise RequestError("the body is nested too deeply") from None
+        async with session.lock:
+            turn = session.turn_of(chat)
+            if turn.result is None:
+                await self._sample(session, turn, chat)
+        head = {"id": session.answer_id(turn), "created": int(time.time()), "model": MODEL}
         if not body.get("stream"):
             choice = {"index": 0, "message": turn.answer, "logprobs": None, "finish_reason": turn.finish_reason}
             return web.json_response(head | {"object": "chat.completion", "choices": [choice], "usage": _usage(turn)})
@@ -347,24 +302,21 @@ class Gateway:
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._find(request)
-        except RequestError as error:
-            return _refusal(error)
+        self._find(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "grpo_mega"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _find(self, request: web.Request) -> OpenSession:
+    def _find(self, request: web.Request) -> Session:
         name = request.match_info["id"]
-        opened = self.sessions.get(name)
-        if opened is None:
+        session = self.sessions.get(name)
+        if session is None:
             if name in self._ended:
                 raise ended_error()
             raise RequestError(f"there is no session {name!r}", code="session_unknown", status=404)
         given = request.headers.get("Authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, f"Bearer {opened.key}".encode()):
+        if not hmac.compare_digest(given, f"Bearer {session.api_key}".encode()):
             raise RequestError("the API key is not the session's; use chat.api_key", code="invalid_api_key", status=401)
-        return opened
+        return session
 
     def _read(self, body: dict[str, Any]) -> ChatRequest:
         """Return the request of a body. Raise RequestError for a parameter that cannot be honoured."""
@@ -393,15 +345,9 @@ class Gateway:
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise RequestError(f"max_tokens={most!r}: must be a number of at least 1")
-        tools: list[dict[str, Any]] | None = None
-        if (given := body.get("tools")) not in (None, []):
-            functions = [
-                tool.get("function") if isinstance(tool, dict) else None
-                for tool in (given if isinstance(given, list) else [None])
-            ]
-            if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-                raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
-            tools = well_formed_json(given)
+        tools = body.get("tools")
+        if tools is not None and not (isinstance(tools, list) and all(map(named_function, tools))):
+            raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
         stop = body.get("stop")
         texts = [stop] if isinstance(stop, str) else stop or []
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -415,16 +361,21 @@ class Gateway:
                     code="unsupported_parameter",
                 )
             stop_ids.add(tokens[0])
-        return ChatRequest.read(body.get("messages"), tools, most, frozenset(stop_ids))
+        return ChatRequest.read(body.get("messages"), well_formed_json(tools), most, frozenset(stop_ids))
 
 
 def ended_error() -> RequestError:
     return RequestError("the session has ended", code="session_ended", status=410)
 
 
-def _refusal(error: RequestError) -> web.Response:
-    body = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-    return web.json_response({"error": body}, status=error.status)
+@web.middleware
+async def _with_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a RequestError as OpenAI's endpoint does."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        body = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        return web.json_response({"error": body}, status=error.status)
 
 
 def _usage(turn: Turn) -> dict[str, int]:

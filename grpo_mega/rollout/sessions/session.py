@@ -10,13 +10,16 @@ as a whole, and nothing in it is trained but the turn that follows. Nothing is e
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_mega.rollout.sessions.calls import CallParser
-from grpo_mega.rollout.sessions.template import Message, RequestError, Template, clean, digest, digest_of
+from grpo_mega.rollout.sessions.template import Message, RequestError, Template, Tools, clean, digest, digest_of
 from grpo_mega.types import Context, FinishReason, Prompt, Sample, Span
+
+Key = tuple[int, int]  # prompt index and sample index
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class ChatRequest:
     """A request for a turn. Two requests with the same content have the same `path`, `max_tokens` and `stop_ids`."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    tools: Tools
     max_tokens: int | None
     stop_ids: frozenset[int]  # in addition to the run's stop tokens
     paths: list[bytes]  # digest of each prefix of the messages, with the tools
@@ -44,7 +47,7 @@ class ChatRequest:
     def read(
         cls,
         messages: Any,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         max_tokens: int | None = None,
         stop_ids: frozenset[int] = frozenset(),
     ) -> ChatRequest:
@@ -90,11 +93,21 @@ class Turn:
 
 
 class Session:
-    """One conversation of an agent, of the sample `key` = (prompt index, sample index)."""
+    """One conversation of an agent, of the sample `key`."""
 
     def __init__(
-        self, template: Template, parser: CallParser, key: tuple[int, int], prompt: Prompt, step: int, limits: Limits
+        self,
+        template: Template,
+        parser: CallParser,
+        key: Key,
+        prompt: Prompt,
+        step: int,
+        limits: Limits,
+        *,
+        is_repeated: bool = False,
     ) -> None:
+        """`is_repeated`: the agent function starts for the second time."""
+        self.id, self.api_key, self.is_repeated = secrets.token_hex(8), secrets.token_urlsafe(24), is_repeated
         self.turns: list[Turn] = []
         self.limit: FinishReason | None = None  # the limit that was reached
         self.lock = asyncio.Lock()  # held while a turn is sampled, so that limits do not depend on time
@@ -134,6 +147,10 @@ class Session:
         self.turns.append(turn)
         self._answered[asked] = turn
         return turn
+
+    def answer_id(self, turn: Turn) -> str:
+        """Return the id of the answer with this turn."""
+        return f"chatcmpl-{self.id}-{turn.request.number}"
 
     def record(self, turn: Turn, chat: ChatRequest, result: TurnResult) -> None:
         """Store the sampled tokens of a turn, and the message that the client gets."""
@@ -259,7 +276,7 @@ class TurnRequest:
     `context_ids`. So it depends neither on the order of turns nor on time.
     """
 
-    key: tuple[int, int]  # prompt index and sample index
+    key: Key
     prompt: Prompt
     number: int  # 0, 1, ... within the sample
     context_ids: tuple[int, ...]

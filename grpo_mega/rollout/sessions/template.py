@@ -17,14 +17,16 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from grpo_mega.data.chat import Renderer, find_closing, find_prefill
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 
+Tools = list[dict[str, Any]] | None  # descriptions of functions; None: the conversation has none
 Message = dict[str, Any]  # role, content, and for some roles tool_calls, tool_call_id and name
 ROLES = ("system", "user", "assistant", "tool")
 # Keys that this endpoint or the openai package adds to an answer. They do not belong to the conversation.
@@ -60,8 +62,7 @@ def clean(message: Any, place: str) -> Message:
             raise RequestError(f"{place}.tool_calls: must be a list in an assistant message")
         calls: list[dict[str, Any]] = []
         for call in kept["tool_calls"]:
-            function = call.get("function") if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            if (function := named_function(call)) is None:
                 raise RequestError(f"{place}.tool_calls: each call must have a function with a name")
             arguments = function.get("arguments", {})
             if isinstance(arguments, str):
@@ -73,13 +74,22 @@ def clean(message: Any, place: str) -> Message:
     return kept
 
 
+def named_function(value: Any) -> dict[str, Any] | None:
+    """Return the function of a tool or a call; None unless it is an object with a name."""
+    function = value.get("function") if isinstance(value, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+
+
 def well_formed_json(value: Any) -> Any:
     """Return JSON values with U+FFFD instead of each lone surrogate."""
-    if isinstance(value, str):
-        return well_formed(value)
+    return _with_leaves(value, lambda leaf: well_formed(leaf) if isinstance(leaf, str) else leaf)
+
+
+def _with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return JSON values with each key, text, number and constant changed."""
     if isinstance(value, dict):
-        return {well_formed(str(key)): well_formed_json(item) for key, item in value.items()}
-    return [well_formed_json(item) for item in value] if isinstance(value, list) else value
+        return {change(str(key)): _with_leaves(item, change) for key, item in value.items()}
+    return [_with_leaves(item, change) for item in value] if isinstance(value, list) else change(value)
 
 
 def digest(before: bytes, message: Message) -> bytes:
@@ -96,16 +106,12 @@ def digest(before: bytes, message: Message) -> bytes:
 
 def digest_of(before: bytes, value: Any) -> bytes:
     """Return a digest of JSON values after others."""
-    text = json.dumps(_whole_numbers(value), sort_keys=True)
+    text = json.dumps(_with_leaves(value, _whole_number), sort_keys=True)
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
-def _whole_numbers(value: Any) -> Any:
-    """Return the value with 2 instead of 2.0, as JavaScript writes it."""
-    if isinstance(value, dict):
-        return {key: _whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
+def _whole_number(value: Any) -> Any:
+    """Return 2 instead of 2.0, as JavaScript writes it, and any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -121,11 +127,15 @@ def forms(messages: Sequence[Message], name: str) -> list[Message]:
         texts = [part if i % 2 else mark(f"{title}p{i}") if part.strip() else "" for i, part in enumerate(parts)]
         form: Message = {"role": message["role"], "content": "\n".join(text for text in texts if text)}
         if "tool_calls" in message:
-            function = {"name": "f", "arguments": {"a": mark(f"{title}call")}}
-            form["tool_calls"] = [{"id": _CALL_ID, "type": "function", "function": function}]
+            form["tool_calls"] = [example_call({"a": mark(f"{title}call")})]
         others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
         found.append(form | {key: _CALL_ID if key == "tool_call_id" else mark("other") for key in others})
     return found
+
+
+def example_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of the function f."""
+    return {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 def mark(name: str) -> str:
@@ -139,7 +149,6 @@ MARK = re.compile("qzxv[a-z0-9_]+?vxzq")
 _MAX_FORMS = 10_000  # forms of conversations whose borders are stored
 _MAX_TOOL_LISTS = 100  # lists of tools whose renderers are stored
 _QUESTION: Message = {"role": "user", "content": "question"}
-_CALL = {"type": "function", "id": "callqzxv0", "function": {"name": "f", "arguments": {"a": mark("call")}}}
 _TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
@@ -164,39 +173,34 @@ class Template:
         self.tokenizer = tokenizer
         self.prefill = find_prefill(tokenizer)
         self.counts: Counter[str] = Counter()  # characters rendered, characters of forms rendered, and tokens encoded
-        self._renderers: dict[str, Renderer] = {}  # by tools
-        self._stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
-        self._boundaries: dict[str, _Boundary | None] = {}
+        # Keyed by JSON, because messages and tools cannot be hashed.
+        self._renderer = lru_cache(_MAX_TOOL_LISTS)(lambda tools: Renderer(tokenizer, json.loads(tools) or ()))
+        self._boundary = lru_cache(_MAX_FORMS)(lambda form: self._find_boundary(*json.loads(form)))
+        # Texts of the stop tokens that have one, keyed by token.
+        self.stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
         closing, has_stop = find_closing(tokenizer, stop_token_ids)
         if not has_stop:
             raise ConfigError(
                 f"the chat template of {tokenizer.name_or_path!r} ends an assistant turn with {closing!r}, and none of "
                 f"the stop tokens {sorted(stop_token_ids)}; add the token that ends a turn to rollout.stop_token_ids"
             )
-        self.shows_calls = mark("call") in self.render_call([_CALL])
+        self.shows_calls = mark("call") in self.render_call({"a": mark("call")})
 
-    @property
-    def stop_texts(self) -> list[str]:
-        return list(self._stops.values())
-
-    def render_call(self, calls: list[dict[str, Any]]) -> str:
-        """Return the text of an assistant turn with these tool calls; "" if the template cannot render it."""
+    def render_call(self, arguments: dict[str, Any]) -> str:
+        """Return the text of an assistant turn with a call of f with these arguments; "" if the template cannot render
+        it.
+        """
         try:
             before = self._apply([_QUESTION], [_TOOL], add_generation_prompt=True)
-            turn = {"role": "assistant", "content": "", "tool_calls": calls}
+            turn = {"role": "assistant", "content": "", "tool_calls": [example_call(arguments)]}
             return self._apply([_QUESTION, turn], [_TOOL]).removeprefix(before)
         except Exception:  # templates raise any exception
             return ""
 
-    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return the tokens of a whole conversation, up to where the model starts to write. Raise RequestError."""
-        key = json.dumps(tools)
-        if key not in self._renderers:
-            if len(self._renderers) >= _MAX_TOOL_LISTS:
-                self._renderers.clear()
-            self._renderers[key] = Renderer(self.tokenizer, tools or ())
         try:
-            text = self._renderers[key].render(list(messages), "messages")
+            text = self._renderer(json.dumps(tools)).render(list(messages), "messages")
         except ConfigError as error:
             raise RequestError(" ".join(error.lines), code="template") from None
         return tuple(self._encode(text))
@@ -205,7 +209,7 @@ class Template:
         self,
         history: Sequence[Message],
         suffix: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         stop_id: int,
     ) -> tuple[int, ...] | None:
         """Return the tokens of `suffix` after a sampled turn, the last message of `history`, that ended with `stop_id`.
@@ -213,13 +217,8 @@ class Template:
         The tokens end where the model starts to write. Return None if the tokens of the history are not a prefix of
         the conversation as the template renders it. Then the conversation must be rendered as a whole.
         """
-        old, new = forms(history, "h"), forms(suffix, "s")
-        key = json.dumps([old, new, bool(tools)], sort_keys=True)
-        if key not in self._boundaries:
-            if len(self._boundaries) >= _MAX_FORMS:
-                self._boundaries.clear()
-            self._boundaries[key] = self._find_boundary(old, new, [_TOOL] if tools else None)
-        boundary = self._boundaries[key]
+        form = [forms(history, "h"), forms(suffix, "s"), [_TOOL] if tools else None]
+        boundary = self._boundary(json.dumps(form))
         if boundary is None or boundary.stop_id != stop_id:
             return None
         try:
@@ -229,15 +228,13 @@ class Template:
             return None
         if not text.startswith(boundary.head):
             return None
-        stop, tail = self._stops[stop_id], text[len(boundary.head) :]
+        stop, tail = self.stops[stop_id], text[len(boundary.head) :]
         self.counts["rendered"] += len(boundary.head)
         # The text is encoded behind the stop token, because some tokenizers treat the start of a text differently.
         ids = self._encode(stop + tail)
         return tuple(ids[1:] if ids[0] == stop_id else self._encode(tail))
 
-    def _apply(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
-    ) -> str:
+    def _apply(self, messages: list[Message], tools: Tools, *, add_generation_prompt: bool = False) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -249,9 +246,7 @@ class Template:
         self.counts.update(rendered=len(text), encoded=len(ids))
         return ids
 
-    def _find_boundary(
-        self, history: list[Message], suffix: list[Message], tools: list[dict[str, Any]] | None
-    ) -> _Boundary | None:
+    def _find_boundary(self, history: list[Message], suffix: list[Message], tools: Tools) -> _Boundary | None:
         """Return how `suffix` follows `history`; None if the template rewrites the history or ends the turn without a
         stop token.
 
@@ -269,9 +264,7 @@ class Template:
                     return _Boundary(shorter, given is not None, found[0], found[2])
         return None
 
-    def _split(
-        self, history: list[Message], suffix: list[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, str, int] | None:
+    def _split(self, history: list[Message], suffix: list[Message], tools: Tools) -> tuple[str, str, int] | None:
         """Return the rendering up to the stop token of the last turn of `history`, the text behind it, and the token.
 
         Return None if the rendering does not start with the prompt of that turn, or changes or omits a text.
@@ -297,7 +290,7 @@ class Template:
             return None
         stops = [
             (place, -len(text), token)
-            for token, text in self._stops.items()
+            for token, text in self.stops.items()
             if (place := turn.find(text, end, max(end, limit))) >= 0
         ]
         if not stops:

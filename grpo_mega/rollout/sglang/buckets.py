@@ -105,19 +105,17 @@ class AdapterUpdate:
 
 class HostBuckets:
     def __init__(self) -> None:
-        self._files: list[int | None] = [None] * NUM_BUFFERS
-        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
+        self._files: dict[int, int] = {}  # file descriptors by slot
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
 
     def allocate(self, index: int, num_bytes: int) -> Tensor:
         slot = index % NUM_BUFFERS
         if self._buffers[slot].numel() < num_bytes:
-            file = self._files[slot]
-            if file is None:
-                file = self._files[slot] = os.memfd_create(f"grpo_mega_bucket_{slot}")
-            os.ftruncate(file, num_bytes)
-            self._buffers[slot] = torch.from_file(
-                f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
-            )
+            if slot not in self._files:
+                self._files[slot] = os.memfd_create(f"grpo_mega_bucket_{slot}")
+            os.ftruncate(self._files[slot], num_bytes)
+            path = f"/proc/self/fd/{self._files[slot]}"
+            self._buffers[slot] = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._buffers[slot][:num_bytes]
 
     def finish(self, slot: int) -> tuple[Tensor, dict[str, Any], Tensor]:
@@ -130,11 +128,9 @@ class HostBuckets:
         return self._buffers[slot], {"file": file, "num_bytes": self._buffers[slot].numel()}, torch.empty(0)
 
     def close(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * NUM_BUFFERS
-        for file in self._files:
-            if file is not None:
-                os.close(file)
-        self._files = [None] * NUM_BUFFERS
+        self._buffers = []
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 class DeviceBuckets:

@@ -50,13 +50,13 @@ class SGLangEngine(Engine):
     def __init__(
         self,
         settings: EngineSettings,
-        side: ShardLayout,
+        shard_layout: ShardLayout,
         rendezvous: Rendezvous,
         buckets: HostBuckets | DeviceBuckets,
         server: Server | None = None,
     ) -> None:
         """Launch the server if this rank is the leader, without waiting for it. A running `server` needs no launch."""
-        super().__init__(side)
+        super().__init__(shard_layout)
         self._settings, self._rollout, self._rendezvous, self._buckets = settings, settings.rollout, rendezvous, buckets
         self._peers = EngineRanks(rendezvous, settings.tp_rank, settings.rollout.tp, settings.leader_deadline_s)
         self._has_weights = False
@@ -74,7 +74,7 @@ class SGLangEngine(Engine):
             dtype, device = getattr(torch, settings.dtype), torch.device(settings.device_type)
             self._adapter = AdapterUpdate(settings.lora, dtype, settings.rollout.tp, device, self._load_adapter)
         self._server = server
-        if settings.is_leader and server is None:
+        if settings.tp_rank == 0 and server is None:
             self._server = Server(settings)
             self._server.start()
 
@@ -142,28 +142,25 @@ class SGLangEngine(Engine):
             self._rendezvous.delete(f"prompts/{self._num_phases - 1}")
         equal_share = math.ceil(len(request.groups) / self._settings.num_engines)
         schedule = schedule_of(request, self._rollout.max_concurrent, equal_share)
-        is_stopped = False
         if self.failure is None:
             assert session is not None, "wait_until_ready was not called"
-            with samples_of(request, session, self.version) as source:
-                is_stopped = self._run_phase(request, schedule, source, server, counter)
-        if self.failure is None:
-            self._is_cold = False
-            if is_stopped:
-                return schedule.finish()
-        group_size = request.sampling.group_size
-        return {index: group for index, group in schedule.finish().items() if group.is_complete(group_size)}
+            with samples_of(request, session) as source:
+                self._run_phase(request, schedule, source, server, counter)
+        if self.failure is not None:
+            return schedule.complete_groups()
+        self._is_cold = False
+        return schedule.finish()
 
     def _run_phase(
         self, request: RolloutRequest, schedule: Schedule, source: Session | Turns, server: Server, counter: str
-    ) -> bool:
-        """Generate until no group is left, the engine fails, or the phase stops. Return True if it stops."""
+    ) -> None:
+        """Generate until no group is left, the engine fails, or the phase stops."""
         phase, indices, has_more = f"generating in step {request.step}", list(request.groups), True
         started_at = heard = time.monotonic()
         while self.failure is None:
             if request.stop is not None and request.stop.is_met():
                 self._abort(request, schedule, source)
-                return True
+                return
             while has_more and schedule.wants_group:
                 number = self._rendezvous.fetch_add(counter)
                 has_more = number < len(indices)
@@ -184,7 +181,6 @@ class SGLangEngine(Engine):
                 request.usage.num_retracted += event.was_retracted
             else:
                 self._fail(f"{phase}: {event.error}")
-        return False
 
     def _check_lengths(self, request: RolloutRequest) -> None:
         """Raise EngineError if a prompt and its longest response exceed the context length. Nothing has been sent
@@ -273,8 +269,8 @@ class SGLangEngine(Engine):
         self._post("starting an update", "/begin_weight_update")
         if self._has_weights:
             return []
-        shards = self._side.rank_shards(self._settings.rank)
-        blocks = self._side.quantised_shards(self._settings.rank) if self._settings.holds_blocks else {}
+        shards = self.shard_layout.rank_shards(self._settings.rank)
+        blocks = self.shard_layout.quantised_shards(self._settings.rank) if self._settings.holds_blocks else {}
         wanted = parameters(shards, blocks, getattr(torch, self._settings.dtype))
         problems = self._request({"action": "check", "parameters": wanted, "padded": padded(shards)})
         self._has_weights = not problems and self.failure is None

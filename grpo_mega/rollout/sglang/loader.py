@@ -20,12 +20,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_mega.weights.apply import VALUES, Entry, mismatched_blocks, mismatched_tensors, subtensor, write_entries
 
@@ -40,7 +40,7 @@ _buffers: dict[
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     actions = {"check": _check, "fill": _fill, "verify": _verify}
     for text, values in named_tensors:
         request = json.loads(text)
@@ -54,7 +54,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) ->
         os.replace(path.with_suffix(".part"), path)
 
 
-def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _check(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return how the server's parameters differ from the trainer's table. Zero the padding, because no bucket fills
     it.
     """
@@ -67,15 +67,13 @@ def _check(model: torch.nn.Module, request: Request, values: Tensor) -> list[str
         for name in sorted(wanted.keys() | actual.keys())
         if wanted.get(name) != actual.get(name)
     ]
-    if not problems:
-        problems = check_formats(model)
-    if not problems:
+    if not (problems := problems or check_formats(model)):
         for name in request["padded"]:
             subtensor(parameters, name).zero_()
     return problems
 
 
-def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _fill(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Copy a bucket's pieces into the parameters. Return the names of tensors with other FP8 blocks than the
     trainer's.
     """
@@ -83,11 +81,8 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
         if "file" in request:
             values = torch.from_file(request["file"], shared=True, size=request["num_bytes"], dtype=torch.uint8)
         _buffers[request["slot"]] = values
-    used, entries, parameters = (
-        _buffers[request["slot"]][: request["used_bytes"]],
-        _entries(request),
-        _parameters(model),
-    )
+    used = _buffers[request["slot"]][: request["used_bytes"]]
+    entries, parameters = _entries(request), _parameters(model)
     write_entries(entries, used, parameters, getattr(torch, request["dtype"].removeprefix("torch.")))
     problems = mismatched_blocks(entries, used, parameters) if request["verify"] else []
     if used.is_cuda:
@@ -95,14 +90,13 @@ def _fill(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]
     return problems
 
 
-def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[str]:
+def _verify(model: nn.Module, request: Request, values: Tensor) -> list[str]:
     """Return the names of tensors with a piece whose checksum differs from the trainer's.
 
     First update the values that the model derives from its parameters. Multi-latent attention keeps copies of
     kv_b_proj's halves; without the update they would be from the previous sync.
     """
-    derive: Callable[[], None] = getattr(model, "post_load_weights", lambda: None)
-    derive()
+    getattr(model, "post_load_weights", lambda: None)()
     for name, parameter in model.named_parameters():
         if _is_cache_scale(name):
             parameter.fill_(1.0)  # sleep may have lost it
@@ -110,7 +104,7 @@ def _verify(model: torch.nn.Module, request: Request, values: Tensor) -> list[st
 
 
 @torch.no_grad()
-def check_formats(model: torch.nn.Module) -> list[str]:
+def check_formats(model: nn.Module) -> list[str]:
     """Set the cache's scales and return the FP8 parameters that SGLang rearranges. The model must not have weights
     yet.
     """
@@ -119,14 +113,15 @@ def check_formats(model: torch.nn.Module) -> list[str]:
         method, own = getattr(module, "quant_method", None), dict(module.named_parameters(recurse=False))
         if method is None:
             continue
-        for name in own.keys() & set(_CACHE_SCALES):
+        cache_scales = own.keys() & set(_CACHE_SCALES)
+        for name in cache_scales:
             own[name].fill_(-1.0)  # SGLang's value for a scale that was not loaded
         sent = {name: p for name, p in own.items() if p.dtype == VALUES or name.endswith("_scale_inv")}
         for p in sent.values():  # a pattern without equal neighbours
             numbers = torch.arange(p.numel(), device=p.device).remainder_(113).add_(1).view(p.shape)
             p.copy_(numbers.to(torch.float32))
         before = {name: _bytes(p).clone() for name, p in sent.items()}
-        if sent or own.keys() & set(_CACHE_SCALES):
+        if sent or cache_scales:
             method.process_weights_after_loading(module)
         after = dict(module.named_parameters(recurse=False))
         problems += [
@@ -151,7 +146,7 @@ def _entries(request: Request) -> list[Entry]:
     return [Entry(*fields) for fields in request["entries"]]
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if not _is_cache_scale(name)}
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,8 @@ MAX_STARTS = 3
 PORTS = range(20000, 30000)  # does not overlap the ports of distributed.launch
 
 # Variables of the trainer's launcher, allocator and NCCL. With torchelastic's variables a server would wait for ever.
-NOT_INHERITED = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "OMP_NUM_THREADS",
-}
-NOT_INHERITED |= {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
+NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+NOT_INHERITED |= {"OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 NOT_INHERITED |= {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"}
 NOT_INHERITED_PREFIXES = ("ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "GRPO_MEGA_")
 
@@ -118,10 +110,6 @@ class EngineSettings:
     def leader(self) -> int:
         """Return the rank that starts the server and calls it."""
         return self.rank - self.tp_rank
-
-    @property
-    def is_leader(self) -> bool:
-        return self.tp_rank == 0
 
     @property
     def leader_deadline_s(self) -> float:
@@ -241,25 +229,18 @@ class Server:
                     self.kill()
                     reason = self._reason()
                     if not _PORT_CONFLICT.search(reason) or self._num_starts == MAX_STARTS:
-                        raise EngineError(
-                            f"the SGLang server of {self._settings.folder} did not start: {reason}; see {self._log}"
-                        )
+                        raise self._failed(f"did not start: {reason}; see {self._log}")
                     self.start()
                 elif seconds > deadline_s:
-                    self.kill()
-                    raise EngineError(
-                        f"the SGLang server of {self._settings.folder} was not ready after {deadline_s:.0f} s;"
-                        f" {self.tail()}"
-                    )
+                    raise self._failed(f"was not ready after {deadline_s:.0f} s; {self.tail()}")
                 bar.advance(int(seconds) - num_shown)
                 num_shown = int(seconds)
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             if self._settings.device_type == "cuda":  # a CPU compiles no kernels
                 rest_s = deadline_s - (time.monotonic() - started_at)
                 if self._ask("/generate", warm_up(self._settings), max(rest_s, SECONDS_FOR_A_TOKEN)) is None:
-                    self.kill()
-                    raise EngineError(
-                        f"the SGLang server of {self._settings.folder} generated no token for its longest prompt within"
+                    raise self._failed(
+                        "generated no token for its longest prompt within"
                         f" rollout.start_deadline_s={deadline_s:.0f} s; {self.tail()}"
                     )
 
@@ -286,9 +267,7 @@ class Server:
         """Stop the server and all its processes, in well below a second. This may be called at any time."""
         if self._process is not None and self.is_alive():
             self._process.send_signal(signal.SIGTERM)
-            until = time.monotonic() + SECONDS_TO_STOP
-            while self.is_alive() and time.monotonic() < until:
-                time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+            _wait_while(self.is_alive, SECONDS_TO_STOP)
         self.kill()
 
     def kill(self) -> None:
@@ -300,14 +279,17 @@ class Server:
             os.killpg(group, signal.SIGKILL)
         self._process.wait()
         self._process = None
-        until = time.monotonic() + SECONDS_TO_DIE
-        while any(process.group == group for process in living()) and time.monotonic() < until:
-            time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+        _wait_while(lambda: any(process.group == group for process in living()), SECONDS_TO_DIE)
         server_main.remove_unused()
 
     def tail(self) -> str:
         """Return the last lines of this server's log, joined into one."""
         return log_tail(self._log, self._log_start)
+
+    def _failed(self, problem: str) -> EngineError:
+        """Kill the server, and return its error."""
+        self.kill()
+        return EngineError(f"the SGLang server of {self._settings.folder} {problem}")
 
     def _reason(self) -> str:
         """Return the log line with the cause of the server's end."""
@@ -340,6 +322,12 @@ class Server:
         except NoReply:
             return None
         return reply.body.decode(errors="replace") if 200 <= reply.status < 300 and reply.is_whole else None
+
+
+def _wait_while(condition: Callable[[], bool], most_s: float) -> None:
+    until = time.monotonic() + most_s
+    while condition() and time.monotonic() < until:
+        time.sleep(SECONDS_BETWEEN_LOOKS / 5)
 
 
 def warm_up(settings: EngineSettings) -> dict[str, Any]:
@@ -377,17 +365,16 @@ def server_arguments(settings: EngineSettings, name: str, port: int) -> list[str
         usual |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         usual |= {"max_mamba_cache_size": 4 * settings.rollout.max_concurrent}
     chosen = usual | {name.replace("-", "_"): value for name, value in settings.rollout.server_args.items()}
-    chosen |= settings.fixed_arguments() | {"served_model_name": name}
-    chosen |= {"host": "127.0.0.1", "port": port}
+    chosen |= settings.fixed_arguments() | {"served_model_name": name, "host": "127.0.0.1", "port": port}
     words: list[str] = []
     for name, value in chosen.items():
         if value is None or value is False:
             continue
         words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words += (
-                value if isinstance(value, list) else [json.dumps(value) if isinstance(value, Mapping) else str(value)]
-            )
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return words
 
 
@@ -402,31 +389,35 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         for name, value in environ.items()
         if name not in NOT_INHERITED and not name.startswith(NOT_INHERITED_PREFIXES)
     }
-    # The trainer's temporary folder is removed with the trainer, so the server needs another one.
     own = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # The trainer's temporary folder is removed with the trainer, so the server needs another one.
         "TMPDIR": str(processes.shared_folder()),
-    } | loopback_sockets()
-    # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
-    own |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-    own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for INPUT_MARGIN; no sequence reaches into it
-    own["SGLANG_MAMBA_CONV_DTYPE"] = settings.dtype  # hybrid models keep a convolution's last inputs
-    own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "60"  # seconds; longer than aiohttp's, because aiohttp must close it
+        # When a process dies, SGLang would otherwise spend 5 s on diagnostics before it ends, and 60 s more on a GPU.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for INPUT_MARGIN; no sequence reaches into it
+        "SGLANG_MAMBA_CONV_DTYPE": settings.dtype,  # hybrid models keep a convolution's last inputs
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than aiohttp's, because aiohttp must close it
+        **loopback_sockets(),
+    }
     if settings.device_type == "cpu":
         cores, tp = settings.cores, settings.rollout.tp
         # The cores of each tensor-parallel process.
         parts = [
             cores[i * len(cores) // tp : (i + 1) * len(cores) // tp] or (cores[i % len(cores)],) for i in range(tp)
         ]
-        # By default waiting threads spin, which on busy cores costs several times the work itself.
-        own |= {"OMP_NUM_THREADS": str(min(map(len, parts))), "OMP_WAIT_POLICY": "passive"}
+        own |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(min(map(len, parts))),
+            # By default waiting threads spin, which on busy cores costs several times the work itself.
+            "OMP_WAIT_POLICY": "passive",
+            # Otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
         if tp > 1:
             own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-        own["SGLANG_USE_CPU_ENGINE"] = "1"
-        own["TORCHDYNAMO_DISABLE"] = (
-            "1"  # otherwise the first batch compiles a few functions, in 10 s and with a C++ compiler
-        )
     else:
         usual = {
             "SGLANG_CACHE_DIR": str(server_cache(environ)),

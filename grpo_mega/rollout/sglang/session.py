@@ -15,22 +15,20 @@ import contextlib
 import hashlib
 import json
 import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
+from grpo_mega.rollout.loop_thread import LoopThread
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import with_routes_of as extended_routes
 from grpo_mega.rollout.sglang.server_main import ADAPTER_KEY
 from grpo_mega.types import Sample, Span
-
-T = TypeVar("T")
 
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5  # pause before the second attempt; doubles each time
@@ -65,7 +63,7 @@ class Event:
     aborted: tuple[Sample, ...] | None = None  # unfinished samples at the time of the abort
 
 
-class Session:
+class Session(LoopThread):
     def __init__(
         self,
         url: str,
@@ -88,9 +86,7 @@ class Session:
         self.adapter: str | None = None  # name of the adapter that all samples must use
         self._is_seeded, self._routers, self._deadline_s = is_seeded, routers, deadline_s
         self._endpoints: set[str] | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-session", daemon=True)
-        self._thread.start()
+        super().__init__("sglang-session")
 
         async def open_http() -> aiohttp.ClientSession:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
@@ -99,16 +95,9 @@ class Session:
 
         self._http = self.run(open_http())
 
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the session's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.start(coroutine).result()
-
     def close(self) -> None:
         """Cancel all requests and stop the thread."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             return
 
         async def cancel_all() -> None:
@@ -119,9 +108,7 @@ class Session:
             await self._http.close()
 
         self.run(cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self.stop()
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Call an endpoint. Raise EngineError if the server does not answer or refuses; the error quotes the server."""
@@ -332,13 +319,12 @@ def request_body(samples: Sequence[Sample], sampling: Sampling, step: int, *, is
     prompt = samples[0].prompt
     if not is_seeded and not any(sample.response_len for sample in samples):
         return body | {"input_ids": list(prompt.token_ids), "sampling_params": params | {"n": len(samples)}}
-    each = [params | {"max_new_tokens": sampling.max_response_length - sample.response_len} for sample in samples]
-    if is_seeded:
-        versions = [sample.first_version if sample.spans else step for sample in samples]
-        seeds = [
-            sample_seed(sampling.seed, b, prompt.id, sample.index) for b, sample in zip(versions, samples, strict=True)
-        ]
-        each = [params | {"sampling_seed": seed} for params, seed in zip(each, seeds, strict=True)]
+    each = []
+    for sample in samples:
+        each.append(params | {"max_new_tokens": sampling.max_response_length - sample.response_len})
+        if is_seeded:
+            version = sample.first_version if sample.spans else step
+            each[-1]["sampling_seed"] = sample_seed(sampling.seed, version, prompt.id, sample.index)
     contexts = [[*prompt.token_ids, *sample.response_ids] for sample in samples]
     return body | {"input_ids": contexts, "sampling_params": each}
 

@@ -18,28 +18,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from grpo_mega.rollout.engine import RolloutRequest, Sampling, context_seed
-from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, TurnRequest, TurnResult
+from grpo_mega.rollout.engine import RolloutRequest, Sampling, token_checksum
+from grpo_mega.rollout.sessions.session import Asked, Ended, Failed, Key, TurnRequest, TurnResult
 from grpo_mega.rollout.sglang.session import Event, Session, sample_seed
-from grpo_mega.types import Sample, Span
+from grpo_mega.types import Sample
 
 if TYPE_CHECKING:
     from grpo_mega.rollout.sessions.conversations import Conversations
 
-Key = tuple[int, int]  # prompt index and sample index
-
 
 @contextmanager
-def samples_of(request: RolloutRequest, session: Session, version: int) -> Iterator[Session | Turns]:
+def samples_of(request: RolloutRequest, session: Session) -> Iterator[Session | Turns]:
     """Yield what generates the samples of a request: the session itself, or conversations with turns from the session.
 
-    At the end no conversation runs. `version`: policy version of the server.
+    At the end no conversation runs.
     """
     if request.conversations is None:
         session.on_tokens = request.on_tokens
         yield session
         return
-    turns = Turns(session, request.conversations, request.sampling, version)
+    turns = Turns(session, request.conversations, request.sampling)
     try:
         yield turns
     finally:
@@ -47,8 +45,8 @@ def samples_of(request: RolloutRequest, session: Session, version: int) -> Itera
 
 
 class Turns:
-    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling, version: int) -> None:
-        self._session, self._conversations, self._version = session, conversations, version
+    def __init__(self, session: Session, conversations: Conversations, sampling: Sampling) -> None:
+        self._session, self._conversations = session, conversations
         self._sampling = conversations.sampling = sampling
         self._running: dict[Key, Sample] = {}  # samples of the running conversations
         self._retracted: set[Key] = set()  # conversations with a turn that the server interrupted
@@ -56,7 +54,6 @@ class Turns:
         self._lock = threading.Condition()
         self._in_flight: dict[int, tuple[Key, Future[None]]] = {}  # requests to the server, by number
         self._numbers = itertools.count()
-        self._is_ended = False
 
     def generate(self, prompt_index: int, samples: Sequence[Sample], sampling: Sampling, step: int) -> None:
         """Start the conversations of these samples."""
@@ -89,7 +86,7 @@ class Turns:
     def end(self) -> None:
         """End the conversations that still run, after a failure. Later answers of the session are ignored."""
         with self._lock:
-            self._is_ended = True
+            self._in_flight.clear()
         if self._running:
             self._conversations.abort()
 
@@ -100,7 +97,7 @@ class Turns:
             self._sampling,
             max_response_length=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
-            seed=sample_seed(self._sampling.seed, context_seed(request.context_ids)),
+            seed=sample_seed(self._sampling.seed, token_checksum(request.context_ids)),
         )
         with self._lock:
             number = next(self._numbers)
@@ -111,7 +108,7 @@ class Turns:
     def _answer(self, number: int, request: TurnRequest, event: Event) -> None:
         """Answer a turn, or report the error of the server. The session's thread calls it."""
         with self._lock:
-            if self._in_flight.pop(number, None) is None or self._is_ended:
+            if self._in_flight.pop(number, None) is None:
                 return
             self._lock.notify_all()
             if event.was_retracted:
@@ -120,9 +117,8 @@ class Turns:
                 self._conversations.events.put(Failed(request.key[0], event.error))
             if (sample := event.sample) is not None:
                 reason: Literal["stop", "length"] = "stop" if sample.finish_reason == "stop" else "length"
-                version = sample.policy_version if sample.spans else self._version
-                result = TurnResult(list(sample.response_ids), list(sample.rollout_logprobs), reason, version)
-                self._conversations.answer(request, result)
+                ids, logprobs = list(sample.response_ids), list(sample.rollout_logprobs)
+                self._conversations.answer(request, TurnResult(ids, logprobs, reason, sample.policy_version))
 
     def _ended(self, key: Key, sample: Sample) -> Event:
         """Return the event of a conversation that ended. Give up a turn that it did not wait for."""
@@ -132,6 +128,4 @@ class Turns:
                 if other == key:
                     del self._in_flight[number]
                     future.cancel()  # closes the connection, so the server ends the request
-        if not sample.spans:  # the agent asked for no turn
-            sample = replace(sample, spans=[Span(self._version, 0, sample.response_len)])
         return Event(key[0], sample, was_retracted=key in self._retracted)

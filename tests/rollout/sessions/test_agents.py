@@ -9,13 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_mega.config.rollout import RolloutConfig
 from grpo_mega.processes import descendants, living
-from grpo_mega.rollout.sessions.agent_job import prompt_values
+from grpo_mega.rollout.sessions.agent_job import agent_prompt
 from grpo_mega.rollout.sessions.agents import AgentResult, AgentWorkers
 from grpo_mega.types import Prompt
 from tests.rollout.sessions.endpoint import Endpoint, say
@@ -39,9 +40,9 @@ def workers(schemas: tuple[dict[str, Any], ...] = (), **keys: Any) -> AgentWorke
     return AgentWorkers(rollout, HERE, schemas=schemas)
 
 
-def prompt(text: str, answer: str = "42") -> dict[str, Any]:
+def prompt(text: str, answer: str = "42") -> SimpleNamespace:
     columns = {"question": text, "gold": 7, "prompts": text}
-    return prompt_values(Prompt(0, text, (), answer, extras={"level": "hard"}, raw_columns=columns))
+    return agent_prompt(Prompt(0, text, (), answer, extras={"level": "hard"}, raw_columns=columns))
 
 
 def outcomes(running: AgentWorkers, url: str, *texts: str, answer: str = "42") -> dict[str, AgentResult]:

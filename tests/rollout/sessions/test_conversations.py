@@ -32,15 +32,15 @@ def reply(request: TurnRequest) -> TurnResult:
     return result_of(NAME, f"answer {request.number}", version=request.number)
 
 
-def two_turns(base_url: str, key: str, prompt: dict[str, Any]) -> dict[str, Any]:
+def two_turns(base_url: str, key: str, prompt: SimpleNamespace) -> dict[str, Any]:
     """Return both answers."""
-    first = post(base_url, key, prompt["messages"])
-    second = post(base_url, key, [*prompt["messages"], first["choices"][0]["message"], user("more")])
+    first = post(base_url, key, prompt.messages)
+    second = post(base_url, key, [*prompt.messages, first["choices"][0]["message"], user("more")])
     return {"first": first, "second": second}
 
 
 def test_a_conversation_ends_with_its_sample_and_the_agents_scores() -> None:
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> SimpleNamespace:
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> SimpleNamespace:
         answers = two_turns(base_url, key, prompt)
         return SimpleNamespace(value={"a": 1.0, "b": 0.0}, turn_rewards={answers["second"]["id"]: 0.25})
 
@@ -62,8 +62,8 @@ def test_a_conversation_ends_with_its_sample_and_the_agents_scores() -> None:
 def test_an_agent_that_raises_scores_zero_and_warns_once() -> None:
     warnings: list[str] = []
 
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> SimpleNamespace:
-        post(base_url, key, prompt["messages"])
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> SimpleNamespace:
+        post(base_url, key, prompt.messages)
         return SimpleNamespace(kind="raised", error="KeyError: 'x'")
 
     with conversations(NAME, agent, reply, warn=warnings.append) as run:
@@ -79,10 +79,10 @@ def test_the_deadline_is_a_finish_reason_and_pending_turns_are_refused() -> None
     refused = queue.SimpleQueue[int]()
     asked = threading.Event()
 
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> SimpleNamespace:
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> SimpleNamespace:
         def ask() -> None:
             try:
-                post(base_url, key, prompt["messages"])
+                post(base_url, key, prompt.messages)
             except urllib.error.HTTPError as error:
                 refused.put(error.code)
 
@@ -106,7 +106,7 @@ def test_the_deadline_is_a_finish_reason_and_pending_turns_are_refused() -> None
 def test_a_sample_whose_worker_died_starts_again_once(num_deaths: int) -> None:
     deaths: list[str] = []
 
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> Any:
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> Any:
         two_turns(base_url, key, prompt)
         if len(deaths) < num_deaths:
             deaths.append(base_url)
@@ -136,7 +136,7 @@ def test_requests_at_the_same_time_are_sampled_one_after_another() -> None:
     """So limits do not depend on which of them is faster, and equal requests are one turn."""
     running, most_running, problems = set[int](), 0, queue.SimpleQueue[str]()
 
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> None:
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> None:
         def ask(content: str) -> None:
             try:
                 post(base_url, key, [user(content)])
@@ -170,9 +170,9 @@ def test_requests_at_the_same_time_are_sampled_one_after_another() -> None:
 def test_an_abort_ends_all_conversations_without_an_event() -> None:
     all_asked, ended = threading.Semaphore(0), queue.SimpleQueue[int]()
 
-    def agent(base_url: str, key: str, prompt: dict[str, Any]) -> None:
+    def agent(base_url: str, key: str, prompt: SimpleNamespace) -> None:
         try:
-            post(base_url, key, prompt["messages"])
+            post(base_url, key, prompt.messages)
         except urllib.error.HTTPError as error:
             ended.put(error.code)
 

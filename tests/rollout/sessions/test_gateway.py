@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -23,10 +24,10 @@ def reply(request: TurnRequest) -> TurnResult:
     return result_of(NAME, f"Let me see. {CALL}" if asks else "It is 2, \u2028 é 🙂.")
 
 
-def agent(use: Callable[[openai.OpenAI], Any]) -> Callable[[str, str, dict[str, Any]], Any]:
+def agent(use: Callable[[openai.OpenAI], Any]) -> Callable[[str, str, SimpleNamespace], Any]:
     """Return an agent function that uses OpenAI's client. An error of the test fails the conversation."""
 
-    def run(base_url: str, api_key: str, prompt: dict[str, Any]) -> Any:
+    def run(base_url: str, api_key: str, prompt: SimpleNamespace) -> Any:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             return use(client)
 
@@ -105,12 +106,12 @@ def test_a_streamed_answer_has_the_same_content() -> None:
 def test_many_asynchronous_clients_talk_at_the_same_time() -> None:
     barrier = threading.Barrier(8)
 
-    def run_agent(base_url: str, api_key: str, prompt: dict[str, Any]) -> float:
+    def run_agent(base_url: str, api_key: str, prompt: SimpleNamespace) -> float:
         barrier.wait(timeout=60)
 
         async def talk() -> float:
             async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-                messages: list[Any] = [user(f"question {prompt['columns']['level']}")]
+                messages: list[Any] = [user(f"question {prompt.level}")]
                 for _ in range(2):
                     message = (await client.chat.completions.create(model="x", messages=messages, tools=TOOLS)).choices[
                         0

@@ -100,7 +100,7 @@ def opened(model: str, config: Config, device: Device) -> Iterator[tuple[Any, An
         yield (
             trainer,
             engine,
-            build_sync(config, torch.bfloat16, trainer.shards, engine.shard_layout(), runtime, rendezvous),
+            build_sync(config, torch.bfloat16, trainer.shards, engine.shard_layout, runtime, rendezvous),
         )
     finally:
         engine.close()

@@ -258,7 +258,7 @@ def _about(job: Job) -> dict[str, Any]:
     layout, device = job.runtime.layout, job.runtime.device
     itemsize = torch.tensor([], dtype=job.model.dtype).element_size()
     traffic = plan_transfers(
-        job.policy.shards, job.colocation.engine.shard_layout(), ranks_per_node=ranks_per_node()
+        job.policy.shards, job.colocation.engine.shard_layout, ranks_per_node=ranks_per_node()
     ).traffic(itemsize)
     return {
         "device": device.type,

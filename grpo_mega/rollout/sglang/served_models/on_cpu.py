@@ -111,14 +111,10 @@ def chunk_gated_delta_rule(
         padded[is_token] = values[0].float()
         return padded.transpose(1, 2)
 
-    queries, keys = (rows(heads) for heads in _normed(q, k, v.shape[2]))
-    values, decays, rates = rows(v), rows(g), rows(beta)
+    chunks = (rows(values).split(CHUNK, 2) for values in (*_normed(q, k, v.shape[2]), v, g, beta))
     state, found = initial_state[initial_state_indices].float(), []
-    for start in range(0, width, CHUNK):
-        part = slice(start, start + CHUNK)
-        state, outputs = _chunk(
-            state, queries[:, :, part], keys[:, :, part], values[:, :, part], decays[:, :, part], rates[:, :, part]
-        )
+    for inputs in zip(*chunks, strict=True):
+        state, outputs = _chunk(state, *inputs)
         found.append(outputs)
     initial_state[initial_state_indices] = state.to(initial_state.dtype)
     return torch.cat(found, 2).transpose(1, 2)[is_token][None].to(v.dtype), None, None
@@ -188,7 +184,7 @@ def fused_qkvzba_split_reshape_cat_contiguous(
 
 def gated_norm(layer: Any, x: Tensor, z: Tensor) -> Tensor:
     """Return norm(x) * SiLU(z), the forward pass of linear attention's norm. Its weight is not zero-centred."""
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + layer.eps)
+    normed = functional.rms_norm(x.float(), x.shape[-1:], None, layer.eps)
     return (layer.weight * normed.to(x.dtype) * functional.silu(z.float())).to(x.dtype)
 
 
@@ -203,8 +199,7 @@ def fused_qk_gemma_rmsnorm(
     """Return the normed heads of queries and keys, [T * heads, head_dim]. Weights are zero-centred."""
 
     def normed(heads: Tensor, weight: Tensor) -> Tensor:
-        values = heads.reshape(-1, head_dim).float()
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        values = functional.rms_norm(heads.reshape(-1, head_dim).float(), (head_dim,), None, eps)
         return (values * (1 + weight.float())).to(heads.dtype)
 
     return normed(q, q_weight), normed(k, k_weight)
