@@ -5,11 +5,12 @@ a redirect is returned like any other reply. The request runs in a thread, becau
 name lookup nor a reply that arrives byte by byte.
 
 `use_cache_if_unreachable` asks once if the Hugging Face hub answers, because its libraries retry for half a minute if
-it does not.
+it does not. `LoopThread` is an event loop for several requests at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import http.client
 import os
@@ -20,8 +21,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 _CHUNK = 1 << 16  # bytes
 
@@ -141,3 +144,29 @@ def answers(url: str) -> bool:
     thread.start()
     thread.join(SECONDS_TO_ANSWER)
     return found == [True]
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a separate thread, for code that is not asynchronous."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop, and wait for its result."""
+        return self.start(coroutine).result()
+
+    def stop(self) -> None:
+        """Stop the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

@@ -30,8 +30,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from grpo_mega.http_client import LoopThread
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.loop_thread import LoopThread
 from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
 from grpo_mega.rollout.sessions.agents import AgentWorkers
 from grpo_mega.rollout.sessions.calls import CallParser, Decode

@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 
 from grpo_mega.errors import ConfigError, EngineError
+from grpo_mega.http_client import LoopThread
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.loop_thread import LoopThread
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import with_routes_of as extended_routes
 from grpo_mega.rollout.sglang.server_main import ADAPTER_KEY
