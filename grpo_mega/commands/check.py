@@ -51,6 +51,10 @@ class Case:
     config: Config
     reverse_groups: bool = False  # True for another order of packing
 
+    @property
+    def world_size(self) -> int:
+        return self.config.layout.world_size
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -179,9 +183,8 @@ def run_cases(cases: Sequence[Case], folder: Path) -> list[Outcome]:
     import torch
 
     started_at, num_done = time.monotonic(), 0
-    sizes = [case.config.layout.world_size for case in cases]
-    for world_size in dict.fromkeys(sizes):
-        members = {i: case for i, case in enumerate(cases) if sizes[i] == world_size}
+    for world_size in dict.fromkeys(case.world_size for case in cases):
+        members = {i: case for i, case in enumerate(cases) if case.world_size == world_size}
         request = Launch(members, folder, num_done, len(cases), started_at)
         num_done += len(members)
         code = launch_processes(run_members, request, world_size, folder / f"logs-{world_size}")
