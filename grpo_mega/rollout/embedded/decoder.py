@@ -10,7 +10,7 @@ sequence that has ended, for a later sequence that starts with the same tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -95,6 +95,8 @@ class Decoder:
         rows = [_Row(slot, start) for slot, start in starts.items()]
         self._rows |= {row.slot: row for row in rows}
         self._cohorts.append(_Cohort.prefill(self._model, rows, self._recorder))
+        for row in rows:
+            row.start = replace(row.start, cached=None)  # the cohort has a copy
 
     def join(self, starts: Mapping[int, Start]) -> None:
         """Let new sequences, keyed by slot, join the running ones in one cohort. Sort them by length before."""
