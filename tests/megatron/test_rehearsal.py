@@ -186,8 +186,6 @@ SWEEP = (  # they repeat parts of other cases
     "moe tp=2,dp=2,ep=2,sequence_parallel=true",
 )
 FULL = (
-    "tp=2,dp=2,sequence_parallel=true",
-    "pp=2,vpp=2,tp=2,sequence_parallel=true",
     "tp=2,dp=2,sequence_parallel=true model.recompute=selective model.recompute_modules=[core_attn]",
     "latent tp=2,dp=4,ep=2,sequence_parallel=true model.recompute=selective",
     "hybrid pp=3,vpp=2,dp=2,ep=2 model.recompute=full",
