@@ -7,8 +7,9 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, five processes share the machine: tests that start ranks, tests that start SGLang's servers,
-# tests that mostly wait and resumed runs (`waiting`), and all others in two parts. A line per minute reports the progress of each.
+# Unless the arguments choose tests, five processes share the machine: tests that start ranks, tests that start SGLang's servers or
+# other processes, tests that mostly wait and resumed runs (`waiting`), and all others in two parts. A line per minute reports
+# the progress of each.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
@@ -97,11 +98,11 @@ are_fast "${arguments[@]}" || {
 PARTS=(ranks servers waiting first second)
 FIRST=(tests/{algorithm,batching,benchmarks,commands,data,distributed,formats,megatron}) # about half of the other tests' time
 declare -A expressions=(
-    [ranks]="distributed and not (sglang or waiting)"
-    [servers]="sglang and not waiting"
-    [waiting]="waiting"
-    [first]="not (distributed or sglang or waiting)"
-    [second]="not (distributed or sglang or waiting)"
+    [ranks]="distributed and not (sglang or pool or waiting)"
+    [servers]="sglang or pool"
+    [waiting]="waiting and not (sglang or pool)"
+    [first]="not ($SLOW)"
+    [second]="not ($SLOW)"
 )
 declare -A paths=([first]="${FIRST[*]}" [second]="tests ${FIRST[*]/#/--ignore=}")
 logs="$(mktemp -d)"

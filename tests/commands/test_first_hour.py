@@ -131,6 +131,7 @@ def test_a_missing_or_taken_folder_is_found_before_the_imports(folder: Path, com
     assert not imported(done) & {"torch", "megatron", "transformers"} and len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_verify_names_each_part_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_gold_answer_that_cannot_be_checked_is_unparsable_for_all(gold: str) -
         assert pool.counters["killed_workers"] == (0 if "DEADLY" in gold else 2), "one answer, then the gold answer"
 
 
+@pytest.mark.full
 def test_a_bomb_is_not_blamed_on_a_gold_answer_that_can_be_checked() -> None:
     with reward_pool([("accuracy", 1.0)], num_workers=1, deadline_s=2) as pool:
         results = scored(pool, [r"\boxed{x+SLOW}", r"\boxed{1+x}", r"\boxed{x+2+SLOW}"])

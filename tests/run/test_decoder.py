@@ -133,6 +133,7 @@ def test_pieces_of_sentencepiece_keep_their_spaces_around_tags() -> None:
     assert decoder(tokenizer)(ids_of(tokenizer, f"<s>{text}</s>")) == text
 
 
+@pytest.mark.full
 def test_a_stop_token_of_the_config_is_text_but_the_models_is_not(tmp_path: Path) -> None:
     """Only the generation config names `ends`. Only rollout.stop_token_ids names `seen`."""
     ends, seen = [*range(20, 300, 8)], [*range(23, 300, 8)]

@@ -85,6 +85,7 @@ def test_a_peft_folder_and_the_merged_folder_give_the_same_logits(inputs: Path, 
     assert float((plain - adapted).abs().max()) > 1e-3
 
 
+@pytest.mark.full
 def test_a_run_starts_from_a_peft_folder(inputs: Path, finished: Path) -> None:
     run_dir, rate = inputs.parent / "from", ("--set", "optimizer.lr=1e-9")
     code, output = run(inputs, run_dir, "--set", f"model.adapter={finished / 'adapter'}", *rate)

@@ -295,6 +295,7 @@ def test_weights_that_blow_up_stop_the_run_with_a_checkpoint(inputs: Path, tmp_p
     assert len(ends) >= 2 and all(row["nonfinite_mini_batches"] > 0 for row in ends)
 
 
+@pytest.mark.full
 def test_a_diverged_run_resumes_with_other_settings_and_the_next_prompts(inputs: Path, tmp_path: Path) -> None:
     """A huge KL coefficient makes gradients infinite as soon as the policy differs from the reference."""
     always = ("--set", "log.samples_per_step=16", "--set", "steps=6")

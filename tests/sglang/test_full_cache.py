@@ -19,6 +19,7 @@ from tests.helpers.servers import make_settings, ready
 pytestmark = pytest.mark.sglang
 
 
+@pytest.mark.full
 def test_samples_that_a_full_cache_interrupts_are_counted(model: Path, temporary: Path, tmp_path: Path) -> None:
     """32 samples of up to 300 tokens need more than twice the cache."""
     settings = make_settings(model, tmp_path / "engine", cache_tokens=1200, max_concurrent=32)

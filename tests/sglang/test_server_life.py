@@ -136,6 +136,7 @@ def test_a_used_port_is_replaced_and_an_exception_ends_the_server(
     generate(server)
 
 
+@pytest.mark.full
 def test_a_server_over_two_processes_goes_with_its_owner_by_kill_9(model: Path, tmp_path: Path, empty: Path) -> None:
     owner = start_owner(model, tmp_path, tp=2)
     assert owner.stdout is not None

@@ -72,6 +72,7 @@ def test_both_models_are_the_same_in_bf16() -> None:
     assert torch.equal(plain, outlier)
 
 
+@pytest.mark.full
 def test_whole_steps_in_fp8_end_with_verified_syncs_and_weights_that_moved(runs: dict[str, Run]) -> None:
     run = runs["plain"]
     steps = run.steps()
