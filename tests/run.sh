@@ -7,9 +7,8 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, five processes share the machine: tests that start ranks, tests that start SGLang's servers or
-# other processes, tests that mostly wait and resumed runs (`waiting`), and all others in two parts. A line per minute reports
-# the progress of each.
+# Unless the arguments choose tests, five processes share the machine: tests that start SGLang's servers or other processes, tests
+# that start ranks or runs in two parts, and all others in two parts. A line per minute reports the progress of each.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
@@ -95,22 +94,23 @@ are_fast "${arguments[@]}" || {
 }
 [[ -z "$chooses" ]] || exec "$VENV_PYTHON" -m pytest "${arguments[@]}"
 
-PARTS=(ranks servers waiting first second)
-FIRST=(tests/{algorithm,batching,benchmarks,commands,data,distributed,formats,megatron}) # about half of the other tests' time
+PARTS=(servers ranks runs first second)
+FIRST=(tests/{algorithm,batching,benchmarks,commands,data,distributed,formats,megatron}) # about half of the time
 declare -A expressions=(
-    [ranks]="distributed and not (sglang or pool or waiting)"
     [servers]="sglang or pool"
-    [waiting]="waiting and not (sglang or pool)"
+    [ranks]="(distributed or waiting) and not (sglang or pool)"
+    [runs]="(distributed or waiting) and not (sglang or pool)"
     [first]="not ($SLOW)"
     [second]="not ($SLOW)"
 )
-declare -A paths=([first]="${FIRST[*]}" [second]="tests ${FIRST[*]/#/--ignore=}")
+rest="tests ${FIRST[*]/#/--ignore=}"
+declare -A paths=([servers]=tests [ranks]="${FIRST[*]}" [runs]="$rest" [first]="${FIRST[*]}" [second]="$rest")
 logs="$(mktemp -d)"
 trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
 declare -A processes
 for name in "${PARTS[@]}"; do
     # shellcheck disable=SC2086
-    PROGRESS_FILE="$logs/$name.progress" "$VENV_PYTHON" -m pytest ${paths[$name]:-tests} "${arguments[@]}" \
+    PROGRESS_FILE="$logs/$name.progress" "$VENV_PYTHON" -m pytest ${paths[$name]} "${arguments[@]}" \
         -m "${expressions[$name]}" > "$logs/$name" 2>&1 &
     processes[$name]=$!
 done
