@@ -7,7 +7,7 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, five processes share the machine: tests that start SGLang's servers or other processes, tests
+# Unless the arguments choose tests, five processes share the machine: tests that start SGLang's servers or wait for pools, tests
 # that start ranks or runs in two parts, and all others in two parts. A line per minute reports the progress of each.
 set -euo pipefail
 
@@ -96,12 +96,13 @@ are_fast "${arguments[@]}" || {
 
 PARTS=(servers ranks runs first second)
 FIRST=(tests/{algorithm,batching,benchmarks,commands,data,distributed,formats,megatron}) # about half of the time
+SERVERS="sglang or (pool and waiting)"
 declare -A expressions=(
-    [servers]="sglang or pool"
-    [ranks]="(distributed or waiting) and not (sglang or pool)"
-    [runs]="(distributed or waiting) and not (sglang or pool)"
-    [first]="not ($SLOW)"
-    [second]="not ($SLOW)"
+    [servers]="$SERVERS"
+    [ranks]="(distributed or waiting) and not ($SERVERS)"
+    [runs]="(distributed or waiting) and not ($SERVERS)"
+    [first]="not (distributed or waiting or sglang)"
+    [second]="not (distributed or waiting or sglang)"
 )
 rest="tests ${FIRST[*]/#/--ignore=}"
 declare -A paths=([servers]=tests [ranks]="${FIRST[*]}" [runs]="$rest" [first]="${FIRST[*]}" [second]="$rest")
