@@ -140,8 +140,8 @@ class Backlog:
             counts |= {f"{name}_groups": len(groups), f"{name}_tokens": num_tokens(groups)}
         for unit in UNITS:
             of_unit = {name: n for name, n in counts.items() if name.partition("/")[0].endswith(f"_{unit}")}
-            begun = of_unit.pop(f"begun_{unit}")
-            assert begun == sum(of_unit.values()), f"the ledger of partial rollouts does not add up: {counts}"
+            num_started = of_unit.pop(f"begun_{unit}")
+            assert num_started == sum(of_unit.values()), f"the ledger of partial rollouts does not add up: {counts}"
         return {f"ledger/{name}": float(count) for name, count in sorted(counts.items())}
 
     def files(self) -> dict[str, bytes]:
