@@ -2,10 +2,10 @@
 matrices.
 
 `--all` adds the tests marked `full`, as CI does. `--sweep` runs all tests. A test that is left out still runs if an
-argument names it (`FILE::TEST`), or if `-m` contains its mark.
+argument names it (`FILE::TEST`), or if `-m` contains its mark. `-n N` runs the tests in N processes
+(helpers/parallel.py).
 
-Tests marked `sglang` are skipped if SGLang is not installed. PROGRESS_FILE names a file that always holds one line with
-the number of finished tests, the number of failed ones, and the running test.
+Tests marked `sglang` are skipped if SGLang is not installed.
 """
 
 from __future__ import annotations
@@ -28,43 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="run all tests: the whole of every matrix")
 
 
-class Progress:
-    """Writes the progress of this process's tests to a file, for the one who waits for it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._num_tests, self._num_done, self._failed = 0, 0, set[str]()
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._num_tests = len(session.items)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        failed = f", {len(self._failed)} failed" if self._failed else ""
-        self._write(f"{self._num_done}/{self._num_tests}{failed}, {nodeid.partition('[')[0]}")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._failed |= {report.nodeid} if report.failed else set()
-
-    def pytest_runtest_logfinish(self) -> None:
-        self._num_done += 1
-
-    def pytest_sessionfinish(self) -> None:
-        self._write(f"{self._num_done}/{self._num_tests}, {len(self._failed)} failed, done")
-
-    def _write(self, line: str) -> None:
-        """Replace the file in one step, because another process reads it."""
-        part = self._path.with_suffix(".part")
-        part.write_text(f"{line}\n")
-        os.replace(part, self._path)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin would take the cores of other processes
     # A script starts background processes with SIGINT ignored, and the commands that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "PROGRESS_FILE" in os.environ:
-        config.pluginmanager.register(Progress(Path(os.environ.pop("PROGRESS_FILE"))))
+    if config.getoption("numprocesses", None):
+        from tests.helpers.parallel import Progress  # imports pytest-xdist
+
+        os.environ["PRELOADED_PYTHON"] = preloaded.python()  # one server for all processes
+        config.pluginmanager.register(Progress())
 
 
 def pytest_collection_finish() -> None:
@@ -86,6 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    if hasattr(config, "workerinput"):
+        from tests.helpers.parallel import sort_by_marks
+
+        sort_by_marks(items)
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,14 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, five processes share the machine: tests that start SGLang's servers or wait for pools, tests
-# that start ranks or runs in two parts, and all others in two parts. A line per minute reports the progress of each.
+# Unless the arguments choose tests, they run in five processes, with a line of progress per minute (tests/helpers/parallel.py).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 cd "$ROOT"
 
-FAST_MODEL=(tests/algorithm tests/batching tests/weights tests/planner tests/test_imports.py)
-FAST_RULES=(tests/rewards tests/preflight tests/test_config.py tests/test_yaml_text.py tests/test_language.py)
-NO_TESTS=5 # pytest's exit code if it ran no test
-SLOW="distributed or sglang or waiting or pool"
+FAST=(tests/{algorithm,batching,weights,planner,rewards,preflight})
+FAST+=(tests/{test_imports,test_config,test_yaml_text,test_language}.py)
 
 install_system_packages() {
     local list="$ROOT/tests/debian-packages.txt" packages as_root=()
@@ -38,24 +35,12 @@ are_fast() {
     for argument in "$@"; do
         [[ -e "${argument%%::*}" ]] || continue
         num_paths=$((num_paths + 1))
-        for fast in "${FAST_MODEL[@]}" "${FAST_RULES[@]}"; do
+        for fast in "${FAST[@]}"; do
             [[ "${argument%%::*}" == "$fast" || "$argument" == "$fast/"* ]] && continue 2
         done
         return 1
     done
     ((num_paths > 0))
-}
-
-report_progress() {
-    local minutes=0 name
-    while sleep 60 > /dev/null 2>&1; do # without the output, which a reader waits for
-        minutes=$((minutes + 1))
-        printf '%s min' "$minutes"
-        for name in "${PARTS[@]}"; do
-            printf ' | %s %s' "$name" "$(cat "$logs/$name.progress" 2> /dev/null || echo starting)"
-        done
-        echo
-    done
 }
 
 arguments=()
@@ -73,52 +58,17 @@ for argument in "$@"; do
 done
 
 ensure_env dev
+pytest=("$VENV_PYTHON" -m pytest "${arguments[@]}")
+several=(--numprocesses=5 --no-loadscope-reorder)
 if [[ -n "$is_fast" ]]; then
-    fast=("$VENV_PYTHON" -m pytest "${arguments[@]}" -m "not ($SLOW)")
-    are_fast "${arguments[@]}" && exec "${fast[@]}"
-    other="$(mktemp)" # the output of the second process
-    trap 'kill $(jobs -p) 2> /dev/null || true; rm -f "$other"' EXIT
-    "${fast[@]}" "${FAST_RULES[@]}" > "$other" 2>&1 &
-    model=0
-    "${fast[@]}" "${FAST_MODEL[@]}" || model=$?
-    rules=0
-    wait $! || rules=$?
-    cat "$other"
-    ((model == NO_TESTS)) && exit "$rules" # -k may choose tests of one process only
-    ((rules == NO_TESTS)) && exit "$model"
-    exit $((model ? model : rules))
+    pytest+=(-m "not (distributed or sglang or waiting or pool)")
+    are_fast "${arguments[@]}" && exec "${pytest[@]}"
+    [[ -n "$chooses" ]] || several=(--numprocesses=2)
+    exec "${pytest[@]}" "${FAST[@]}" "${several[@]}"
 fi
 are_fast "${arguments[@]}" || {
     ensure_sglang
     ensure_te 2.11.0 2.10.0 2.9.0
 }
-[[ -z "$chooses" ]] || exec "$VENV_PYTHON" -m pytest "${arguments[@]}"
-
-PARTS=(servers ranks runs first second)
-FIRST=(tests/{algorithm,batching,benchmarks,commands,data,distributed,formats,megatron}) # about half of the time
-SERVERS="sglang or (pool and waiting)"
-declare -A expressions=(
-    [servers]="$SERVERS"
-    [ranks]="(distributed or waiting) and not ($SERVERS)"
-    [runs]="(distributed or waiting) and not ($SERVERS)"
-    [first]="not (distributed or waiting or sglang)"
-    [second]="not (distributed or waiting or sglang)"
-)
-rest="tests ${FIRST[*]/#/--ignore=}"
-declare -A paths=([servers]=tests [ranks]="${FIRST[*]}" [runs]="$rest" [first]="${FIRST[*]}" [second]="$rest")
-logs="$(mktemp -d)"
-trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$logs"' EXIT
-declare -A processes
-for name in "${PARTS[@]}"; do
-    # shellcheck disable=SC2086
-    PROGRESS_FILE="$logs/$name.progress" "$VENV_PYTHON" -m pytest ${paths[$name]} "${arguments[@]}" \
-        -m "${expressions[$name]}" > "$logs/$name" 2>&1 &
-    processes[$name]=$!
-done
-report_progress &
-status=0
-for name in "${PARTS[@]}"; do
-    wait "${processes[$name]}" || status=$?
-done
-cat "${PARTS[@]/#/$logs/}"
-exit "$status"
+[[ -z "$chooses" ]] || exec "${pytest[@]}"
+exec "${pytest[@]}" "${several[@]}"

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,13 +112,10 @@ def _imported_names(node: ast.AST, path: Path) -> list[str]:
     return [f"{module}.{alias.name}" for alias in node.names]
 
 
-PACKAGE_IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
-TOOL_IMPORTS = [
-    found
-    for folder in ("tools", "examples")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    for found in imports_of(path)
-]
+@cache
+def all_imports(*folders: str) -> list[Import]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [found for path in paths for found in imports_of(path)]
 
 
 def test_every_module_has_a_place_in_the_order() -> None:
@@ -127,7 +125,7 @@ def test_every_module_has_a_place_in_the_order() -> None:
 
 def test_packages_import_only_earlier_packages_in_the_order() -> None:
     place = {name: i for i, name in enumerate(ORDER.split())}
-    wrong = [found for found in PACKAGE_IMPORTS if found.ours and place[found.ours] > place[found.importer]]
+    wrong = [found for found in all_imports("grpo_mega") if found.ours and place[found.ours] > place[found.importer]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -135,7 +133,7 @@ def test_packages_import_only_earlier_packages_in_the_order() -> None:
 def test_megatron_and_sglang_are_imported_in_only_one_place(module: str) -> None:
     wrong = [
         found
-        for found in PACKAGE_IMPORTS + TOOL_IMPORTS
+        for found in all_imports("grpo_mega", "tools", "examples")
         if found.is_of(module) and not found.path.is_relative_to(PACKAGE / CONFINED[module])
     ]
     assert not wrong, "\n".join(map(str, wrong))
@@ -158,7 +156,7 @@ def test_light_modules_import_nothing_heavy(importer: str) -> None:
     assert path.is_dir() or path.with_suffix(".py").is_file()
     wrong = [
         found
-        for found in PACKAGE_IMPORTS
+        for found in all_imports("grpo_mega")
         if f"{found.module}.".startswith(f"{importer}.")
         and not found.is_for_types
         and not (found.is_lazy and found.module in WITH_RANKS)
@@ -169,13 +167,17 @@ def test_light_modules_import_nothing_heavy(importer: str) -> None:
 
 def test_the_command_line_imports_nothing_heavy_until_a_command_runs() -> None:
     eager = [
-        found for found in PACKAGE_IMPORTS if found.importer == "cli" and not found.is_lazy and not found.is_for_types
+        found
+        for found in all_imports("grpo_mega")
+        if found.importer == "cli" and not found.is_lazy and not found.is_for_types
     ]
     assert {found.ours for found in eager if found.ours} == {"text", "errors", "commands"}
 
 
 def test_the_planner_never_communicates_with_other_ranks() -> None:
-    wrong = [found for found in PACKAGE_IMPORTS if found.importer == "planner" and found.is_of("torch.distributed")]
+    wrong = [
+        found for found in all_imports("grpo_mega") if found.importer == "planner" and found.is_of("torch.distributed")
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 

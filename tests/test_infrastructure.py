@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,18 @@ import pytest
 def test_x(n): pass
 """
 READER = """
+import time
 from pathlib import Path
+import pytest
 
-def test_fails(): assert False
-def test_reads(): print(Path("progress").read_text())
+@pytest.mark.pool
+def test_passes(): pass
+
+def test_waits():
+    deadline = time.monotonic() + 120
+    while "| test_second.py::test_waits" not in Path("output").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 """
 ENVIRONMENT = """
 ROOT="$PWD"
@@ -84,15 +93,21 @@ def test_more_cases_run_with_all_or_sweep_or_by_name(
     assert f"{num_passed} passed" in result.stdout, result.stdout
 
 
-def test_progress_of_a_process_is_in_the_file_named_by_its_environment(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
-    (tmp_path / "test_cases.py").write_text(READER)
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
-    environment = os.environ | {"PROGRESS_FILE": "progress"}
-    command = [sys.executable, "-m", "pytest", "-q", "-s"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert "1/2, 1 failed, test_cases.py::test_reads\n" in result.stdout
-    assert (tmp_path / "progress").read_text() == "2/2, 1 failed, done\n"
+def test_several_processes_start_with_slow_files_and_report_their_progress(tmp_path: Path) -> None:
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(
+        conftest + "\nfrom tests.helpers import parallel\n\nparallel.INTERVAL = 0.1\n"
+    )
+    (tmp_path / "test_first.py").write_text("def test_fails():\n    assert False\n")
+    (tmp_path / "test_second.py").write_text(READER)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n pool\npythonpath = {ROOT}\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--no-loadscope-reorder"]
+    with (tmp_path / "output").open("w") as output:
+        result = subprocess.run(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+    text = (tmp_path / "output").read_text()
+    assert result.returncode == 1 and "1 failed, 2 passed" in text, text
+    assert "\nfailed: test_first.py::test_fails\n" in text, text
+    assert re.search(r"^\d+ min \| 1 of 3 tests, 0 failed \| test_second.py::test_waits$", text, re.MULTILINE), text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -108,7 +109,9 @@ REAL = sys.executable
 
 @cache
 def python() -> str:
-    """Start the server of this process, and return the path of the executable."""
+    """Start the server of this process, and return the path of the executable. Tests in several processes share one."""
+    if "PRELOADED_PYTHON" in os.environ:
+        return os.environ["PRELOADED_PYTHON"]
     folder = Path(tempfile.mkdtemp(prefix="py", dir="/tmp"))  # a socket's path has at most 107 bytes
     address, executable = str(folder / "socket"), folder / "python"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
@@ -129,14 +132,15 @@ def python() -> str:
 
 def main(address: str, executable: str) -> None:
     """Serve forks until this process is killed. A fork does what was asked, and exits."""
-    for name in IMPORTS:
-        __import__(name)
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy these objects' pages
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
     print("ready", flush=True)
+    select.select([listener], [], [])  # it imports only if somebody asks
+    for name in IMPORTS:
+        __import__(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy these objects' pages
     request = serve(listener)
     sys.executable = executable
     code = 1

@@ -12,8 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_mega.rollout.sglang.server import Server
 from tests.helpers.servers import MODEL, make_settings, ready
+from tests.sglang.test_conversations import PROMPTS
 from tests.sglang.test_generation import SAMPLING, connected, generate, update_to
-from tests.sglang.test_turns import PROMPTS
 
 pytestmark = pytest.mark.sglang
 

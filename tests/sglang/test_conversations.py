@@ -25,6 +25,8 @@ from tests.helpers.servers import MODEL, is_true_within
 from tests.rollout.test_turns import check_turn
 from tests.sglang.test_generation import connected, enough, load_of, session_of, update_to
 
+pytestmark = pytest.mark.sglang
+
 STOPS = frozenset(range(1, 256, 9))
 SAMPLING = Sampling(group_size=3, temperature=0.8, max_response_length=60, stop_token_ids=STOPS, seed=11)
 PROMPTS = {index: Prompt(100 + index, "", tuple(range(5, 8 + index)), "") for index in range(8)}
