@@ -7,7 +7,7 @@
 # --all adds the tests marked `full`, --sweep those marked `sweep` too (tests/conftest.py).
 # --with-system-packages first installs the Debian packages of tests/debian-packages.txt. Without them some tests are skipped.
 #
-# Unless the arguments choose tests, they run in five processes, with a line of progress per minute (tests/helpers/parallel.py).
+# Unless the arguments choose tests, they run in four processes, with a line of progress per minute (tests/helpers/parallel.py).
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
@@ -59,7 +59,7 @@ done
 
 ensure_env dev
 pytest=("$VENV_PYTHON" -m pytest "${arguments[@]}")
-several=(--numprocesses=5 --no-loadscope-reorder)
+several=(--numprocesses=4 --no-loadscope-reorder)
 if [[ -n "$is_fast" ]]; then
     pytest+=(-m "not (distributed or sglang or waiting or pool)")
     are_fast "${arguments[@]}" && exec "${pytest[@]}"

@@ -238,6 +238,7 @@ def test_without_sglang_gpus_use_the_embedded_engine() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("preloaded_python")
 def test_the_written_config_trains_and_resumes_without_a_change(folder: Path) -> None:
     """The reward function is in a file in the config's folder, and the run starts in another folder."""
     (folder / "job").mkdir()

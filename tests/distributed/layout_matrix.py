@@ -186,6 +186,8 @@ FULL_UPDATES = {
         "pp=2,vpp=2,dp=2,overlap_grad_reduce=true,overlap_param_gather=true",
         "cp=2,tp=2,sequence_parallel=true model.recompute=selective",
         "tp=1 batch.share_prompts=true",
+        "tp=1 batch.tokens_per_micro_batch=40",
+        "tp=2,pp=2,sequence_parallel=true model.recompute=full",
     ),
     "qwen3_5": ("tp=2,pp=2", "tp=1 model.recompute=selective batch.tokens_per_micro_batch=40 reversed"),
     "qwen3_5_moe": ("pp=2,ep=2 model.recompute=full",),
@@ -196,17 +198,25 @@ FULL_UPDATES = {
         "dp=4,ep=2 model.recompute=selective",
         "tp=1 batch.tokens_per_micro_batch=40 reversed",
     ),
-    "deepseek_v3": ("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
+    "deepseek_v3": (
+        *("tp=1 model.recompute=full", "tp=1 batch.tokens_per_micro_batch=40", "pp=2,vpp=2,ep=2"),
+        "tp=2,ep=2,sequence_parallel=true",
+    ),
     "qwen3_moe-routed": (
         "tp=2,sequence_parallel=true model.recompute=selective",
         "pp=2",
         "ep=2",
         "tp=2,ep=2,sequence_parallel=true",
+        "tp=1 model.recompute=full batch.tokens_per_micro_batch=40",
+        "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
     ),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
-    # The case with split rows also runs without --all for methods that use sums or maxima over responses, values of the
-    # mini-batch, or a teacher's hidden states.
-    **{f"short+{m}": METHODS_LAYOUTS[-1:] for m in METHODS if m not in ("gspo", "gmpo", "clip_cov", "opd_kl")},
+    # Methods that use sums or maxima over responses, or values of the mini-batch, run with split rows without --all;
+    # those that need the last stage's values, with stages.
+    **{f"short+{m}": METHODS_LAYOUTS[1:2] for m in ("gspo", "gmpo")},
+    "short+clip_cov": (METHODS_LAYOUTS[1], "tp=2,pp=2"),
+    **{f"short+{m}": METHODS_LAYOUTS[1:] for m in ("reinforce_plus_plus", "opd", "opd_kl")},
+    "short+process_supervision": METHODS_LAYOUTS[2:],
     # These methods differ only in the loss of one token; an oracle and a replay of whole steps cover it.
     **{f"short+{m}": METHODS_LAYOUTS for m in IN_ONE_TOKEN},
 }

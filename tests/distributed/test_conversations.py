@@ -101,7 +101,7 @@ def found(
         losses[recipe], gradients[recipe] = loss.item(), dict(zip(parameters, found, strict=True))
     layouts = {}
     is_all = request.config.getoption("--all") or request.config.getoption("--sweep")
-    for text in LAYOUTS if is_all else LAYOUTS[::2]:
+    for text in LAYOUTS if is_all else LAYOUTS[2::2]:
         of_recipes = {recipe: config_of(folder, text, recipe, own) for recipe, own in RECIPES.items()}
         layouts[text] = Layout(config_of(folder, text, "opd", {"kl_beta": 0.1, "distill_kl": "reverse"}), of_recipes)
     torch.save((layouts, gradients), folder / "cases.pt")

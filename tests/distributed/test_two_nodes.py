@@ -68,9 +68,8 @@ def test_gloo_uses_the_link_between_the_nodes(spaces: list[str], tmp_path: Path)
         assert f"'GLOO_SOCKET_IFNAME': 'g{os.getpid()}n{node}'" in found
 
 
-@pytest.mark.parametrize(
-    "module", [pytest.param("torch.distributed.run", marks=pytest.mark.full), "grpo_mega.distributed.rendezvous"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("module", ["torch.distributed.run", "grpo_mega.distributed.rendezvous"])
 def test_nodes_whose_own_name_is_a_loopback_address_train(spaces: list[str], tmp_path: Path, module: str) -> None:
     config = write_inputs(tmp_path, "dp=2")
     settings = {"steps": 2, "eval.interval": 0, "checkpoint.interval": 0, "run_dir": tmp_path / "run"}

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("preloaded_python")
 ROOT = Path(__file__).resolve().parents[2]
 
 

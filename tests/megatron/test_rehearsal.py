@@ -186,6 +186,11 @@ SWEEP = (  # they repeat parts of other cases
     "moe tp=2,dp=2,ep=2,sequence_parallel=true",
 )
 FULL = (
+    "tp=2,dp=2,sequence_parallel=true",
+    "pp=2,dp=2 model.recompute=full model.recompute_num_layers=1",
+    "tp=2,dp=4,sequence_parallel=true model.dtype=float32",
+    "cp=2,tp=2,dp=2,sequence_parallel=true model.recompute=selective",
+    "latent tp=2,pp=2,dp=6,ep=3,sequence_parallel=true model.recompute=full",
     "tp=2,dp=2,sequence_parallel=true model.recompute=selective model.recompute_modules=[core_attn]",
     "latent tp=2,dp=4,ep=2,sequence_parallel=true model.recompute=selective",
     "hybrid pp=3,vpp=2,dp=2,ep=2 model.recompute=full",

@@ -16,6 +16,7 @@ FULL = ("reference", "teacher")
 CASES = ("offload", *FULL, "borrowed")
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c in FULL)) for c in CASES])
 def test_a_copy_ends_before_its_source_is_freed_or_its_target_is_read(case: str) -> None:
     """Run in a separate process, because late streams stay installed."""

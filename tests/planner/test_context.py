@@ -59,6 +59,7 @@ def kept() -> dict[tuple[str, int], float]:
     return {case: size for case, [size] in zip(cases, found, strict=True)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_of_two_ranks_keeps_half_of_the_activations_of_32k_tokens(
     kept: dict[tuple[str, int], float], recompute: str

@@ -120,6 +120,7 @@ def test_no_file_of_a_run_makes_the_launcher_wait(sound: Path, tmp_path: Path) -
     assert not list(tmp_path.glob("*/run"))
 
 
+@pytest.mark.full
 def test_a_template_without_bounds_ends_a_run_in_one_line(sound: Path, tmp_path: Path) -> None:
     lines = []
     for i, template in enumerate(TEMPLATES):

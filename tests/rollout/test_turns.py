@@ -72,7 +72,7 @@ def check_turn(model: Any, request: TurnRequest, result: TurnResult, temperature
     assert not request.stop_token_ids & set(result.token_ids[:-1])
 
 
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_log_probs_of_every_turn_equal_a_full_pass_over_its_context(family: str, temperature: float) -> None:
     mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}

@@ -25,7 +25,7 @@ from tests.helpers.models import VOCAB_SIZE, make_model
 from tests.helpers.servers import make_settings, post, ready
 from tests.sglang.test_generation import connected, enough, update_to
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.full]
 
 TOLERANCE = 1e-5
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -135,7 +135,6 @@ def test_states_of_the_old_policy_survive_an_update_only_without_flush(
     assert found[True] < TOLERANCE and found[False] > 100 * TOLERANCE, found
 
 
-@pytest.mark.full
 def test_samples_that_a_full_cache_interrupts_are_right(hybrid: tuple[SGLangEngine, Server, Path]) -> None:
     engine, _, folder = hybrid
     update_to(engine, 1, folder / "0.hf")
@@ -158,7 +157,6 @@ def test_aborted_samples_continue_with_right_states(hybrid: tuple[SGLangEngine, 
     assert difference(samples_of(groups)) < TOLERANCE
 
 
-@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", TOLERANCE), ("bfloat16", 0.3)])
 def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path, dtype: str, bound: float) -> None:

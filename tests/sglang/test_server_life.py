@@ -104,6 +104,7 @@ def test_an_argument_that_sglang_does_not_know_is_one_clear_line(model: Path, tm
         check_gone(tree, empty)
 
 
+@pytest.mark.full
 def test_a_used_port_is_replaced_and_an_exception_ends_the_server(
     model: Path,
     tmp_path: Path,

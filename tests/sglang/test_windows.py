@@ -21,6 +21,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "layer_types": [SLIDING, FULL]}
 
 
+@pytest.mark.full
 def test_a_server_with_windows_returns_transformers_log_probs(temporary: Path, tmp_path: Path) -> None:
     """Prompts of a prefix share their cache, so the server also extends cached tokens."""
     folder = tmp_path / "model"

@@ -88,6 +88,7 @@ def test_whole_steps_in_fp8_end_with_verified_syncs_and_weights_that_moved(runs:
     assert len(moved) > len(end) / 2, moved
 
 
+@pytest.mark.full
 def test_the_guard_falls_back_from_an_outlier_to_bf16_and_the_run_goes_on(runs: dict[str, Run]) -> None:
     run = runs["outlier"]
     steps = run.steps()
