@@ -23,7 +23,7 @@ def as_ranks(
     ranks: range, act: Callable[[EngineRanks, int], Any], *, leader: int, size: int, deadline_s: float = 60.0
 ) -> Any:
     """Return the result of `act` on each rank, and the number of keys left in the job's store."""
-    job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    job = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
     num_keys = job.num_keys()
 
     # The leader's store must outlive the other ranks.
