@@ -223,14 +223,14 @@ FULL_UPDATES = {
 
 
 def parameters(names: Iterable[str], is_full: Callable[[str, str], bool]) -> list[Any]:
-    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every third is marked `full` and the others
+    """Return "MODEL:LAYOUT" as test parameters. Of the cases not kept, every fifth is marked `full` and the others
     `sweep`.
     """
     parameters, num_full = [], 0
     for name in names:
         mark = None
         if is_full(*name.split(":")):
-            mark = pytest.mark.full if num_full % 3 == 0 else pytest.mark.sweep
+            mark = pytest.mark.full if num_full % 5 == 0 else pytest.mark.sweep
             num_full += 1
         parameters.append(pytest.param(name, marks=[mark] if mark else []))
     return parameters

@@ -64,7 +64,7 @@ READ_AT_IMPORT = (
     "TRANSFORMERS_",
 )
 SET_LATER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS")  # in `run`
-PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo")
+PRELOADABLE = ("grpo_mega.cli", "grpo_mega.grpo", "grpo_mega.commands.verify_outputs")
 CLIENT = """#!{python} -IS
 import array, json, os, select, signal, socket, sys
 arguments = sys.argv[1:]

@@ -241,7 +241,7 @@ def test_layers_in_bf16_keep_the_planned_bytes_within_two_percent(rehearsed: dic
     others = ("float32", "recompute=full", "hybrid")
     chosen = [text for text in rehearsed if not any(other in text for other in others)]
     kept = [c for text in chosen for c in rehearsed[text] if c.label == "activations kept"]
-    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 6
+    assert {text for text in chosen if text.startswith("moe")} and len(kept) > 4
     assert all(c.difference < 0.02 for c in kept)
 
 

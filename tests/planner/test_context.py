@@ -68,7 +68,7 @@ def test_each_of_two_ranks_keeps_half_of_the_activations_of_32k_tokens(
     assert kept["none", 1] > 1.4 * kept["selective", 1] > 2 * kept["full", 1] > 2**31
 
 
-@pytest.mark.parametrize("config", [LONG_70B, LONG_8B])
+@pytest.mark.parametrize("config", [pytest.param(LONG_70B, marks=pytest.mark.full), LONG_8B])
 def test_context_parallelism_is_advised_first_for_long_samples(config: str) -> None:
     plan = plan_of(config, "layout.cp=1", "layout.dp=4", "batch.tokens_per_micro_batch=32768")
     assert plan.is_tight or "most of it activations saved" in plan.shortfalls[0]

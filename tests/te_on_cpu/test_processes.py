@@ -126,6 +126,9 @@ def test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank(running: dict[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("version", launcher.OTHERS)
+@pytest.mark.parametrize(
+    "version",
+    [*launcher.OTHERS[-1:], *(pytest.param(version, marks=pytest.mark.sweep) for version in launcher.OTHERS[:-1])],
+)
 def test_other_versions_pass_the_tests_that_depend_most_on_them(version: str, running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, version)) >= 50
