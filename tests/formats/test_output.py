@@ -160,6 +160,7 @@ for convert, source, target in ((convert_hf_to_mcore, hf, out), (convert_mcore_t
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_memory_stays_within_a_tensor_per_worker_plus_64_mib(tmp_path: Path) -> None:
     """Actual use is a few blocks. The model has 700 MiB, its largest tensor 48 MiB."""

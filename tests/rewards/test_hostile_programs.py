@@ -101,6 +101,7 @@ def test_a_program_does_not_find_the_files_of_an_earlier_one() -> None:
     assert runs[1].output.splitlines()[0] == "[]"
 
 
+@pytest.mark.full
 def test_without_namespaces_programs_still_end_within_their_limits() -> None:
     names = ("forks in a new session, loops", "daemonizes, sleeps", "starts a shell, loops")
     before = set(descendants(os.getpid()))

@@ -98,6 +98,7 @@ print(json.dumps([[repr(expressions) for expressions in read], equal]))
 """
 
 
+@pytest.mark.full
 def test_formulas_are_read_and_compared_like_in_plain_math_verify() -> None:
     out = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True).stdout
     trees, equal = json.loads(out.splitlines()[-1])

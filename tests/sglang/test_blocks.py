@@ -50,6 +50,7 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.full
 def test_sglang_reads_blocks_of_128_from_the_servers_arguments(found: dict[str, Any]) -> None:
     assert found["config"] == {
         "class": "Fp8Config",
@@ -60,11 +61,13 @@ def test_sglang_reads_blocks_of_128_from_the_servers_arguments(found: dict[str, 
     }
 
 
+@pytest.mark.full
 def test_the_tables_parameters_equal_sglangs(found: dict[str, Any]) -> None:
     ours = parameters({"weight": LocalTensor((300, 256), ())}, {"weight"}, torch.bfloat16)
     assert {name: [list(shape), dtype] for name, (shape, dtype) in ours.items()} == found["parameters"]
 
 
+@pytest.mark.full
 def test_layers_that_sglang_rearranges_are_named_with_the_remedy(found: dict[str, Any]) -> None:
     shuffled, packed = found["problems"]
     assert (
@@ -73,6 +76,7 @@ def test_layers_that_sglang_rearranges_are_named_with_the_remedy(found: dict[str
     assert packed.startswith("packing.weight_scale_inv: SGLang rearranges it")
 
 
+@pytest.mark.full
 def test_key_value_cache_scales_of_a_dummy_load_become_one(found: dict[str, Any]) -> None:
     assert found["cache"] == [1.0] * 4
 
