@@ -59,16 +59,14 @@ done
 
 ensure_env dev
 pytest=("$VENV_PYTHON" -m pytest "${arguments[@]}")
-several=(--numprocesses=4 --no-loadscope-reorder)
 if [[ -n "$is_fast" ]]; then
     pytest+=(-m "not (distributed or sglang or waiting or pool)")
     are_fast "${arguments[@]}" && exec "${pytest[@]}"
-    [[ -n "$chooses" ]] || several=(--numprocesses=2)
-    exec "${pytest[@]}" "${FAST[@]}" "${several[@]}"
+    exec "${pytest[@]}" "${FAST[@]}" --numprocesses=2 --no-loadscope-reorder
 fi
 are_fast "${arguments[@]}" || {
     ensure_sglang
     ensure_te 2.11.0 2.10.0 2.9.0
 }
 [[ -z "$chooses" ]] || exec "${pytest[@]}"
-exec "${pytest[@]}" "${several[@]}"
+exec "${pytest[@]}" --numprocesses=4 --no-loadscope-reorder

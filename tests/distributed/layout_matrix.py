@@ -211,8 +211,8 @@ FULL_UPDATES = {
         "pp=4,vpp=2 batch.tokens_per_micro_batch=40 model.recompute=full",
     ),
     "uneven": ("pp=4", "tp=2,pp=2,sequence_parallel=true", "pp=2,vpp=2,dp=2"),
-    # Methods that use sums or maxima over responses, or values of the mini-batch, run with split rows without --all;
-    # those that need the last stage's values, with stages.
+    # Without --all, methods that use sums or maxima over responses, or values of the mini-batch, run with cp=4, and
+    # methods that need log-probs of the last pipeline stage run with pp=2.
     **{f"short+{m}": METHODS_LAYOUTS[1:2] for m in ("gspo", "gmpo")},
     "short+clip_cov": (METHODS_LAYOUTS[1], "tp=2,pp=2"),
     **{f"short+{m}": METHODS_LAYOUTS[1:] for m in ("reinforce_plus_plus", "opd", "opd_kl")},

@@ -22,6 +22,7 @@ from tests.te_on_cpu.emulated_te import launcher
 
 ROOT, HERE = launcher.ROOT, Path(__file__).parent
 GPU = ROOT / "tests" / "gpu"
+BETWEEN, OLDEST = launcher.OTHERS
 EVERY_VERSION = (
     *(HERE / f"test_{name}.py" for name in ("attention_backends", "context", "extension", "modules", "optimizers")),
     f"{GPU / 'test_checkpoint.py'}::test_a_restored_policy_continues_like_the_saved_one",
@@ -126,9 +127,6 @@ def test_layouts_on_emulated_kernels_give_the_numbers_of_one_rank(running: dict[
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "version",
-    [*launcher.OTHERS[-1:], *(pytest.param(version, marks=pytest.mark.sweep) for version in launcher.OTHERS[:-1])],
-)
+@pytest.mark.parametrize("version", [pytest.param(BETWEEN, marks=pytest.mark.sweep), OLDEST])
 def test_other_versions_pass_the_tests_that_depend_most_on_them(version: str, running: dict[str, Running]) -> None:
     assert num_passed(output_of(running, version)) >= 50
