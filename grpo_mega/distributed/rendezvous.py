@@ -39,7 +39,7 @@ from grpo_mega.distributed.messages import forged, seal_value, unseal_value
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.text import filter_output
 
-RECONNECT_TIMEOUT = timedelta(seconds=5)
+RECONNECT_TIMEOUT = timedelta(seconds=15)  # torch asks a name server first: twice 5 s if it loses a request
 _MAX_NAMED = 8  # maximum number of missing ranks in an error
 
 
