@@ -73,8 +73,7 @@ def test_fp8_learns_it_as_bf16_does(recipe: str, device: Device) -> None:
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < STEP_BOUND
 
 
-@pytest.mark.emulated
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.emulated), "blockwise"])
 def test_weights_that_are_kept_in_fp8_learn_it_too(recipe: str, device: Device) -> None:
     """The fp32 masters accumulate small steps that FP8 weights cannot represent."""
     need(recipe, device)

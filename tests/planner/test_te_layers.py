@@ -213,18 +213,20 @@ def measure(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    layers: list[float]  # bytes; TABLE, OTHERS, SHARED
-    sent: list[float]  # bytes that three layers send between pairs of ranks
+    layers: list[tuple[Layer, float, float]]  # bytes that it keeps, bytes that three layers send between pairs of ranks
     ranks: dict[tuple[str, int], tuple[float, float]]  # (config, rank): (planned, measured) bytes
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Measure every third layer of TABLE and OTHERS, with --sweep all of them."""
     if reason := launcher.why_not(launcher.DEFAULT):
         pytest.skip(reason)
     from grpo_mega.megatron.rehearsal import default_ranks, request_of  # imports Megatron
 
-    layers = [layer.request(n) for layer in (*TABLE, *OTHERS, *SHARED) for n in (2, 3)]
+    step = 1 if request.config.getoption("--sweep") else 3
+    chosen = [*TABLE[::step], *OTHERS[::step], *SHARED]
+    layers = [layer.request(n) for layer in chosen for n in (2, 3)]
     folder = tmp_path_factory.mktemp("model")
     ranks, requests = [], []
     for name, fields, stages in RANKS:
@@ -243,13 +245,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     sent = [
         sum(size for _, name, size, _ in answer["sent"] if name == "isend") for answer in answers[1 : len(layers) : 2]
     ]
-    return Measured([more - fewer for fewer, more in pairs], sent, of_ranks)
+    return Measured(list(zip(chosen, (more - fewer for fewer, more in pairs), sent, strict=True)), of_ranks)
 
 
 @pytest.mark.full
 def test_the_dated_table_equals_a_new_measurement(measured: Measured) -> None:
-    found = {(layer.recipe, layer.recompute): size / MIB for layer, size in zip(TABLE, measured.layers, strict=False)}
-    assert found == pytest.approx(MEASURED, abs=0.02)
+    found = {(layer.recipe, layer.recompute): size / MIB for layer, size, _ in measured.layers if layer in TABLE}
+    assert found == pytest.approx({key: MEASURED[key] for key in found}, abs=0.02) and len(found) >= 4
 
 
 def test_the_formulas_give_the_table() -> None:
@@ -263,7 +265,9 @@ def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> N
 
     The plan leaves out the row map of the fused permutation, which is below 0.2% of a layer with experts.
     """
-    for layer, size in zip(OTHERS, measured.layers[len(TABLE) :], strict=False):
+    chosen = [(layer, size) for layer, size, _ in measured.layers if layer in OTHERS]
+    assert len(chosen) >= len(OTHERS) // 3
+    for layer, size in chosen:
         assert layer.planned() == pytest.approx(size, rel=2e-3 if "num_experts_per_tok" in layer.fields else 1e-3), (
             layer
         )
@@ -271,8 +275,9 @@ def test_the_formulas_hold_for_other_models_and_layouts(measured: Measured) -> N
 
 @pytest.mark.full
 def test_context_parallel_ranks_keep_their_tokens_and_send_as_planned(measured: Measured) -> None:
-    first = len(TABLE) + len(OTHERS)
-    for layer, size, sent in zip(SHARED, measured.layers[first:], measured.sent[first:], strict=True):
+    chosen = [entry for entry in measured.layers if entry[0] in SHARED]
+    assert len(chosen) == len(SHARED)
+    for layer, size, sent in chosen:
         assert layer.planned() == pytest.approx(size, rel=1e-3), layer
         assert layer.planned_sent(3) == sent > 0, layer
 

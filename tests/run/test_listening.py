@@ -53,7 +53,7 @@ def test_the_reader_of_sockets_sees_open_addresses() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "at_least"), [("tp=1", 1), ("dp=2", 3)])
+@pytest.mark.parametrize(("layout", "at_least"), [pytest.param("tp=1", 1, marks=pytest.mark.sweep), ("dp=2", 3)])
 def test_training_evaluation_and_check_listen_only_on_the_loopback(layout: str, at_least: int, tmp_path: Path) -> None:
     config = kills.write_inputs(tmp_path, layout)
     run = ["--set", f"run_dir={tmp_path / 'run'}"]

@@ -95,7 +95,7 @@ def test_a_run_stopped_by_the_stop_file_resumes_without_any_difference(
 @pytest.mark.parametrize(
     "change",
     [
-        "{pp: 2} {tp: 2}",
+        pytest.param("{pp: 2} {tp: 2}", marks=pytest.mark.sweep),
         "{tp: 2, pp: 2} {cp: 2}",
         pytest.param("{cp: 2} {dp: 2}", marks=pytest.mark.sweep),
     ],

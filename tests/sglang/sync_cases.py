@@ -43,7 +43,9 @@ CASES = {
     "deepseek_v3 over four": Case(
         "deepseek_v3", LATENT | {"q_lora_rank": None}, SPREAD, (4,), engine_ep=2, level="sweep"
     ),
-    "mixtral over four": Case("mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, level="full"),
+    "mixtral over four": Case(
+        "mixtral", EXPERTS | {"intermediate_size": 128}, SPREAD, (4,), engine_ep=4, level="sweep"
+    ),
     "llama": Case("llama", level="sweep", **SOME),
     "mistral": Case("mistral", {"sliding_window": 7}, level="sweep", **SOME),
     "qwen2 tied": Case("qwen2", {"tied": True}, ("{pp: 4, vpp: 2}", "{tp: 2}")),
@@ -63,7 +65,8 @@ CASES = {
     "qwen2 with an adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS, lora="adapter", steps=20, level="full"),
     "qwen2 with a merged adapter": Case("qwen2", ADAPTED, LORA_LAYOUTS[:1], lora="merged", steps=20, level="full"),
     # Families differ only in their tensors, and the cases above move all of these.
-    "llama everywhere": Case("llama", level="full"),
+    "llama everywhere": Case("llama", level="sweep"),
+    "llama at any size": Case("llama", layouts=("{pp: 4, vpp: 2}", "{tp: 1}", "{tp: 4}"), level="full"),
     "mistral everywhere": Case("mistral", {"sliding_window": None}, level="sweep"),
     "qwen3 everywhere": Case("qwen3", level="sweep"),
 }

@@ -158,7 +158,9 @@ def test_aborted_samples_continue_with_right_states(hybrid: tuple[SGLangEngine, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", TOLERANCE), ("bfloat16", 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float32", TOLERANCE), pytest.param("bfloat16", 0.3, marks=pytest.mark.sweep)]
+)
 def test_a_training_run_with_a_server_has_the_trainers_logprobs(tmp_path: Path, dtype: str, bound: float) -> None:
     """The quickstart's recipe, with fewer prompts, on a model with random weights. In bf16 the sync verifies that some
     weights are float32."""

@@ -155,7 +155,7 @@ def test_the_check_of_this_machine_names_missing_parts(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.parametrize("floor", [0.0, 1e6])
+@pytest.mark.parametrize("floor", [pytest.param(0.0, marks=pytest.mark.sweep), 1e6])
 def test_a_network_that_is_slow_everywhere_blames_no_node(floor: float, tmp_path: Path) -> None:
     command = [
         sys.executable,

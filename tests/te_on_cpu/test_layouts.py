@@ -67,6 +67,10 @@ SWEEP = {
     ("qwen3", "delayed", "cp=2,cp_comm_type=a2a model.recompute=full"),
     ("qwen3", "blockwise", "cp=2,tp=2,sequence_parallel=true model.recompute=selective"),
     ("qwen3_moe", "bf16", "cp=2,ep=2,cp_comm_type=a2a"),
+    ("qwen3", "bf16", "cp=2,tp=2,sequence_parallel=true model.recompute=selective"),
+    ("deepseek_v3", "tensorwise", "tp=2,pp=2,ep=2,sequence_parallel=true"),
+    ("deepseek_v3", "bf16", "tp=2,pp=2,ep=2,sequence_parallel=true"),
+    ("glm4_moe", "bf16", "tp=2,pp=2,ep=2,sequence_parallel=true"),
     *((recipe, layout) for recipe, layout in PASSES if layout not in ("cp=2", "cp=2,cp_comm_type=a2a")),
 }
 FAMILIES = tuple(dict.fromkeys(family for family, _, _ in CASES))

@@ -47,7 +47,7 @@ ALLOWED_SKIPS = ("needs a GPU, and torch sees none here", "found H100, emulated"
 Running = tuple["subprocess.Popen[bytes]", Path]  # process, output file
 
 pytestmark = [
-    pytest.mark.waiting,
+    pytest.mark.distributed,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run here, on a GPU"),
 ]
 
