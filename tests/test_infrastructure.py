@@ -110,6 +110,22 @@ def test_several_processes_start_with_slow_files_and_report_their_progress(tmp_p
     assert re.search(r"^\d+ min \| 1 of 3 tests, 0 failed \| test_second.py::test_waits$", text, re.MULTILINE), text
 
 
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_a_test_that_ends_its_process_fails_and_the_others_run(num_processes: int, tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    fatal, passing = "import os\ndef test_ends():\n    os._exit(3)\n", "def test_{}():\n    pass\n"
+    (tmp_path / "test_alone.py").write_text(fatal)
+    (tmp_path / "test_between.py").write_text(passing.format("before") + fatal + passing.format("after"))
+    (tmp_path / "test_other.py").write_text(passing.format("other"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
+    command = [sys.executable, "-m", "pytest", f"--numprocesses={num_processes}", "--no-loadscope-reorder"]
+    with (tmp_path / "output").open("w") as output:
+        result = subprocess.run(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT, timeout=300)
+    text = (tmp_path / "output").read_text()
+    assert result.returncode == 1 and "2 failed, 3 passed" in text, text
+    assert {"failed: test_alone.py::test_ends", "failed: test_between.py::test_ends"} <= set(text.splitlines()), text
+
+
 @pytest.mark.parametrize(
     ("arguments", "installs"),
     [

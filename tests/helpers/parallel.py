@@ -6,6 +6,7 @@ with slow tests come first, so that the processes end at about the same time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -35,6 +36,24 @@ def group_of(nodeid: str) -> str:
 class Groups(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Return the test that ended the process. The others of its file run in a new one; xdist would run it, too."""
+        for unit in self.assigned_work[node].values():
+            for nodeid, is_done in unit.items():
+                if not is_done:
+                    unit[nodeid] = True
+                    super().remove_node(node)
+                    return str(nodeid)
+        return super().remove_node(node)
+
+    def _reschedule(self, node: Any) -> None:
+        if node not in self.registered_collections:  # a new process has yet to collect its tests
+            return
+        with contextlib.suppress(OSError):  # the process has ended; `remove_node` follows
+            super()._reschedule(node)
+            while self._pending_of(self.assigned_work[node]) < 2 and not node.shutting_down:
+                super()._reschedule(node)  # a process starts a test only if it knows the next one
 
 
 class Progress:
