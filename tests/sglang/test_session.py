@@ -310,7 +310,7 @@ def test_long_samples_are_read_and_lost_ones_are_requested_again() -> None:
 
 
 def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
-    """This test runs last of those that use the shared server, by the order of files."""
+    """Kill the shared server. No test after this one uses it, because files run in alphabetical order."""
     tree = Tree.of(server)
     assert len(tree.shared_memory) == 1
     (scheduler,) = tree.named("sglang::scheduler")
