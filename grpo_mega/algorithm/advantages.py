@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grpo_mega.batching.layout import sampled_mask
 from grpo_mega.config import AlgorithmConfig
+from grpo_mega.config.algorithm import STEPWISE
 from grpo_mega.errors import RewardError
 from grpo_mega.types import Group, Sample
 
@@ -311,4 +312,4 @@ def _is_scored(sample: Sample, a: AlgorithmConfig) -> bool:
             f" {sample.step_rewards} from scores {sample.scores}; a reward function must return finite numbers, or None"
             " for none"
         )
-    return sample.is_scored if a.adv_type in ("grpo_process", "grpo_turn") else sample.reward is not None
+    return sample.is_scored if a.adv_type in STEPWISE else sample.reward is not None

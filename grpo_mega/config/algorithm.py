@@ -28,6 +28,7 @@ Rejection = Literal[
 ]
 # verl and RLinf use the same value. One token far from the reference must not decide the step.
 KL_CLAMP = 10.0
+STEPWISE = ("grpo_process", "grpo_turn")  # values of adv_type that read rewards of steps and turns
 
 
 class CorrectionConfig(Section):
@@ -390,7 +391,7 @@ class AlgorithmConfig(Section):
             ("entropy_bonus", self.calculate_entropy, " needs algorithm.calculate_entropy=true; set both or neither"),
             (
                 "kl_in",
-                self.adv_type not in ("grpo_process", "grpo_turn", "gdpo"),
+                self.adv_type not in (*STEPWISE, "gdpo"),
                 f": must be loss with {adv_type}; use algorithm.kl_in=loss",
             ),
             ("kl_target", self.kl_beta, " needs algorithm.kl_beta > 0, the initial weight; set both or neither"),

@@ -39,6 +39,7 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
 
     reward/<function>, reward/mean
     reward/std, /min, /max           over all rewards of the step, if there are at least two
+    reward/steps                     mean number of rewarded steps or turns of a sample, if there are any
     reward/excluded                  samples without a reward, which do not train
     reward/paid_but_wrong            only with an oracle; see `paid_but_wrong`
     verdict/<function>/<verdict>
@@ -52,13 +53,14 @@ def rollout_metrics(groups: Sequence[Group], is_zero_variance: Callable[[Group],
     lengths = [s.num_sampled for s in samples]
     verdicts = Counter((name, verdict) for s in samples for name, verdict in s.verdicts.items())
     rewards = [s.reward for s in samples if s.reward is not None]
-    spread = {}
+    num_steps, spread = sum(len(s.step_rewards) for s in samples), {}
     if len(rewards) > 1:
         spread = {"reward/std": stdev(rewards), "reward/min": min(rewards), "reward/max": max(rewards)}
     return {
         "reward/mean": _mean([s.reward for s in samples]),
         **spread,
         **_mean_scores("reward", samples),
+        **({"reward/steps": num_steps / len(samples)} if num_steps else {}),
         "reward/excluded": float(sum(not s.is_scored for s in samples)),
         **paid_but_wrong(samples),
         **{f"verdict/{name}/{verdict}": n / len(samples) for (name, verdict), n in sorted(verdicts.items())},

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_mega.config.algorithm import STEPWISE
 from grpo_mega.errors import MismatchError, NonFiniteError
 from grpo_mega.observe.metrics import K3_STALE, engine_mismatch
 from grpo_mega.rewards.registry import OF_PROGRAMS
@@ -240,6 +241,14 @@ def _not_finite(steps: Steps, keys: Keys) -> Iterator[str]:
         yield f"not finite: {', '.join(names)}; lower {_key(keys, 'optimizer.lr')}"
 
 
+def _unread(steps: Steps, keys: Keys) -> Iterator[str]:
+    if "reward/steps" in steps[-1] and keys.get("algorithm.adv_type", STEPWISE[0]) not in STEPWISE:
+        yield (
+            f"rewards of turns and steps (chat.reward, Score.steps) do nothing with {_key(keys, 'algorithm.adv_type')};"
+            " set algorithm.recipe=mt_grpo or process_supervision, or reward whole responses"
+        )
+
+
 def _wrong(steps: Steps, keys: Keys) -> Iterator[str]:
     share = steps[-1].get("reward/paid_but_wrong", 0.0)
     if share > _PAID_BUT_WRONG:
@@ -281,6 +290,7 @@ RULES = (
     Rule("staleness", 5, _staleness),
     Rule("cache", 5, _cache),
     Rule("idle", 5, _idle),
+    Rule("unread", 1, _unread),
     Rule("wrong", 1, _wrong),
     Rule("rising", 20, _rising),
     Rule("not finite", 1, _not_finite),

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from grpo_mega import user_code
 from grpo_mega.config import Config, ModelConfig, RewardsConfig
+from grpo_mega.config.unread import unread_keys
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
 from grpo_mega.distributed.environment import gpu_sign, unusable_gpu_problems, uses_gpu
@@ -294,13 +295,13 @@ def sandbox_notes(config: Config) -> list[str]:
 
 
 def start_notes(config: Config) -> list[str]:
-    """Return the note that a run leaves the weights of its model unread."""
-    path = config.model.path
-    if config.model.init != "random" or not _has_weights(path):
-        return []
-    return [
-        f"model.init=random: the weights in {path} are not read, and training starts from random ones; leave it out"
-    ]
+    """Return notes on what the run leaves unread: the weights of its model, keys of its algorithm."""
+    path, notes = config.model.path, list(unread_keys(config.algorithm))
+    if config.model.init == "random" and _has_weights(path):
+        notes.append(
+            f"model.init=random: the weights in {path} are not read, and training starts from random ones; leave it out"
+        )
+    return notes
 
 
 def _has_weights(folder: Path) -> bool:

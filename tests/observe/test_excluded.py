@@ -30,6 +30,8 @@ def test_samples_without_a_reward_are_counted() -> None:
     with_steps = sample(None, {"f": "scored"})
     with_steps.step_ends, with_steps.step_rewards = [0], [0.5]
     assert metrics_of(with_steps)["reward/excluded"] == 0
+    assert metrics_of(judged, with_steps)["reward/steps"] == len(with_steps.step_rewards) / 2
+    assert "reward/steps" not in metrics_of(judged)
 
 
 def test_the_share_of_rewarded_responses_that_the_oracle_calls_wrong() -> None:

@@ -99,6 +99,11 @@ CASES: dict[str, tuple[Callable[[int], StepMetrics], str]] = {
         " a step, because a few responses are long (mean/longest: 400/1000 tokens); set rollout.oversample=1.25 and"
         " rollout.partial=true, or rollout.placement=separate",
     ),
+    "unread": (
+        lambda step: {"reward/steps": 0.125} if step > 2 else {},
+        "step 3: rewards of turns and steps (chat.reward, Score.steps) do nothing with algorithm.adv_type=grpo; set"
+        " algorithm.recipe=mt_grpo or process_supervision, or reward whole responses",
+    ),
     "wrong": (
         lambda step: {"reward/paid_but_wrong": 0.03},
         "step 1: 3.0% of the paid responses were wrong; change rewards.functions",
