@@ -262,6 +262,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout)
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "compat.py turns cuDNN's attention off"
         self.scale = softmax_scale
         self.has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 

@@ -56,6 +56,9 @@ def install_patches() -> bool:
     # to W&B, observe/writers.py imports it on the first rank.
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
     recorder()
+    # torch's cuDNN attention is wrong without an error: outputs with fewer than 8 key heads on a B200 (pytorch#193893),
+    # NaN gradients with masks on Hopper cards (pytorch#196678, torch 2.13). The other backends remain.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available():
         return False
     # SGLang's requirements install triton. On a CPU it is useless and prints many warnings when the process ends.

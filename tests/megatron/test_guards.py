@@ -57,6 +57,14 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+def test_cudnns_attention_is_off_where_this_project_computes(run: Run) -> None:
+    """torch chooses among its backends without a word, and some of cuDNN's results are wrong."""
+    done = run("print(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())")
+    assert done.stdout.split() == ["False", "True"], done.stderr
+    plain = python("import torch; print(torch.backends.cuda.cudnn_sdp_enabled())")
+    assert plain.stdout.split() == ["True"], "torch turns it off itself now"
+
+
 def megatron_source(path: str) -> str:
     spec = find_spec("megatron")
     assert spec is not None and spec.submodule_search_locations
