@@ -3,7 +3,8 @@
 
 Checks the number of GPUs, each GPU's state (uncorrected memory errors, rows to be remapped, throttled clocks, memory in
 use by others), that the driver supports the CUDA version of the installed torch, that all NVLinks are up, and free disk
-space. With --nvcc it also checks that nvcc is installed, because SGLang needs it at startup. On a fit node it prints a
+space. With --nvcc it also checks that nvcc is installed, because SGLang needs it at startup, and that a process starts
+with the library that lets a server sleep. On a fit node it prints a
 line with versions; otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also
 writes FOLDER/NODE.json. Then `--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other
 versions than most nodes. This file imports only the standard library, so it runs even if the environment is broken.
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang")
@@ -97,7 +99,7 @@ def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
 
 def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return (problems, versions by name)."""
-    problems = disk_problems(disks) + (compiler_problems(torch_cuda()) if needs_nvcc else [])
+    problems = disk_problems(disks) + (server_problems(torch_cuda()) if needs_nvcc else [])
     fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
     if num_gpus:
         try:
@@ -154,6 +156,35 @@ def torch_cuda() -> str | None:
         return None
     found = re.search(r"^cuda\b.*'([\d.]+)'", text, re.MULTILINE)
     return found[1] if found else None
+
+
+def server_problems(cuda: str | None) -> list[str]:
+    """Check what SGLang's server needs to start."""
+    return compiler_problems(cuda) + preload_problems(cuda)
+
+
+def preload_problems(cuda: str | None) -> list[str]:
+    """Check that a process starts with the memory saver's library, which SGLang preloads into its scheduler.
+
+    The library needs the driver's libcuda and the CUDA runtime, in a folder of LD_LIBRARY_PATH or of pip's packages
+    (grpo_mega/distributed/environment.py).
+    """
+    saver, nvidia = find_spec("torch_memory_saver"), find_spec("nvidia")
+    if cuda is None or saver is None or saver.origin is None:
+        return []
+    name = f"torch_memory_saver_hook_mode_preload_cu{cuda.partition('.')[0]}*.so"
+    library = next(iter(Path(saver.origin).parent.parent.glob(name)), None)
+    if library is None:
+        return [f"torch_memory_saver has no {name}; install the version that SGLang requires"]
+    folders = [Path(folder) for folder in (nvidia.submodule_search_locations or [] if nvidia else [])]
+    runtimes = [str(path.parent) for folder in folders for path in folder.glob("*/lib/libcudart.so.*")]
+    paths = os.pathsep.join(filter(None, (os.environ.get("LD_LIBRARY_PATH"), *runtimes)))
+    environ = os.environ | {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths}
+    done = subprocess.run(["/bin/true"], env=environ, capture_output=True, text=True, timeout=60)
+    if done.returncode or done.stderr:
+        reason = " ".join(done.stderr.split()).removeprefix("/bin/true: ")
+        return [f"no process starts with {library} ({reason}); install the driver's and torch's CUDA libraries"]
+    return []
 
 
 def compiler_problems(cuda: str | None) -> list[str]:

@@ -129,9 +129,23 @@ def bind_to_gpu_cores(environ: Mapping[str, str], sysfs: Path = Path("/sys")) ->
 
 def cudnn_of_torch() -> Path | None:
     """Return the folder of the cuDNN that pip installed for torch; None if torch uses another one."""
+    library = _library_of_torch("cudnn/lib/libcudnn.so*")
+    return library and library.parent.parent
+
+
+def cuda_runtime_of_torch() -> Path | None:
+    """Return the folder with the CUDA runtime (libcudart) that pip installed for torch; None if torch uses another
+    one.
+    """
+    library = _library_of_torch("*/lib/libcudart.so.*")
+    return library and library.parent
+
+
+def _library_of_torch(pattern: str) -> Path | None:
+    """Return the library with this name in NVIDIA's packages."""
     spec = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) / "cudnn" for folder in (spec.submodule_search_locations or [] if spec else [])]
-    return next((folder for folder in folders if any(folder.glob("lib/libcudnn.so*"))), None)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+    return next((library for folder in folders for library in sorted(folder.glob(pattern))), None)
 
 
 def is_one_machine(environ: Mapping[str, str]) -> bool:

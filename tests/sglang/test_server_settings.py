@@ -73,6 +73,21 @@ def test_graphs_sleep_and_a_restart_ignores_what_trainers_hold() -> None:
     assert all(f"{name} = Env" in environ for name in found if "MEMORY" in name)
 
 
+def test_a_preloaded_memory_saver_finds_the_cuda_runtime_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the process of the scheduler ends before its first line. The layout is that of pip's CUDA 13."""
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    assert "LD_LIBRARY_PATH" not in server_environment({}, CUDA), "torch brings no runtime"
+    (folder / "libcudart.so.13").touch()
+    assert server_environment({}, CUDA)["LD_LIBRARY_PATH"] == str(folder)
+    assert server_environment({"LD_LIBRARY_PATH": "/mine:/b"}, CUDA)["LD_LIBRARY_PATH"] == f"/mine:/b:{folder}"
+    for other in (SETTINGS, changed(CUDA, {"sleep": "never"})):
+        assert server_environment({"LD_LIBRARY_PATH": "/mine"}, other)["LD_LIBRARY_PATH"] == "/mine"
+
+
 def test_a_gpu_server_computes_fp32_products_in_fp32() -> None:
     """SGLang turns TF32 on for some models, whatever its arguments say."""
     assert server_environment({}, CUDA)["NVIDIA_TF32_OVERRIDE"] == "0"

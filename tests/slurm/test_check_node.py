@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,29 @@ def test_sound_gpus_have_no_problems() -> None:
 def test_problems_of_a_gpu_are_reported(before: str, after: str, problem: str) -> None:
     [found] = gpu_problems(GPUS.replace(before, after, 1))
     assert found.startswith(problem)
+
+
+def test_a_library_that_keeps_processes_from_starting_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that needs one that is not there ends every process that preloads it, so both are built here."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "torch_memory_saver").mkdir()
+    (tmp_path / "torch_memory_saver/__init__.py").touch()
+    assert "has no torch_memory_saver_hook_mode_preload_cu99*.so" in check_node.preload_problems("99.0")[0]
+    runtime = tmp_path / "nvidia/cu99/lib/libcudart.so.99"
+    runtime.parent.mkdir(parents=True)
+    saver = tmp_path / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "empty.c").touch()
+    build = [compiler, "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o"]
+    subprocess.run([*build, str(runtime), "-Wl,-soname,libcudart.so.99"], check=True)
+    subprocess.run([*build, str(saver), "-Wl,--no-as-needed", str(runtime)], check=True)
+    assert check_node.preload_problems("99.0") == [], "found in the folder of pip's package"
+    assert check_node.preload_problems(None) == []
+    runtime.unlink()
+    (problem,) = check_node.preload_problems("99.0")
+    assert str(saver) in problem and "libcudart.so.99" in problem
 
 
 @pytest.mark.parametrize(("cuda", "is_too_old"), [("13.0", True), ("12.9", False), (None, False), ("99.1", False)])

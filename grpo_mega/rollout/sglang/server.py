@@ -23,7 +23,7 @@ from typing import Any
 
 from grpo_mega import processes
 from grpo_mega.config import RolloutConfig
-from grpo_mega.distributed.environment import CORES_VARIABLE, loopback_sockets, server_cache
+from grpo_mega.distributed.environment import CORES_VARIABLE, cuda_runtime_of_torch, loopback_sockets, server_cache
 from grpo_mega.distributed.launch import LINES_OF_LOG, free_ports, log_lines, log_tail
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import NoReply, send
@@ -428,6 +428,9 @@ def server_environment(environ: Mapping[str, str], settings: EngineSettings) -> 
         }
         if settings.has_memory_saver:
             usual["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs sleep too (engine.py)
+            # SGLang preloads the memory saver's library, which needs the CUDA runtime before torch loads it.
+            if folder := cuda_runtime_of_torch():
+                own["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (kept.get("LD_LIBRARY_PATH"), str(folder))))
         if settings.holds_blocks:
             # By default DeepGEMM compiles kernels for up to 16,384 row counts per shape, which takes 10 to 20 minutes.
             usual |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true"}
