@@ -1,8 +1,9 @@
-"""Linear attention: packed samples equal single samples bit for bit, and gates stay float32 in a bf16 model."""
+"""Linear attention: packed samples do not depend on each other, and gates stay float32 in a bf16 model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,7 @@ from tests.megatron.test_guards import megatron_source
 
 A_LOG = "model.layers.{}.linear_attn.A_log"
 LENGTHS = (1, 63, 64, 65, 129, 60)
-# Multiples of 32 elements per token: torch computes the last elements of a tensor by other code than whole vectors.
-SIZES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+SIZES = {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -37,12 +37,15 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         runtimes.stop()
 
 
-def test_a_packed_sample_is_computed_as_if_it_were_alone(policy: Policy) -> None:
+def test_a_packed_sample_depends_on_its_own_rows_only(policy: Policy) -> None:
+    """Other neighbours of the same lengths change no bit, because all shapes stay. Without neighbours the shapes
+    differ, and so does the rounding on some CPUs: sums of up to CHUNK products in float32, of values up to 3.
+    """
     layer = policy.models[0].decoder.layers[0].self_attention
-    layer.in_proj.forward = layer.out_proj.forward = lambda x: (x, None)  # their products depend on the number of rows
+    layer.in_proj.forward = layer.out_proj.forward = lambda x: (x, None)
     width = sum(tensor.shape[0] for name, tensor in layer.named_parameters() if name == "in_proj.weight")
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(sum(LENGTHS), 1, width, generator=generator).to(policy.models[0].config.params_dtype)
+    generator, dtype = torch.Generator().manual_seed(1), policy.models[0].config.params_dtype
+    rows, others = torch.randn(2, sum(LENGTHS), 1, width, generator=generator).to(dtype)
 
     def computed(part: torch.Tensor, *lengths: int) -> torch.Tensor:
         cuts = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -51,10 +54,15 @@ def test_a_packed_sample_is_computed_as_if_it_were_alone(policy: Policy) -> None
         return found
 
     packed = computed(rows, *LENGTHS)
-    alone = torch.cat([computed(part, len(part)) for part in rows.split(LENGTHS)])
-    assert torch.equal(packed, alone)
+    for start, length in zip(accumulate(LENGTHS, initial=0), LENGTHS, strict=False):
+        place = slice(start, start + length)
+        mixed = others.clone()
+        mixed[place] = rows[place]
+        assert torch.equal(computed(mixed, *LENGTHS)[place], packed[place])
+        alone = computed(rows[place], length)
+        torch.testing.assert_close(packed[place], alone, rtol=torch.finfo(dtype).eps, atol=64 * 2**-23 * 3)
     leaking = computed(rows, sum(LENGTHS))
-    assert not torch.equal(leaking[1:64], alone[1:64])
+    assert (leaking - packed)[1:64].abs().max() > 0.1
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def test_batched_greedy_decoding_equals_transformers_one_by_one(family: str, tie
         ("qwen3_moe", {"hidden_size": 34, "moe_intermediate_size": 25}),
         ("qwen3_moe", {"moe_intermediate_size": 27}),
         ("mixtral", {"hidden_size": 36, "intermediate_size": 50, "head_dim": 10}),
-        ("deepseek_v2", {"moe_intermediate_size": 22}),
+        ("deepseek_v2", {"moe_intermediate_size": 14}),
         ("deepseek_v3", {"moe_intermediate_size": 22, "q_lora_rank": 10, "rope_parameters": YARN}),
         ("glm4_moe", {"moe_intermediate_size": 22, "use_qk_norm": True}),
         ("qwen3_5_moe_text", {"moe_intermediate_size": 25, "num_experts": 5, "num_experts_per_tok": 3}),
@@ -148,7 +148,7 @@ def test_experts_with_unaligned_rows_are_computed_and_recorded(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """torch.grouped_mm refuses such experts. The oracle multiplies in float64 with the weights of each token's
-    experts.
+    experts. With these sizes no score of an expert is within 3e-5 of another choice, so rounding decides nothing.
     """
     sampling = replace(SAMPLING, with_routes=True)
     model = make_model(family, seed=3, **changes)
