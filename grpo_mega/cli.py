@@ -12,14 +12,15 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from errno import ENAMETOOLONG
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import grpo_mega
 from grpo_mega.commands import options as of
 from grpo_mega.commands.options import Options
 from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
-from grpo_mega.text import filter_output
+from grpo_mega.text import filter_output, shorten
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +33,14 @@ def run_script(
     doc: str | None, options: type[Options], act: Callable[[Options], int], arguments: list[str] | None
 ) -> int:
     """Parse the arguments of a script (None: sys.argv), call `act`, and return the process's exit code."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     of.add_options(parser, options)
     return _exit_code_of(lambda: act(of.read_options(options, parser.parse_args(arguments))))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(shorten(message))
 
 
 def _exit_code_of(act: Callable[[], int]) -> int:
@@ -53,13 +59,15 @@ def _exit_code_of(act: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except OSError as error:
+        if error.errno == ENAMETOOLONG:
+            return _refuse([shorten(f"{error.filename}: must be a shorter path; name another")])
         if error.errno not in DISK_ERRORS:
             raise
         return _refuse([f"{error.filename or 'a file'} cannot be written ({error.strerror}); free its disk"])
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="grpo-mega", description="Train language models with GRPO on Megatron-core.")
+    parser = _Parser(prog="grpo-mega", description="Train language models with GRPO on Megatron-core.")
     parser.add_argument("--version", action="version", version=f"grpo-mega {grpo_mega.__version__}")
     parser.set_defaults(argv=arguments)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

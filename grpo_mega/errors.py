@@ -7,6 +7,8 @@ instead.
 import errno
 from collections.abc import Iterable, Iterator
 
+from grpo_mega.text import shorten
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # A disk that accepts no more data: full, beyond a quota or limit, read-only, or gone.
@@ -18,8 +20,8 @@ class UserError(Exception):
 
     @property
     def lines(self) -> list[str]:
-        """Return one line per broken rule."""
-        return [" ".join(str(problem).split()) for problem in self.args]
+        """Return one line per broken rule. A long line keeps its start, with the key, and its end, with the remedy."""
+        return [shorten(" ".join(str(problem).split())) for problem in self.args]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))

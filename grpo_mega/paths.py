@@ -90,7 +90,7 @@ def heldout_file(step: int) -> str:
 def heldout_files(run_dir: Path) -> dict[int, Path]:
     """Return the run's files of held-out answers, keyed by step."""
     steps = {path: path.stem.removeprefix("heldout-") for path in run_dir.glob("heldout-*.jsonl")}
-    return {int(step): path for path, step in sorted(steps.items()) if step.isdecimal()}
+    return {int(step): path for path, step in sorted(steps.items()) if step.isdecimal() and path.is_file()}
 
 
 def write_atomically(path: Path, content: bytes) -> None:

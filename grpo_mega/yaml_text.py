@@ -26,16 +26,16 @@ _PATTERNS = {
 
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML document. Raise ValueError in one line, with the line of the text."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        node = yaml.compose(text, Loader=_Loader)
         return None if node is None else _Reader().value(node, "")
-    except yaml.YAMLError as error:
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {line}: U+{ord(text[error.position]):04X} is not allowed in YAML") from None
+    except (yaml.YAMLError, OverflowError) as error:  # "\U99999999" overflows
         raise ValueError(f"not YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    finally:
-        loader.dispose()
 
 
 def parse_value(text: str) -> Any:

@@ -122,7 +122,7 @@ def config_text(options: InitOptions, settings: Sequence[Setting], target: Targe
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     lines = [
         f"# A first config for {target.title}, written by",
-        f"#     {shlex.join(command)}",
+        f"#     {_as_comment(shlex.join(command))}",
         "# Change any value. `grpo-mega config KEY` explains a key, and `grpo-mega config` lists all of them.",
     ]
     lines += [line for s in settings if "." not in s.key for line in _lines(s, "")]
@@ -132,16 +132,21 @@ def config_text(options: InitOptions, settings: Sequence[Setting], target: Targe
     return "\n".join(lines) + "\n"
 
 
+def _as_comment(text: str) -> str:
+    """Return text that stays on one line of YAML: other characters than printable ones are escaped."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
 def _lines(setting: Setting, indent: str) -> Iterator[str]:
-    leaf = setting.key.rpartition(".")[2]
+    leaf, why = setting.key.rpartition(".")[2], _as_comment(setting.why)
     plain = dump_yaml({leaf: setting.value}).rstrip()
     is_flow = isinstance(setting.value, list) or "\n" in plain
-    line = indent + (f"{leaf}: {json.dumps(setting.value, ensure_ascii=False)}" if is_flow else plain)
-    if len(line) + len(setting.why) + 4 > MAX_LINE:
-        yield f"{indent}# {setting.why}"
+    line = indent + (f"{leaf}: {json.dumps(setting.value)}" if is_flow else plain)
+    if len(line) + len(why) + 4 > MAX_LINE:
+        yield f"{indent}# {why}"
         yield line
     else:
-        yield f"{line}  # {setting.why}"
+        yield f"{line}  # {why}"
 
 
 def _known_settings(options: InitOptions) -> Iterator[Setting]:

@@ -30,14 +30,14 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _named(path: Path) -> Path:
+def check_named(path: Path) -> Path:
     if path == Path() or "\0" in str(path):
         raise ValueError("must be the name of a file or folder; give one")
     return path
 
 
 # Text in YAML; ~ is the user's home.
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_named), AfterValidator(user_path)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(check_named), AfterValidator(user_path)]
 LIST = Field(strict=False)  # a tuple that is a list in YAML
 
 

@@ -16,7 +16,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mega.config.base import LIST, MAX_COUNT, FilePath, Number, PositiveFloat, PositiveInt, Seconds, Section
+from grpo_mega.config.base import (
+    LIST,
+    MAX_COUNT,
+    FilePath,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    check_named,
+)
 from grpo_mega.text import find_surrogate
 
 
@@ -38,6 +48,7 @@ class DataSource(Section):
     @field_validator("path")
     @classmethod
     def _expand(cls, value: str) -> str:
+        check_named(Path(value))
         return os.path.expanduser(value)
 
     @model_validator(mode="before")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import read_json_lines
 
@@ -38,12 +39,12 @@ def curves(records: Iterable[Mapping[str, Any]]) -> Curves:
     result: Curves = {}
     for record in records:
         step = record.get("step")
-        if not isinstance(step, int):
+        if not isinstance(step, int) or not 0 <= step < MAX_COUNT:
             continue
         for name, value in record.items():
             try:
                 number = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 continue
             if name != "step":
                 result.setdefault(name, {})[step] = number

@@ -30,6 +30,7 @@ from string import Template
 from typing import Any, TypeVar
 
 from grpo_mega import config as configs
+from grpo_mega.config.base import MAX_COUNT
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe.curves import by_step, curves, series, steps_done
 from grpo_mega.observe.rules import findings
@@ -59,9 +60,12 @@ MAX_EVALUATIONS = 8
 MAX_HELDOUT_PROMPTS = 300
 MAX_TEXT = 20_000  # maximum number of characters of a held-out answer
 
+# What values of damaged files raise. The page leaves such values out.
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 T = TypeVar("T")
 Record = dict[str, Any]  # an object of JSON
-_STEP = re.compile(rb'\{"step": (-?\d+),')
+_STEP = re.compile(rb'\{"step": (-?\d{1,15}),')
 
 
 def write_report(run_dir: Path, *, is_over: bool = False) -> Path:
@@ -97,7 +101,7 @@ def render_report(data: Record) -> str:
 def embedded(data: Any) -> str:
     """Return JSON that is safe within a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
+    return well_formed(text).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
 def check_run(run_dir: Path) -> None:
@@ -114,27 +118,32 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
     with suppress(OSError, ValueError):
         parsed = parse_yaml((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         raw = parsed if isinstance(parsed, dict) else {}
-    num_steps = raw.get("steps") if isinstance(raw.get("steps"), int) else None
+    num_steps = steps if isinstance(steps := raw.get("steps"), int) and 0 < steps < MAX_COUNT else None
     done = steps_done(found)
     is_live = not is_over and is_held(run_dir / LOCK_FILE)
-    signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
+    signs: list[list[Any]] = []
+    with suppress(*_DAMAGED):
+        signs = [[one.when, one.text, one.steps[-1] == done] for one in findings(by_step(found), configs.leaves(raw))]
     if num_bad:
         signs.append(["", f"{num_bad} lines of {METRICS_FILE} cannot be read and are left out", False])
     starts: list[Record] = []
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        starts = [start for start in read_json(run_dir / RUN_FILE)["starts"] if isinstance(start, dict)]
+    with suppress(OSError, *_DAMAGED):
+        starts = [start for start in _checked(read_json(run_dir / RUN_FILE)["starts"]) if isinstance(start, dict)]
     num_ranks = starts[-1].get("num_ranks") if starts else None
     changed = None
     with suppress(ConfigError):
         changed = configs.changed(configs.validate(raw))
     experts = None  # {"step", "rows": [{"layer", "tokens": one number per expert}]}; None for a dense model
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, *_DAMAGED):
         loads = read_json(run_dir / EXPERTS_FILE)
         rows = [{"layer": i, "tokens": [int(n) for n in tokens]} for i, tokens in enumerate(loads["tokens"]) if tokens]
         experts = {"step": int(loads["step"]), "rows": rows}
-    messages, _ = read_lines(run_dir / MESSAGES_FILE)
+    messages: list[Record] = []
+    for record in read_lines(run_dir / MESSAGES_FILE)[0][-MAX_MESSAGES:]:
+        with suppress(*_DAMAGED):
+            messages.append(_checked({name: record.get(name, "") for name in ("step", "time", "level", "text")}))
     seconds = found.get("seconds/step", {})
-    recent = [seconds[step] for step in sorted(seconds)[-_RECENT:]]
+    recent = [s for step in sorted(seconds)[-_RECENT:] if 0 <= (s := seconds[step]) < MAX_COUNT]
     return {
         "title": f"{run_dir.resolve().parent.name}/{run_dir.resolve().name}",
         "subtitle": _subtitle(run_dir, raw, num_ranks),
@@ -150,10 +159,7 @@ def read_run(run_dir: Path, *, is_over: bool = False) -> Record:
         # Each row is a dotted key, its value as text, and whether it is the default; None if the config is not valid.
         "config": [[key, as_text(value), changed and key not in changed] for key, value in configs.leaves(raw).items()],
         "environment": {"starts": starts, "layout": _layout(raw, num_ranks)},
-        "messages": [
-            {name: record.get(name, "") for name in ("step", "time", "level", "text")}
-            for record in messages[-MAX_MESSAGES:]
-        ],
+        "messages": messages,
         "findings": signs,
     }
 
@@ -165,6 +171,12 @@ def read_lines(path: Path) -> tuple[list[Record], int]:
     lines = list(read_json_lines(path))
     num_bad = sum(record is None and line.endswith(b"\n") for line, record in lines)
     return [record for _, record in lines if record is not None], num_bad
+
+
+def _checked(value: T) -> T:
+    """Return the value. Raise ValueError or RecursionError if the page's JSON cannot hold it, such as deep nesting."""
+    embedded([[[[[[[[[[value]]]]]]]]]])
+    return value
 
 
 def _status(done: int, num_steps: int | None, *, has_steps: bool, is_live: bool, is_over: bool) -> dict[str, str]:
@@ -194,25 +206,27 @@ def is_held(lock: Path) -> bool:
 
 
 def _subtitle(run_dir: Path, raw: Record, num_ranks: Any) -> str:
-    model = (raw.get("model") or {}).get("path")
+    model = model.get("path") if isinstance(model := raw.get("model"), dict) else None
     layout = ", ".join(f"{name.removeprefix('layout.')} {value}" for name, value in _layout(raw, num_ranks))
     return " · ".join(part for part in (str(run_dir), f"model {model}" if model else "", layout) if part)
 
 
 def _layout(raw: Record, num_ranks: Any) -> list[list[str]]:
     """Return tp, pp and dp, the other layout keys that are set, and the engine. `num_ranks` determines a dp of None."""
-    layout = dict(raw.get("layout") or {})
-    if not layout:
-        return []
-    tp, pp, cp = (layout.get(name) or 1 for name in ("tp", "pp", "cp"))
-    dp, engine = layout.get("dp"), (raw.get("rollout") or {}).get("engine")
-    if dp is None and isinstance(num_ranks, int):
-        dp = (num_ranks - (layout.get("engine_ranks") or 0)) // (tp * pp * cp)
-    shown = {"tp": tp, "pp": pp, "dp": dp}
-    defaults = configs.LayoutConfig().model_dump(mode="json")
-    shown |= {k: v for k, v in layout.items() if k not in shown and v not in (None, defaults.get(k))}
-    rows = [[f"layout.{name}", str(value)] for name, value in shown.items() if value is not None]
-    return rows + ([["engine", str(engine)]] if engine else [])
+    with suppress(*_DAMAGED):
+        layout = dict(raw.get("layout") or {})
+        if not layout:
+            return []
+        tp, pp, cp = (layout.get(name) or 1 for name in ("tp", "pp", "cp"))
+        dp, engine = layout.get("dp"), (raw.get("rollout") or {}).get("engine")
+        if dp is None and isinstance(num_ranks, int):
+            dp = (num_ranks - (layout.get("engine_ranks") or 0)) // (tp * pp * cp)
+        shown = {"tp": tp, "pp": pp, "dp": dp}
+        defaults = configs.LayoutConfig().model_dump(mode="json")
+        shown |= {k: v for k, v in layout.items() if k not in shown and v not in (None, defaults.get(k))}
+        rows = [[f"layout.{name}", str(value)] for name, value in shown.items() if value is not None]
+        return rows + ([["engine", str(engine)]] if engine else [])
+    return []
 
 
 def as_text(value: Any) -> str:
@@ -224,7 +238,7 @@ def samples(path: Path) -> Record:
     """Return {"steps": [{"step", "groups": [{"prompt_id", "prompt", "answer", "samples"}]}], "note"}."""
     lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) of the lines of each step
     offset = 0
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         for line in file:
             match = _STEP.match(line)
             if match and line.endswith(b"\n"):  # a last line may be half-written
@@ -268,59 +282,71 @@ def heldout(run_dir: Path) -> Record:
         for _, record in read_json_lines(files[step]):
             if record is None:
                 continue
-            name = (record.get("set"), record.get("id"))
-            key = (name, seen[name])
-            seen[name] += 1
-            num_prompts.add(key)
-            if key not in rows and len(rows) == MAX_HELDOUT_PROMPTS:
-                continue
-            head = {name: str(record.get(name, "")) for name in ("prompt", "gold")} | {"set": record.get("set")}
-            row = rows.setdefault(key, head | {"answers": [None] * len(steps)})
-            scores, num_samples = record.get("scores") or {}, record.get("samples")
-            marks = [v for v in scores.values() if isinstance(v, int | float)]
-            ok = float(bool(marks) and min(marks) >= 1.0)  # the share of correct answers, from 0 to 1
-            solved = record.get("solved")
-            if "response" not in record:  # it has sampled answers instead of a greedy one
-                ok = solved / num_samples if num_samples and solved is not None else 0.0
-            row["answers"][place] = {
-                "ok": ok,
-                "scores": scores,
-                "response": str(record["response"])[:MAX_TEXT] if "response" in record else None,
-                "solved": f"{solved}/{num_samples}" if num_samples else None,
-            }
+            with suppress(*_DAMAGED):
+                name = (record.get("set"), record.get("id"))
+                key = (name, seen[name])
+                seen[name] += 1
+                num_prompts.add(key)
+                if key not in rows and len(rows) == MAX_HELDOUT_PROMPTS:
+                    continue
+                head = {name: str(record.get(name, "")) for name in ("prompt", "gold")} | {"set": record.get("set")}
+                row = rows.setdefault(key, _checked(head | {"answers": [None] * len(steps)}))
+                row["answers"][place] = _answer(record)
     notes = [f"{len(steps)} of {len(files)} evaluations"] if len(steps) < len(files) else []
     notes += [f"{len(rows)} of {len(num_prompts)} answers"] if len(rows) < len(num_prompts) else []
     note = f"in this page: {', '.join(notes)}; all are in heldout-*.jsonl" if notes else ""
     return {"steps": steps, "rows": list(rows.values()), "note": note}
 
 
+def _answer(record: Record) -> Record:
+    scores, num_samples = record.get("scores") or {}, record.get("samples")
+    marks = [v for v in scores.values() if isinstance(v, int | float)]
+    ok = float(bool(marks) and min(marks) >= 1.0)  # the share of correct answers, from 0 to 1
+    solved = record.get("solved")
+    if "response" not in record:  # it has sampled answers instead of a greedy one
+        ok = solved / num_samples if num_samples and solved is not None else 0.0
+    return _checked(
+        {
+            "ok": ok,
+            "scores": scores,
+            "response": str(record["response"])[:MAX_TEXT] if "response" in record else None,
+            "solved": f"{solved}/{num_samples}" if num_samples else None,
+        }
+    )
+
+
 def _groups(records: list[Record]) -> list[Record]:
     """Return the samples by group as samples.js reads them, with the texts of tokens instead of their ends."""
     groups: dict[Any, Record] = {}
     for record in records:
-        key = (record.get("group"), record.get("prompt_id"))
-        texts = {name: str(record.get(name) or "") for name in ("prompt", "answer")}
-        response, ends = str(record.get("response", "")), record.get("token_ends")
-        tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
-        sample = {
-            "index": record.get("index"),
-            "version": record.get("policy_version"),
-            "finish": record.get("finish_reason"),
-            "reward": record.get("reward"),
-            "rewards": record.get("rewards") or {},
-            "verdicts": record.get("verdicts") or {},
-            "a": record.get("advantages") or record.get("advantage"),
-            "lp": record.get("rollout_logprobs"),
-            "mm": record.get("mismatch"),
-            "t": tokens,
-            "response": None if tokens else response,
-        }
-        if tokens and record.get("turns"):
-            with suppress(AttributeError, TypeError, ValueError):
-                sample["parts"] = parts_of(record, len(tokens))
-        group = groups.setdefault(key, {"prompt_id": record.get("prompt_id"), **texts, "samples": []})
-        group["samples"].append(sample)
+        with suppress(*_DAMAGED):
+            key = (record.get("group"), record.get("prompt_id"))
+            texts = {name: str(record.get(name) or "") for name in ("prompt", "answer")}
+            group = {"prompt_id": record.get("prompt_id"), **texts, "samples": []}
+            groups.setdefault(key, _checked(group))["samples"].append(_sample(record))
     return list(groups.values())
+
+
+def _sample(record: Record) -> Record:
+    response, ends = str(record.get("response", "")), record.get("token_ends")
+    tokens = [response[start:end] for start, end in zip([0, *ends], ends, strict=False)] if ends else None
+    sample = {
+        "index": record.get("index"),
+        "version": record.get("policy_version"),
+        "finish": record.get("finish_reason"),
+        "reward": record.get("reward"),
+        "rewards": record.get("rewards") or {},
+        "verdicts": record.get("verdicts") or {},
+        "a": record.get("advantages") or record.get("advantage"),
+        "lp": record.get("rollout_logprobs"),
+        "mm": record.get("mismatch"),
+        "t": tokens,
+        "response": None if tokens else response,
+    }
+    if tokens and record.get("turns"):
+        with suppress(*_DAMAGED):
+            sample["parts"] = _checked(parts_of(record, len(tokens)))
+    return _checked(sample)
 
 
 def parts_of(record: Mapping[str, Any], num_tokens: int) -> list[Record]:

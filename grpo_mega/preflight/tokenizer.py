@@ -36,6 +36,8 @@ def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = Fa
         raise ConfigError(
             f"model.path={folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); copy the model's there"
         )
+    for field in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        generation_token_ids(folder, field)
     settings = _read_object(folder / "tokenizer_config.json")
     check_template(folder, settings)
     if has_tools and not takes_tools(find_template(folder, settings) or ""):
@@ -46,6 +48,19 @@ def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = Fa
     ids = _token_ids(folder, settings)
     if ids:
         check_vocabulary(folder, max(ids), vocab_size)
+
+
+def generation_token_ids(folder: Path, field: str) -> set[int]:
+    """Return the ids in a field of a generation_config.json; empty without one. Raise ConfigError if it is damaged.
+
+    A negative id stands for no padding or start token.
+    """
+    path = folder / "generation_config.json"
+    value = _read_object(path).get(field)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(one) is int and (one >= 0 or field != "eos_token_id") for one in ids):
+        raise ConfigError(f"{path}: {field}={value!r:.60} must be one or more token ids; fetch the file again")
+    return set(ids)
 
 
 def vocabulary_difference(folder: Path, other: Path) -> str | None:

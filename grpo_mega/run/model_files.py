@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from grpo_mega.config import Config, ModelConfig
 from grpo_mega.data.chat import find_turn_end
@@ -53,7 +53,7 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.preflight.model import shape_of
-from grpo_mega.preflight.tokenizer import check_vocabulary
+from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather
@@ -159,14 +159,9 @@ def decoder(tokenizer: Any, model: ModelFiles | None = None) -> Callable[[Sequen
 
 def _ids_of(model: ModelFiles, name: str) -> set[int]:
     """Return the ids in a field such as eos_token_id of the model's config and its generation config."""
-    sources = [model.hf_config]
-    if (model.folder / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(model.folder))
-    ids: set[int] = set()
-    for source in sources:
-        value = getattr(source, name, None)
-        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return ids
+    value = getattr(model.hf_config, name, None)
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return generation_token_ids(model.folder, name) | set(ids)
 
 
 def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Sampling:
