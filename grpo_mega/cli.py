@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import grpo_mega
 from grpo_mega.commands import options as of
 from grpo_mega.commands.options import Options
-from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError
-from grpo_mega.text import filter_output, shorten
+from grpo_mega.errors import DISK_ERRORS, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, UserError, shorten
+from grpo_mega.text import filter_output
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,10 +7,9 @@ instead.
 import errno
 from collections.abc import Iterable, Iterator
 
-from grpo_mega.text import shorten
-
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+MAX_ERROR_CHARS = 600  # per line; longer lines repeat what they were given
 # A disk that accepts no more data: full, beyond a quota or limit, read-only, or gone.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 
@@ -83,3 +82,9 @@ def with_error(problems: Iterable[str]) -> Iterator[str]:
         yield from problems
     except UserError as error:
         yield from error.lines
+
+
+def shorten(text: str) -> str:
+    """Return a line of at most MAX_ERROR_CHARS characters: its start and its end, if it is longer."""
+    half = MAX_ERROR_CHARS // 2 - 3
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:half]} ... {text[-half:]}"

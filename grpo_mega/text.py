@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.console import Console
 
-MAX_ERROR_CHARS = 600  # per line; longer lines repeat what they were given
-
 _OTHER_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,12 +55,6 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return "did you mean X? " for the known name that is most similar; an empty text if none is similar."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}? " if close else ""
-
-
-def shorten(text: str) -> str:
-    """Return a line of at most MAX_ERROR_CHARS characters: its start and its end, if it is longer."""
-    half = MAX_ERROR_CHARS // 2 - 3
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def num_common(a: str, b: str) -> int:

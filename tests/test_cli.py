@@ -285,3 +285,36 @@ def test_a_closed_output_pipe_is_no_error(config_file: Path) -> None:
     result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
     assert result.stderr == ""
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "end"),
+    [
+        (["train", "{config}", "--set", f"{LONG}=1"], "unknown key 'xxx", "known keys here: "),
+        (["train", "{config}", "--set", f"steps={'9' * 5000}"], "--set 'steps=999", "; correct it"),
+        (["train", "{config}", "--set", "rewards=[\x01]"], "--set 'rewards=[\\x01]'", "U+0001 is not allowed"),
+        (["train", "{config}", "--set", f"model.path={LONG}"], "xxx", ": must be a shorter path; name another"),
+        (["train", "{config}", "--set", "data.heldout=a\0b"], "data.heldout.path=", "; give one"),
+        (["train", LONG], "xxx", ": must be a shorter path; name another"),
+        (["train", "{config}", f"--{LONG}"], "unknown argument --xxx", "xxx; see --help"),
+        (["plan", "{config}", "--gpu", LONG], "argument --gpu: invalid choice: 'xxx", ")"),
+        ([LONG], "'xxx", "report, config"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value)[:40],
+)  # fmt: skip
+def test_an_error_about_long_input_keeps_its_start_and_its_remedy(
+    config_file: Path, no_rank: None, arguments: list[str], start: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("{config}", str(config_file)) for word in arguments]
+    if words[-1].startswith("--x") or "--gpu" in words:  # argparse's own errors
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 2
+    else:
+        assert cli.main(words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    text = line.partition("error: ")[2]
+    assert text.startswith(start) and end in text[-300:] and len(text) <= 600, line

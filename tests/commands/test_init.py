@@ -164,6 +164,19 @@ def test_named_columns_are_used(folder: Path) -> None:
     assert config.batch.prompts_per_step <= 3 and config.data.heldout_size is None
 
 
+AWKWARD = "a\n- b: [c # d\r\x1b\x85\u2028\ufffe'\" &x *y 中"
+
+
+def test_columns_and_files_of_any_name_are_written_as_they_are(folder: Path) -> None:
+    """Line breaks, controls and YAML's own signs, in a value and in the reasons beside it."""
+    write_lines(folder / f"{AWKWARD}.jsonl", [{AWKWARD: f"{n}+1", f"gold\x7f{AWKWARD}": n + 1} for n in range(3)])
+    options = ["--prompt-column", AWKWARD, "--answer-column", f"gold\x7f{AWKWARD}", "--out", f"{AWKWARD}.yaml"]
+    assert cli.main(["init", "tiny", f"{AWKWARD}.jsonl", *options]) == 0
+    data = configs.load(folder / f"{AWKWARD}.yaml").data
+    assert (data.prompt_column, data.answer_column) == (AWKWARD, f"gold\x7f{AWKWARD}")
+    assert data.train[0].path == f"{AWKWARD}.jsonl"
+
+
 @pytest.mark.parametrize(
     ("name", "num_gpus"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.observe import curves, report
-from grpo_mega.observe.report import embedded, write_report
+from grpo_mega.observe.live import Source
+from grpo_mega.observe.report import embedded, read_run, write_report
 from grpo_mega.observe.run_log import RunLog
 from grpo_mega.observe.writers import JsonLinesWriter
 from tests.helpers.run_folders import HOSTILE, make_conversation, make_run, write_lines
@@ -125,6 +127,67 @@ def test_values_that_are_not_finite_and_broken_lines_are_reported(tmp_path: Path
         ["step 13", "not finite: grad_norm, kl/mean; lower optimizer.lr=1e-06", True],
         ["", "1 lines of metrics.jsonl cannot be read and are left out", False],
     ]
+
+
+DEEP = "[" * 5000
+ODD = ["null", '"x"', "-3", "9" * 400, "1e999", "true", "[]", '["x"]', "[[1]]", "{}", '{"a": {"b": [1]}}', DEEP]
+# The nesting that json reads and cannot write again, when it lies inside the page's data, depends on the version.
+ODD += ["[" * depth + "]" * depth for depth in (900, 930, 945, 955, 965, 975, 985, 995)]
+
+
+def test_a_damaged_value_leaves_only_its_own_part_out_of_the_page(tmp_path: Path) -> None:
+    """Every field of every line, with every odd value. The live page reads the same data."""
+    run = make_run(tmp_path / "run", response="abc")
+    whole = data_of(write_report(run))
+    good = {
+        "metrics.jsonl": {"step": 12, "kl/mean": 0.12, "seconds/step": 3.5, "reward/mean": 1.0, "grad_norm": 1.0},
+        "samples.jsonl": make_conversation(12),
+        "heldout-000012.jsonl": {"id": 9, "set": "s", "prompt": "p", "gold": "g", "scores": {"a": 1}, "response": "r"},
+        "messages.jsonl": {"step": 1, "time": "t", "level": "info", "text": "x"},
+    }
+    for name, row in good.items():
+        lines = [(row | {field: "VALUE"}, value) for field in (*row, "turns", "solved", "samples") for value in ODD]
+        with (run / name).open("a") as file:
+            for one, value in lines:
+                file.write(json.dumps(one).replace('"VALUE"', value) + "\n")
+            file.write(json.dumps(row) + '\n{"step": ' + "9" * 5000 + "}\n")
+    data = data_of(write_report(run))
+    assert embedded(Source(run).read()).encode()
+    assert data["steps_done"] == 12 and data["metrics"]["series"]["kl/mean"]["v"][-1] == 0.12
+    for part in ("samples", "heldout", "messages"):
+        assert len(json.dumps(data[part])) > len(json.dumps(whole[part]))
+    assert data["heldout"]["rows"][0] == whole["heldout"]["rows"][0]
+    assert data["messages"][0] == whole["messages"][0] and data["messages"][-1]["text"] == "x"
+    assert (
+        data["samples"]["steps"][-1]["groups"][0]["samples"][:3]
+        == whole["samples"]["steps"][-1]["groups"][0]["samples"]
+    )
+
+
+def test_a_damaged_run_json_or_config_costs_only_its_part_of_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=2)
+    kl = read_run(run)["metrics"]["series"]["kl/mean"]
+    starts = ('{"starts": VALUE}', '{"starts": [VALUE, {"num_ranks": VALUE, "versions": VALUE}]}')
+    loads = ('{"step": VALUE, "tokens": [[1]]}', '{"step": 1, "tokens": [[VALUE], VALUE]}')
+    for value, (start, load) in itertools.product(ODD, zip(starts, loads, strict=True)):
+        (run / "run.json").write_text(start.replace("VALUE", value))
+        (run / "experts.json").write_text(load.replace("VALUE", value))
+        assert json.loads(embedded(read_run(run)))["metrics"]["series"]["kl/mean"] == kl
+    keys = ("steps", "model", "layout", "rollout", "layout.tp", "model.path", "optimizer.lr")
+    for key, value in itertools.product(keys, ("5", '"x"', "[[1]]", "9" * 400)):
+        section, _, leaf = key.rpartition(".")
+        text = f'"{leaf}": {value}'
+        (run / "config.yaml").write_text("{%s}" % (f'"{section}": {{{text}}}' if section else text))
+        assert json.loads(embedded(read_run(run)))["metrics"]["series"]["kl/mean"] == kl
+
+
+def test_folders_in_the_place_of_a_runs_files_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    for name in ("samples.jsonl", "heldout-000012.jsonl", "messages.jsonl", "run.json"):
+        (run / name).unlink()
+        (run / name).mkdir()
+    data = data_of(write_report(run))
+    assert data["steps_done"] == 12 and data["samples"]["steps"] == [] and data["heldout"]["steps"] == [0]
 
 
 def test_a_long_run_is_thinned_but_keeps_its_maxima() -> None:

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.preflight.tokenizer import bound_problem, check_template, find_template
-from tests.helpers.models import make_model, save_checkpoint
+from grpo_mega.preflight.tokenizer import (
+    bound_problem,
+    check_template,
+    check_tokenizer_files,
+    find_template,
+    generation_token_ids,
+)
+from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
 SETTINGS: list[Any] = [None, "S", "", NAMED, NAMED[:1], [], {"default": "D"}]
@@ -96,3 +102,40 @@ def test_a_template_file_that_is_a_pipe_or_a_folder_is_refused(tmp_path: Path) -
     (tmp_path / "chat_template.jinja").mkdir()
     with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read \(Is a directory\); fetch"):
         find_template(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, b"", b"{", b"[]", b"null", b'"x"', b"\0\0", b'{"x": "\xff"}', b"\xef\xbb\xbf{}"),
+        b'{"x":' + b"[" * 10**5,
+        *(b'{"eos_token_id": "x"}', b'{"eos_token_id": [[1]]}', b'{"eos_token_id": 1.5}', b'{"eos_token_id": -1}'),
+        *(b'{"eos_token_id": true}', b'{"eos_token_id": NaN}', b'{"eos_token_id": {}}', b'{"eos_token_id": [null]}'),
+        *(b'{"eos_token_id": %s}' % (b"9" * 5000), b'{"eos_token_id": "%s"}' % (b"9" * 5000)),
+        *(b'{"pad_token_id": "x"}', b'{"bos_token_id": [1.0]}'),
+    ],
+    ids=lambda content: repr(content)[:30],
+)  # fmt: skip
+def test_a_damaged_generation_config_is_one_line_before_any_rank(
+    folder: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    """transformers accepts some of these files, and raises errors of any type for others."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "generation_config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^{path}.*; fetch the file again$") as caught:
+        check_tokenizer_files(tmp_path, VOCAB_SIZE)
+    assert len(caught.value.lines) == 1 and len(caught.value.lines[0]) < 400
+
+
+@pytest.mark.parametrize("ids", [7, [7, 9], [], None])
+def test_the_ids_of_a_generation_config_are_those_that_transformers_reads(tmp_path: Path, ids: Any) -> None:
+    GenerationConfig(eos_token_id=ids, pad_token_id=-1).save_pretrained(tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path)
+    for field in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        theirs = getattr(read, field)
+        expected = set(theirs) if isinstance(theirs, list) else {theirs} - {None}
+        assert generation_token_ids(tmp_path, field) == expected
+    assert generation_token_ids(tmp_path / "none", "eos_token_id") == set()
