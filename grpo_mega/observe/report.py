@@ -322,7 +322,7 @@ def _groups(records: list[Record]) -> list[Record]:
         with suppress(*_DAMAGED):
             key = (record.get("group"), record.get("prompt_id"))
             texts = {name: str(record.get(name) or "") for name in ("prompt", "answer")}
-            group = {"prompt_id": record.get("prompt_id"), **texts, "samples": []}
+            group: Record = {"prompt_id": record.get("prompt_id"), **texts, "samples": []}
             groups.setdefault(key, _checked(group))["samples"].append(_sample(record))
     return list(groups.values())
 
