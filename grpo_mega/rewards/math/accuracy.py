@@ -23,7 +23,7 @@ from typing import Any
 from grpo_mega.rewards.api import Extras, Score
 from grpo_mega.rewards.math.answer import canonical_number, locate_answer, normalize_answer, read_located, whole_turn
 from grpo_mega.rewards.math.arithmetic import has_plain_numbers, is_bounded, is_open, is_unevaluated
-from grpo_mega.rewards.math.kinds import TIME, compare_kinds, seconds_of, unit_after, values_agree
+from grpo_mega.rewards.math.kinds import TIME, compare_kinds, is_code, seconds_of, unit_after, values_agree
 from grpo_mega.rewards.math.numbers import (
     in_words,
     lists_equal,
@@ -44,7 +44,12 @@ _EQUALS = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _WITH_UNIT = "\x1f"  # separates a normalized answer from its unit
 _SECONDS = f"{_WITH_UNIT}time1:1"  # unit of a time span such as 2 h 30 min
 _DEGREES = f"{_WITH_UNIT}angle1:1"
-_NUMERAL_AND_UNIT = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?) ?((?:[A-Za-z\u00b5\u03bc]{0,5}|¢))")
+_NUMERAL_AND_UNIT = re.compile(
+    r"(?P<numeral>(?P<mantissa>-?\d{1,15}(?:\.\d{1,15})?)(?:[eE](?P<e>[-+]?\d{1,3}))?)"
+    r"(?: ?\\(?:times|cdot) ?10 ?(?P<power>\^ ?\{?(?P<t>-?\d{1,3})\}?))? ?(?:[A-Za-z\u00b5\u03bc]{0,5}|¢)"
+)
+_E_NOTATION = re.compile(r"(?<![\w.^}\\])(\d+\.?\d*|\.\d+)[eE](\+?)(-?\d{1,3})(?![\w.^])", re.ASCII)
+_LETTER_E = re.compile(r"(?<![A-Za-z\\])e(?![A-Za-z])")
 _EVALUATED = re.compile(r"-?\d{1,30}(?:\.\d{1,30})?%?", re.ASCII)  # an evaluated number, to which no other rule applies
 _UNIT_I, _UNIT_J = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])j(?![A-Za-z])")
 _VARIABLE = re.compile(r" ?[A-Za-z] ?")
@@ -117,6 +122,12 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
             return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
         if not (_WITH_UNIT in gold and _WITH_UNIT in text):
             gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
+    if _WITH_UNIT not in gold and (_E_NOTATION.search(gold) or _E_NOTATION.search(text)):
+        # 2e-3 is 0.002, but 2e - 3 if the other answer has the letter e.
+        has_letter = any(_LETTER_E.search(_E_NOTATION.sub("", side)) for side in (gold, text))
+        gold, text = (
+            _E_NOTATION.sub(r"\1e \2\3" if has_letter else r"\1\\times10^{\3}", side) for side in (gold, text)
+        )
     if gold[:1] != "(" and text[:1] != "(":
         return gold, text
     if not (_CHOICE.fullmatch(gold) or _CHOICE.fullmatch(text)):
@@ -129,7 +140,7 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
 
 def _is_plain(gold: str) -> bool:
     """Return whether a normalized answer can be read without math-verify."""
-    return bool(parse_number(gold) or parse_list(gold) or TIME.fullmatch(gold) or _is_phrase(gold))
+    return bool(parse_number(gold) or parse_list(gold) or TIME.fullmatch(gold) or is_code(gold) or _is_phrase(gold))
 
 
 @lru_cache(maxsize=1024)
@@ -244,8 +255,10 @@ def _normalize(marked: str | None, conclusion: str, is_cut: bool) -> str:
     with_unit = _NUMERAL_AND_UNIT.fullmatch(number)
     if with_unit is None:
         return text
-    number = with_unit[1]
-    unit = unit_after(marked if marked is not None else conclusion[-TAIL:], number.lstrip("-"))
+    number, exponent = with_unit["numeral"], with_unit["t"]
+    source = marked if marked is not None else conclusion[-TAIL:]
+    unit = unit_after(source, with_unit["power"] or number.lstrip("-"))
+    number += f"e{exponent}" if exponent else ""
     return f"{number}{'¢' if text.endswith('¢') else ''}{_WITH_UNIT}{unit}" if unit else text
 
 

@@ -220,7 +220,7 @@ _UNITS = (
 )
 _FUNCTIONS = "and|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|arc[a-z]*"
 _NUMBER = (
-    r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?: ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}"
+    r"(?:[-+] ?)?(?:\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+| ?\\(?:times|cdot) ?10 ?\^ ?(?:\{-?\d+\}"
     r"|\d+))?|\.\d+|\d* ?\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}|\d+ ?/ ?\d+)"
 )
 _POWER = r"(?:\^ ?\{?-?\d\}?)?"
@@ -233,7 +233,7 @@ _UNIT_AFTER_NUMBER = re.compile(
     rf"(?P<number>(?:^|[=<>≤≥] ?|\\approx ?){_NUMBER}) ?{_UNIT}"
     rf"\.?{_POWER}(?:(?: ?/ ?| ?\\cdot ?|[ *])(?:{_UNITS}|[A-Za-z]{{3,}}){_POWER})*$"
 )
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mbox|operatorname) ?\{([^{}]*)\}"
+_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathsf|mathtt|texttt|mbox|operatorname) ?\{([^{}]*)\}"
 _CHOICE = re.compile(  # matches \textbf{(C)}\ 12
     r"[\s$]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|bold) ?\{\s*)?(?:\(([A-J])\)|([A-J])[.:)](?= |\\|\}))\s*\}?"
     r"(?:\\[ ,;:!]|\\q?quad(?![A-Za-z])|[~\s.:])*(?=[^\s.,;:!?}])"
@@ -246,6 +246,7 @@ _DENIAL = re.compile(r"\b(?:not|never|neither|nor|cannot|more than|less than|few
 _SPACE = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))")
 _SEPARATORS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!|\\ |~)(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])(?!,\d)")
+_PLAIN_SET = re.compile(r"\{(?! *[1-9]\d{0,2}(?:,\d{3})+ *\})[^=,{}]+(?:,[^=,{}]+)+\}")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*,[^()\[\]{}]*[)\]}]")
 
 # Matches most answers, which are canonical except for a backslash before the percent sign. The rules below would not
@@ -279,6 +280,7 @@ _REWRITES = rules(
         r"^(?:US|USD|EUR|GBP|Rs\.?|R|BRL|CHF) ?(?=[-\d.])": "",
         r"\*\*": "^",
         r"\^ ?(-\d+)": r"^{\1}",
+        r"(?<=\d[eE])\{ ?([-+]?\d+) ?\}": r"\1",
         r"√ ?(\d+|\([^()]*\)|[A-Za-z])": r"\\sqrt{\1}",
         r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
         r"^[A-Za-z] ?\\approx ?(?=[\d-])": "",
@@ -353,6 +355,8 @@ def _conjunction(match: re.Match[str]) -> str:
 def _strip_ends(text: str) -> str:
     text = text.strip(" \n").rstrip(".,;:\\ ").lstrip(",;: ")
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and "{" not in text[1:]:
+        if _PLAIN_SET.fullmatch(text):
+            return rf"\{text[:-1]}\}}"
         text = text[1:-1].strip()
     choice = re.fullmatch(r"\(([A-Za-z])\)|([A-Z])[.:)]", text)
     return (choice[1] or choice[2]) if choice else text

@@ -12,6 +12,7 @@ Everything else is compared without its unit.
 
 import re
 from fractions import Fraction
+from math import gcd
 
 from grpo_mega.rewards.math.numbers import numbers_equal, parse_number
 
@@ -29,14 +30,29 @@ _SPAN = re.compile(
     rf" ?min(?:ute)?s?{_PART})?"
     r"(?:(\d{1,6}) ?s(?:ec(?:ond)?s?)?)?"
 )
-_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_DAY, _MONTH = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?", rf"(?P<month>(?:{_MONTHS})[a-z]*)\.?"
 _DATES = tuple(
     re.compile(form, re.IGNORECASE | re.ASCII)
     for form in (
-        r"(?P<year>\d{4})-(?P<month>0[1-9]|1[0-2])-(?P<day>\d\d)",
-        rf"(?P<day>\d{{1,2}})(?:st|nd|rd|th)? (?P<month>{_MONTHS}),? (?P<year>\d{{4}})",
-        rf"(?P<month>{_MONTHS}) (?P<day>\d{{1,2}})(?:st|nd|rd|th)?,? (?P<year>\d{{4}})",
+        (
+            r"(?P<year>\d{4})(?P<mark>[-/.])(?P<month>0?[1-9]|1[0-2])(?P=mark)(?P<day>\d\d?)"
+            r"(?:[T ](?!00:00)(?P<time>\d\d:\d\d(?::(?!00)\d\d)?)|[T ]00:00)?(?::00)?"
+        ),
+        rf"(?:[a-z]+day,? )?{_DAY}(?: of)? {_MONTH},? (?P<year>\d{{4}})",
+        rf"(?:[a-z]+day,? )?{_MONTH} {_DAY},? (?P<year>\d{{4}})",
+        r"(?P<first>\d\d?)/(?P<second>\d\d?)/(?P<year>\d{4})",
     )
+)
+# Matches numerals that are a text: a range, a score, a telephone number, an ISBN, a version, a time with seconds.
+_CODE = re.compile(
+    r"(?:\+?\d{1,3}[ -])?(?:\(\d+\) ?)?\d+(?:-\d+)+|\d+(?:\.\d+){2,}|\d+(?:/\d+){2,}|\d\d?:[0-5]\d:[0-5]\d", re.ASCII
+)
+_PART_OF_LIST = r"(?:[^()\[\]<>=|:]|\([^()]*\))*"
+# Matches a set, or a tuple or an interval.
+_SET_OR_TUPLE = re.compile(
+    rf"(?:[A-Za-z] ?(?:=|\\in(?![A-Za-z])) ?)?(?:(?P<set>\\\{{){_PART_OF_LIST},{_PART_OF_LIST}\\\}}"
+    rf"|[(\[]{_PART_OF_LIST},{_PART_OF_LIST}[)\]])"
 )
 _TUPLES = re.compile(r"\(([A-Za-z](?: ?, ?[A-Za-z])+)\) ?= ?\(([^()]*)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w\}?)?) ?= ?([^=]+)")
@@ -156,20 +172,26 @@ def compare_kinds(gold: str, text: str) -> bool | None:
             return modulus == other_modulus and modulus > 0 and not (residue - other_residue) % modulus
         number = parse_number(gold) or parse_number(text)
         return number.value == sides[0][0] if sides and number else None
+    if is_code(gold):
+        # A text such as "3 to 5" is 3:5 here.
+        return text.replace(":", "-") == gold or (_date(gold) or "no date") == _date(text)
+    gold_brackets, brackets = _SET_OR_TUPLE.fullmatch(gold), _SET_OR_TUPLE.fullmatch(text)
+    if gold_brackets and brackets and gold_brackets["set"] != brackets["set"]:
+        return False
     if (gold_time := _minutes(gold)) and (time := _minutes(text)):
         (minutes, half), (other_minutes, other_half) = gold_time, time
         if half == other_half or (not half and minutes == other_minutes and minutes < 13 * 60):
             return minutes == other_minutes
         has_24_hours = bool(half) != bool(other_half) and max(minutes, other_minutes) >= 13 * 60  # 19:30 is 7:30 pm
         return has_24_hours and _of_day(gold_time) == _of_day(time)
+    if gold_time and not gold_time[1] and gcd(*divmod(gold_time[0], 60)) > 1:  # a ratio would be in lowest terms
+        return False
     if (values := _assigned(gold)) and (others := _assigned(text)) and values.keys() == others.keys():
         numbers = [(parse_number(values[name]), parse_number(others[name])) for name in values]
         if all(one and other for one, other in numbers):
             return all(numbers_equal(one, other) for one, other in numbers if one and other)
     if _LETTERS.fullmatch(gold) and _LETTERS.fullmatch(text):  # several choices, such as A and C
         return sorted(re.findall("[A-J]", gold)) == sorted(re.findall("[A-J]", text))
-    if (date := _date(gold)) and (other_date := _date(text)):
-        return date == other_date
     if gold in _NO_SOLUTION and text in _NO_SOLUTION:
         return True
     if (_JOINED.search(gold) or _JOINED.search(text)) and (names := _names(gold)) and (other_names := _names(text)):
@@ -181,6 +203,11 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         if (column := _COLUMN.fullmatch(one)) and other_side.startswith("("):
             return column[1].replace(" ", "").split("\\\\") == other_side[1:-1].replace(" ", "").split(",")
     return None
+
+
+def is_code(gold: str) -> bool:
+    """Return whether a gold answer is a date, or numerals that are a text, although math-verify would calculate it."""
+    return bool(_CODE.fullmatch(gold) or _date(gold))
 
 
 def seconds_of(text: str) -> int | None:
@@ -195,7 +222,7 @@ def unit_after(text: str, number: str) -> str:
     "".
     """
     whole, point, decimals = number.partition(".")
-    grouped = f"{int(whole or 0):,}"
+    grouped = f"{int(whole):,}" if whole.isdigit() else whole
     spellings = (number, grouped + point + decimals, grouped.replace(",", ".") + (point and "," + decimals))
     place, number = next(((place, one) for one in spellings if (place := text.rfind(one)) >= 0), (-1, ""))
     if not number:
@@ -245,13 +272,20 @@ def _assigned(text: str) -> dict[str, str]:
     return {match[1]: match[2].strip() for match in matches if match} if all(matches) else {}
 
 
-def _date(text: str) -> tuple[int, int, int] | None:
-    """Return the year, month and day of a date."""
+def _date(text: str) -> tuple[int, int, int, str | None] | None:
+    """Return the year, month, day and time of a date. 05/01/2024 has no known month, so it equals no other form."""
     for form in _DATES:
         if match := form.fullmatch(text):
-            month = match["month"].lower()
-            number = int(month) if month.isdigit() else _MONTHS.split("|").index(month) + 1
-            return int(match["year"]), number, int(match["day"])
+            parts = match.groupdict()
+            if "first" in parts:
+                first, second = int(parts["first"]), int(parts["second"])
+                month, day = (second, first) if first > 12 else (first, second)
+                if first != second and month <= 12 and day <= 12:
+                    month, day = -month, -day
+            else:
+                month, day = parts["month"].lower(), int(parts["day"])
+                month = int(month) if month.isdigit() else _MONTHS.split("|").index(month[:3]) + 1
+            return int(parts["year"]), month, day, parts.get("time")
     return None
 
 

@@ -149,6 +149,7 @@ _REWRITES = rules(
         r"\\(?:operatorname|mathrm|text) ?\{ ?cis ?\}|\\cis\b|\bcis(?= ?[\d(\\])": r"\\cis ",
         r"\\(?:mathrm|text) ?\{ ?(C|P) ?\}(?=[(_^])": r"\1",
         r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))": ".",
+        rf"(?<=\d) ?(?:\\[,;! ])? ?{_MACRO}\{{ ?([eE] ?[-+]?\d*) ?\}}": r"\1",
         r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{ *\\\}|\u2205|\u00f8(?![a-z])|^\{ *\}$": r"\\emptyset ",
         r"\\[lr]angle(?![A-Za-z])|[\u27e8\u27e9\u2329\u232a]|^<(?=[^<>]*,[^<>]*>$)|(?<=\d)>$": lambda match: (
             "(" if match[0] in ("\\langle", "\u27e8", "\u2329", "<") else ")"
@@ -183,7 +184,9 @@ _REWRITES = rules(
         ): r"\\overline{\1\2\3\4\5\6}",
         r"(?<=[\d.])\\dot ?\{?(\d)\}?": r"\\overline{\1}",
         r"(?<![\w.])(\d*\.\d*)\((\d{1,12})\)(?!\d)": r"\1\\overline{\2}",
-        r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d+)(?![\d,.])": lambda match: match[1].replace(".", "") + "." + match[2],
+        r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+),(\d+)(?![\d,.])": lambda match: (
+            match[1].replace(".", "") + "." + match[2]
+        ),
         r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3}){2,})(?![\d,.])": lambda match: match[1].replace(".", ""),
         r"(?<=\d) ?(?:zł|kr|Kč|Ft|₺|₽|руб\.?|рублей|Euro|EUR|CHF)\.?$|^(?:Rp|R\$|CHF|kr) ?(?=\d)": "",
         r"(?<=\d)( ?)(?:¢|\\cent(?![a-z])|cents?\b|\\text ?\{ ?(?:cents?|¢) ?\})": "¢",

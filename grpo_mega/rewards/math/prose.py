@@ -21,7 +21,10 @@ MAX_TITLE = 20  # maximum number of characters before "answer" in a heading
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"  # for use within a regex character class
 
-_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+_MONTHS = (
+    r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
+    r"|Nov(?:ember)?|Dec(?:ember)?)\.?"
+)
 _FUNCTION = re.compile(
     "and|or|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|inf|infinity|mod|gcd|lcm|max|min|pi", re.IGNORECASE
 )
@@ -35,7 +38,7 @@ _ELEMENT = r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?"
 _EXPRESSION = re.compile(
     rf"[(\[] ?-?{_ELEMENT}(?: ?, ?-?{_ELEMENT})+ ?[)\]]"  # matches a tuple or an interval
     rf"|(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?, \d{{4}}|\d{{1,2}}(?:st"
-    rf"|nd|rd|th)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?!\d)"
+    rf"|nd|rd|th)?(?: of)? (?:{_MONTHS}),? \d{{4}}|\d{{4}}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?(?!\d)"
     r"|(?<![\d.,])\d{1,6} ?(?:h|hours?|hrs?|days?),? (?:and )?\d{1,6} ?(?:min(?:ute)?s?|h(?:ou)?rs?)\b"
     r"(?:,? (?:and )?\d{1,6} ?s(?:ec(?:ond)?s?)?\b)?"
     r"|(?<![A-Za-z_\d])\d{1,2}:\d\d(?!\d)(?: ?[aApP]\.?[mM]\b\.?)?"  # matches a time of day
