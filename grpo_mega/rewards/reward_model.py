@@ -25,6 +25,7 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.http_client import NoReply, Reply, send
 from grpo_mega.paths import parse_json
 from grpo_mega.rewards.api import Extras, NoScore, Score, Step, splitter
+from grpo_mega.rewards.math.answer import conclusion_of
 from grpo_mega.text import well_formed
 
 FIRST_PAUSE_S = 0.2  # doubles before every further try
@@ -51,6 +52,17 @@ there is. \
 Say why in a sentence, and end with the number alone on a line."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
+# A score of 0 to 10 for the default template: on the last line alone, else N/10, N out of 10 or "score: N", else at the
+# end of the last line after a colon or a verb.
+_SCORE = r"((?<![\w.,/-])[-+]?\d+(?:[.,]\d+)?)"
+_OF_TEN = r"[\s*_`]*(?:/|\bout of\b)[\s*_`]*10(?![\w/]|[.,]\d)"
+_ALONE = re.compile(rf"[\W_]*?(?:boxed\W*)?{_SCORE}(?:{_OF_TEN})?[\W_]*", re.IGNORECASE)
+_LABELLED = re.compile(
+    rf"{_SCORE}{_OF_TEN}|\b(?:scor|rat(?:e|ing)|grad|mark)\w*\W*(?:(?:is|of|as|at|it|this)\b\W*)*{_SCORE}"
+    r"(?![\w/]|[.,]\d|\s*(?:[-–]|(?:to|or|and|of|out of)\b)\s*\d)",  # noqa: RUF001  # a dash between two scores
+    re.IGNORECASE,
+)
+_AT_END = re.compile(rf"(?:[:=]|\b(?:is|it|a|says|gives?))[\s*_`]*{_SCORE}[\W_]*\Z", re.IGNORECASE)
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -62,7 +74,7 @@ class RewardServer(Section):
     url: str  # address of the server, such as http://node7:30000
     # classify: a model with a value head, through SGLang's POST /classify. score: the probability of a label token
     # after the text, through SGLang's POST /v1/score. chat: a judge, through POST /v1/chat/completions of any server
-    # that has it; the last number of its reply is the reward.
+    # that has it; the last number of its reply is the reward. With the default template it must be a score of 0 to 10.
     api: Literal["classify", "score", "chat"] = "classify"
     model: str = ""  # name of the model at the server, if the server needs one
     template: str = ""  # text to send, with {prompt}, {response}, {answer} and {column} of the data set
@@ -110,7 +122,7 @@ class RewardServer(Section):
         body: dict[str, Any]
         if self.api == "chat":
             values = []
-            for text in texts:  # the reward is the last number of the judge's reply
+            for text in texts:
                 messages = [{"role": "user", "content": text}]
                 body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": self.max_tokens}
                 reply = self._ask("/v1/chat/completions", body, deadline)
@@ -120,9 +132,10 @@ class RewardServer(Section):
                     content = None
                 if not isinstance(content, str):
                     raise self._failure("", f"gave {_shown(reply)}, not a message", "correct url or api")
-                numbers = _NUMBER.findall(content.rpartition("</think>")[2])
+                numbers = _NUMBER.findall(content.rpartition("</think>")[2]) if self.template else _scores_of(content)
                 if not numbers:
-                    problem = f"replied without a number ({_one_line(content[-SHOWN:])})"
+                    problem = f"replied without a {'number' if self.template else 'score from 0 to 10'}"
+                    problem += f" ({_one_line(content[-SHOWN:])})"
                     raise self._failure("", problem, "ask for one in template")
                 values.append(self._finite(float(numbers[-1])))
         elif self.api == "classify":
@@ -262,6 +275,17 @@ def check_reachable(options: Mapping[str, Any]) -> None:
             f"reward_model: the server at url={server.url} answers {reply.status} to /health; start training when it is"
             " ready"
         )
+
+
+def _scores_of(reply: str) -> list[str]:
+    """Return the score in a judge's reply to the default template, if it has one from 0 to 10, else []."""
+    reply = conclusion_of(reply).strip()
+    last = reply.rpartition("\n")[2]
+    *_, labelled = (None, *_LABELLED.finditer(reply))
+    if found := _ALONE.fullmatch(last) or labelled or _AT_END.search(last):
+        score = (found[1] or found[found.lastindex or 1]).replace(",", ".")
+        return [score] if 0 <= float(score) <= 10 else []
+    return []
 
 
 def _redirects(reply: Reply) -> bool:

@@ -71,9 +71,25 @@ def test_steps_are_scored_by_the_response_up_to_their_end_in_one_request() -> No
 
 @pytest.mark.parametrize(
     ("reply", "value"),
-    [("Good: 8", 0.8), ("8/10, so\n**7.5**", 0.75), ("<think>10</think>\nScore: 0.", 0.0), ("gpt4 says -2", -0.2)],
+    [
+        ("Good: 8", 0.8),
+        ("8/10, so\n**7.5**", 0.75),
+        ("<think>10</think>\nScore: 0.", 0.0),
+        ("gpt4 says 2", 0.2),
+        ("8/10", 0.8),
+        ("I give it **9** / 10.", 0.9),
+        ("It is right.\n7 out of 10\n", 0.7),
+        ("8/10 because 3 of 5 steps hold", 0.8),
+        ("Style: 4/10\n\nOverall score: **6/10**, as rules of 2024 say.", 0.6),
+        ("Score (0-10): 5", 0.5),
+        ('{"score": 7}', 0.7),
+        ("It earns a score of 10.", 1.0),
+        ("\\boxed{8.5}", 0.85),
+        ("7,5", 0.75),
+        ("10/10!", 1.0),
+    ],
 )
-def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> None:
+def test_a_judges_score_counts_in_its_usual_forms(reply: str, value: float) -> None:
     asked: list[Any] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
@@ -90,9 +106,44 @@ def test_the_last_number_of_a_judges_reply_counts(reply: str, value: float) -> N
 
 
 @pytest.mark.parametrize(
+    "reply",
+    [
+        "no idea",
+        "11",
+        "-2",
+        "gpt4 says -2",
+        "85",
+        "Score: 80/100",
+        "Score: -1",
+        "Both answers appeared in 2024",
+        "2024",
+        "between 7 and 8",
+        "Score: 7-8",
+        "Score: 7 or 8",
+        "7/5",
+        "Rating: 4/5",
+        "3 of 5 steps are right",
+        "Graded 3 of 5.",
+        "1e1",
+        "12/10",
+        "<think>It is 7/10",
+    ],
+)
+def test_numbers_that_are_no_score_of_0_to_10_are_no_score(reply: str) -> None:
+    with serving(says(reply)) as url, pytest.raises(NoScore, match="replied without a score from 0 to 10"):
+        score(url, **CHAT)
+
+
+def test_any_last_number_counts_with_a_template_of_your_own() -> None:
+    with serving(says("Of 5 steps 3 hold: -80")) as url:
+        assert score(url, template="{response}", **CHAT) == Score(-80.0, "scored")
+
+
+@pytest.mark.parametrize(
     ("answer", "options", "error"),
     [
-        (says("no idea"), CHAT, "replied without a number (no idea); ask for one in template"),
+        (says("no idea"), CHAT, "replied without a score from 0 to 10 (no idea); ask for one in template"),
+        (says("no"), {**CHAT, "template": "{response}"}, "replied without a number (no); ask for one in template"),
         (lambda path, body: (200, {"x": 1}), CHAT, "not a message; correct url or api"),
         (
             lambda path, body: (200, [{"embedding": []}]),
