@@ -1,6 +1,7 @@
 """The reward `code`: where test cases are read, and the verdicts of programs in the sandbox."""
 
 import json
+import textwrap
 from typing import Any
 
 import pytest
@@ -74,6 +75,141 @@ def test_a_program_that_ends_before_the_asserts_has_not_passed_them(ending: str)
     assert score(f"{FUNCTION}\n{ending}", "x", test_list=ASSERTS) == Score(0.0, "wrong")
     flushing = DOUBLE[:-1] + ", flush=True)"
     assert score(f"{flushing}\n{ending}", PRIME) == Score(1.0, "correct"), "its output is complete"
+
+
+REMOTE = """
+import collections, functools
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+    def __eq__(self, other): return isinstance(other, Node) and self.value == other.value
+def total(node): return 0 if node is None else node.value + total(node.next)
+def count(words): return collections.Counter(words)
+def squares(n): return (i * i for i in range(n))
+def sort_in_place(items): items.sort()
+def refuse(x):
+    if x < 0: raise ValueError("negative")
+    return float("inf")
+def sum(a, b): return a + b
+def apply(function, items): return [function(item) for item in items]
+def nested(x): return {"a": [(x, None)], (1, 2): {x}, "c": 2 - 1j, "b": b"\\x00"}
+@functools.cache
+def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+"""
+REMOTE_TESTS = [
+    "first = Node(1); first.next = Node(2); assert total(first) == 3 and first.next.value == 2",
+    "assert Node(5) == Node(5) and Node(5) != Node(7) and isinstance(Node(1), Node)",
+    "assert count(['a', 'b', 'a']) == {'a': 2, 'b': 1}",
+    "assert list(squares(4)) == [0, 1, 4, 9] and 4 in squares(3)",
+    "items = [3, 1, 2]\nsort_in_place(items)\nassert items == [1, 2, 3]",
+    "try:\n    refuse(-1)\n    assert False\nexcept ValueError as error:\n    assert 'negative' in str(error)",
+    "import math\nassert math.isinf(refuse(1)) and refuse(1) == float('inf')",
+    "assert sum(3, 4) == 7",
+    "assert apply(lambda x: x + 1, [1, 2]) == [2, 3]",
+    "assert nested(7) == {'a': [(7, None)], (1, 2): {7}, 'c': 2 - 1j, 'b': b'\\x00'}",
+    "assert max(map(fib, range(8))) == 13 and fib.cache_info().misses == 8",
+]
+
+
+def test_tests_use_values_objects_and_errors_of_a_program_as_before() -> None:
+    for test in REMOTE_TESTS:
+        assert score(REMOTE, test_list=[test]) == Score(1.0, "correct"), test
+    wrong = REMOTE.replace("value, next", "7, next").replace("items.sort()", "items.sort(reverse=True)")
+    assert score(wrong, test_list=REMOTE_TESTS, partial=True).value == pytest.approx(9 / 11)
+    setup = "class Leaf:\n    def __init__(self, x): self.x = x\ndef leaf(x): return Leaf(x)"
+    tests = ["assert read(leaf(3)) == 3", "assert read(Leaf(4)) == 4"]
+    assert score("def read(leaf): return leaf.x", test_list=tests, test_setup_code=setup).value == 1.0
+
+
+# Each one pretends to pass asserts or a call. The old harness in the program's interpreter paid the first eight.
+CHEATS = {
+    "the word of the end": """
+        import os, sys
+        frame = sys._getframe()
+        while frame:
+            for value in frame.f_locals.values():
+                if isinstance(value, bytes):
+                    os.write(3, value)
+            frame = frame.f_back
+        os._exit(0)""",
+    "bytes in memory": """
+        import gc, os
+        for one in gc.get_objects():
+            for value in (one.values() if type(one) is dict else one if type(one) in (list, tuple) else ()):
+                if type(value) is bytes and len(value) == 16:
+                    os.write(3, value)
+        os._exit(0)""",
+    "the expected value in the program's own text": """
+        import gc, re, sys
+        def double(x):
+            frame = sys._getframe()
+            while frame:
+                for value in [*frame.f_locals.values(), *frame.f_globals.values(), *frame.f_code.co_consts]:
+                    if isinstance(value, str) and (found := re.search(r"double\\(%d\\) == (\\d+)" % x, value)):
+                        return int(found[1])
+                if "_expected" in frame.f_code.co_names:
+                    return 2 * x
+                frame = frame.f_back
+            raise SystemExit""",
+    "the texts of all objects": """
+        import gc, json, re
+        def double(x):
+            texts = [value for one in gc.get_objects() if type(one) is dict for value in list(one.values())]
+            texts += [value for one in gc.get_objects() if type(one) in (list, tuple) for value in one]
+            for value in texts:
+                if type(value) is str and (found := re.search(r"double\\(%d\\) == (\\d+)" % x, value)):
+                    return int(found[1])""",
+    "a changed loads": """
+        import json
+        json.loads = lambda text: 0
+        json.dumps = lambda value: ""
+        def double(x): return 0""",
+    "a changed compile": """
+        import builtins
+        builtins.AssertionError = type("E", (SystemExit,), {"code": 0})
+        builtins.all = builtins.any = builtins.isinstance = lambda *a: True
+        def double(x): return 5
+        def abs(x): return 0
+        def __getattr__(name): return True""",
+    "a trace that jumps": """
+        import sys
+        def double(x):
+            sys._getframe(1).f_globals["double"] = None
+            raise SystemExit(0)""",
+    "an end in the call": """
+        import os, atexit
+        atexit.register(os._exit, 0)
+        def double(x): os._exit(0)""",
+    "replies": """
+        import os
+        for _ in range(9):
+            os.write(4, b'[null, 0, "None", []]\\n')
+        def double(x): return None""",
+    "the memory of the tests": """
+        import os, re
+        def double(x):
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    memory = open(f"/proc/{pid}/mem", "rb", 0)
+                    for line in open(f"/proc/{pid}/maps"):
+                        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+                        memory.seek(first)
+                        if found := re.search(rb"double\\(%d\\) == (\\d+)" % x, memory.read(last - first)):
+                            return int(found[1])
+                except (OSError, ValueError, OverflowError, MemoryError): pass""",
+    "a killed process of the tests": """
+        import os, signal
+        def double(x):
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                if int(pid) not in (1, os.getpid()): os.kill(int(pid), 15)""",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_program_cannot_pretend_to_pass(name: str) -> None:
+    program = textwrap.dedent(CHEATS[name]).replace("\\\\", "\\")
+    for tests in ({"test_list": ASSERTS}, {"answer": CALLS}):
+        assert score(program, **{"answer": "x", **tests}).value == 0.0, tests
 
 
 def test_partial_scores_are_shares_and_unreadable_tests_drop_the_group() -> None:
