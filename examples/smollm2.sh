@@ -62,7 +62,7 @@ seconds=$((SECONDS - started_at))
 import json, sys
 out, seconds = sys.argv[1:]
 rows = [row for row in map(json.loads, open(f"{out}/run/metrics.jsonl")) if "eval/score" in row]
-strict, paid = ([rows[i][f"eval/{name}"] for i in (0, -1)] for name in ("word_sums_oracle", "accuracy"))
+strict, paid = ([rows[i][f"eval/{name}"] for i in (0, -1)] for name in ("word_sums_oracle.py:word_sums_oracle", "accuracy"))
 print(
     f"strict held-out accuracy {strict[0]:.2f} -> {strict[1]:.2f} in {seconds} s"
     f" (by the reward {paid[0]:.2f} -> {paid[1]:.2f}); see {out}"

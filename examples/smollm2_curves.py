@@ -18,7 +18,7 @@ from grpo_mega.text import filter_output
 
 WEIGHTS = {"package": "dequantized from 4 bit", "hub": "original weights"}
 PANELS = {
-    "strict held-out accuracy": "eval/word_sums_oracle",
+    "strict held-out accuracy": "eval/word_sums_oracle.py:word_sums_oracle",
     "accuracy of the samples in the update": "reward/accuracy",
 }
 

@@ -1,7 +1,7 @@
 """A strict oracle for the word sums of smollm2.sh, as a reward function with weight 0.
 
-It adds nothing to the reward. `eval/word_sums_oracle` is the strict held-out accuracy, and its verdicts are the source
-of the metric `reward/paid_but_wrong`.
+It adds nothing to the reward. `eval/word_sums_oracle.py:word_sums_oracle` is the strict held-out accuracy, and its
+verdicts are the source of the metric `reward/paid_but_wrong`.
 """
 
 import re

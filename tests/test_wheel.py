@@ -47,6 +47,19 @@ def test_a_wheel_has_only_the_package_and_its_license(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"grpo_mega", metadata.name}
 
 
+def test_every_built_in_reward_of_a_wheel_can_be_used(installed: Path) -> None:
+    """The wheel's registry resolves each name and does not look outside the package."""
+    program = (
+        "import grpo_mega; from grpo_mega.rewards import BUILT_IN, resolve_reward; print(grpo_mega.__file__, "
+        "[name for name in BUILT_IN if not resolve_reward(name).__module__.startswith('grpo_mega.')])"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{installed}"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=installed, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.stdout == f"{installed / 'grpo_mega' / '__init__.py'} []\n", ended.stdout + ended.stderr
+
+
 @pytest.mark.full
 def test_a_wheel_trains(installed: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{installed}", "OMP_NUM_THREADS": "1"}

@@ -87,7 +87,9 @@ def test_word_sums_depend_only_on_the_seed(task: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_oracle_requires_one_finished_result(response: str, finish_reason: str, is_right: bool) -> None:
-    score = resolve_reward("word_sums_oracle")("p", response, "22", {"finish_reason": finish_reason})
+    score = resolve_reward("word_sums_oracle.py:word_sums_oracle", EXAMPLES)(
+        "p", response, "22", {"finish_reason": finish_reason}
+    )
     assert (score.value, score.verdict) == (float(is_right), "oracle_right" if is_right else "oracle_wrong")  # type: ignore[union-attr]
     if is_right:
         assert accuracy("p", response, "22", {"finish_reason": finish_reason}).value == 1.0
@@ -95,7 +97,10 @@ def test_the_oracle_requires_one_finished_result(response: str, finish_reason: s
 
 def test_accuracy_is_the_only_reward_and_the_layout_fits_the_model() -> None:
     config = load(EXAMPLES / "smollm2.yaml")
-    assert {f.name: f.weight for f in config.rewards.functions} == {"accuracy": 1.0, "word_sums_oracle": 0.0}
+    assert {f.name: f.weight for f in config.rewards.functions} == {
+        "accuracy": 1.0,
+        "word_sums_oracle.py:word_sums_oracle": 0.0,
+    }
     assert not list(layout_problems(config.layout, SHAPE))
     assert list(layout_problems(load(EXAMPLES / "smollm2.yaml", ["layout.tp=2"]).layout, SHAPE))
 

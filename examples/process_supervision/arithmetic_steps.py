@@ -1,7 +1,8 @@
 """A reward for each step of a response by its arithmetic: 1 if all equations of the step hold, otherwise 0.
 
 A step without equations has no reward. Verdicts: "steps_right", "steps_wrong" (at least one) and "no_steps" (no step
-has an equation). A config names this function `arithmetic_steps`. Copy the file to write your own reward of steps.
+has an equation). A config in the folder above names it
+`process_supervision/arithmetic_steps.py:arithmetic_steps`. Copy the file to write your own reward of steps.
 
 An equation contains numbers (1,234, 0.5, .5, 50%), + - * / x × · ÷, brackets, \\frac, \\times, \\div, and equals signs.
 The parser reads through Markdown, LaTeX and a unit after the last number. It computes exactly, with fractions; a

@@ -27,10 +27,8 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.rewards.api import Extras, RewardFunction, Score, splitter
 from grpo_mega.text import nearest
 
-BUILT_IN = {  # dotted paths; for a function of an example, its file in the repository
+BUILT_IN = {  # dotted paths
     "accuracy": "grpo_mega.rewards.math.accuracy.accuracy",
-    "arithmetic_oracle": "examples/arithmetic_oracle.py",
-    "arithmetic_steps": "examples/process_supervision/arithmetic_steps.py",
     "code": "grpo_mega.rewards.code.code",
     "cosine": "grpo_mega.rewards.shaping.cosine",
     "format": "grpo_mega.rewards.shaping.format_reward",
@@ -41,7 +39,6 @@ BUILT_IN = {  # dotted paths; for a function of an example, its file in the repo
     "reward_model": "grpo_mega.rewards.reward_model.reward_model",
     "soft_format": "grpo_mega.rewards.shaping.soft_format",
     "tag_count": "grpo_mega.rewards.shaping.tag_count",
-    "word_sums_oracle": "examples/word_sums_oracle.py",
 }
 ACCURACY = "accuracy"
 # Functions of the accuracy verdict, so workers compute it once for all of them. The pool calls cosine and len with
@@ -140,14 +137,6 @@ def resolve_reward(name: str, code_dir: Path | None = None) -> RewardFunction:
         ConfigError: the name is unknown, or its module cannot be imported or lacks the function.
     """
     check_name(name)
-    if name in BUILT_IN and BUILT_IN[name].endswith(".py"):
-        file = Path(__file__).resolve().parents[2] / BUILT_IN[name]
-        if not file.is_file():
-            raise ConfigError(
-                f"reward function {name!r}: it is an example, and there is no {file}; run from a checkout of the"
-                f" repository, or copy its {BUILT_IN[name]} to the config's folder and name {file.name}:{name}"
-            )
-        return getattr(user_code.import_file(file), name)
     if name in BUILT_IN:
         module_name, _, function_name = BUILT_IN[name].rpartition(".")
         return getattr(importlib.import_module(module_name), function_name)

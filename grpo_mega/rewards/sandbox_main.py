@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,11 +42,9 @@ _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION = 4, 38, 0x20080522
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_RUNNER = importlib.util.spec_from_file_location("program_main", Path(__file__).with_name("program_main.py"))
-assert _RUNNER and _RUNNER.loader and _RUNNER.origin
-program_main = sys.modules["program_main"] = importlib.util.module_from_spec(_RUNNER)
-_RUNNER.loader.exec_module(program_main)
-_SOURCE = Path(_RUNNER.origin).read_text()
+_SOURCE = Path(__file__).with_name("program_main.py").read_text()
+program_main = sys.modules["program_main"] = types.ModuleType("program_main")
+exec(_SOURCE, vars(program_main))
 _VERDICTS = {  # by exit status of a program
     0: "finished",
     program_main.OUT_OF_MEMORY: "memory",

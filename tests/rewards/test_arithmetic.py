@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.errors import ConfigError
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.api import Score, Step
 
-arithmetic_steps = registry.resolve_reward("arithmetic_steps")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+arithmetic_steps = registry.resolve_reward("process_supervision/arithmetic_steps.py:arithmetic_steps", EXAMPLES)
 equations_hold = sys.modules[arithmetic_steps.__module__].equations_hold
 
 RIGHT = [
@@ -172,11 +172,3 @@ def test_steps_with_equations_are_rewarded_and_others_are_not() -> None:
     assert arithmetic_steps("", response, "58", {}) == Score(None, "steps_wrong", (Step(len(response), 0.0),))
     assert arithmetic_steps("", "1+1=2\n\nso", "", {}) == Score(None, "steps_right", (Step(7, 1.0),))
     assert arithmetic_steps("", "58", "58", {}) == Score(None, "no_steps")
-
-
-def test_a_package_without_examples_reports_where_the_function_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "__file__", str(tmp_path / "grpo_mega" / "rewards" / "registry.py"))
-    with pytest.raises(ConfigError, match=r"it is an example, and there is no .*/arithmetic_steps.py; run from"):
-        registry.check_rewards("arithmetic_steps", {}, "lines", 5.0)

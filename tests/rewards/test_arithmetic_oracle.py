@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize("name", ["quickstart.yaml", "process_supervision.yaml"])
 def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
     functions = {function.name: function.weight for function in load(EXAMPLES / name).rewards.functions}
-    assert functions["arithmetic_oracle"] == 0.0
+    assert functions["arithmetic_oracle.py:arithmetic_oracle"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_the_examples_with_sums_log_the_oracle(name: str) -> None:
     ],
 )
 def test_the_oracle_requires_the_exact_text_of_the_answer(response: str, is_right: bool) -> None:
-    score = resolve_reward("arithmetic_oracle")("p", response, "58", {})
+    score = resolve_reward("arithmetic_oracle.py:arithmetic_oracle", EXAMPLES)("p", response, "58", {})
     assert (score.value, score.verdict) == (float(is_right), "oracle_right" if is_right else "oracle_wrong")  # type: ignore[union-attr]

@@ -114,8 +114,8 @@ REMOTE_TESTS = [
 def test_tests_use_values_objects_and_errors_of_a_program_as_before() -> None:
     for test in REMOTE_TESTS:
         assert score(REMOTE, test_list=[test]) == Score(1.0, "correct"), test
-    wrong = REMOTE.replace("value, next", "7, next").replace("items.sort()", "items.sort(reverse=True)")
-    assert score(wrong, test_list=REMOTE_TESTS, partial=True).value == pytest.approx(9 / 11)
+    wrong = REMOTE.replace("= value, next", "= 7, next").replace("items.sort()", "items.sort(reverse=True)")
+    assert score(wrong, test_list=REMOTE_TESTS, partial=True).value == pytest.approx(8 / 11)
     setup = "class Leaf:\n    def __init__(self, x): self.x = x\ndef leaf(x): return Leaf(x)"
     tests = ["assert read(leaf(3)) == 3", "assert read(Leaf(4)) == 4"]
     assert score("def read(leaf): return leaf.x", test_list=tests, test_setup_code=setup).value == 1.0

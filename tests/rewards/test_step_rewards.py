@@ -105,25 +105,30 @@ def test_few_tokens_are_decoded() -> None:
     assert num_decoded < 40 * 4000  # decoding all prefixes would decode 8 million
 
 
+EQUATIONS = str(
+    Path(__file__).resolve().parents[2] / "examples" / "process_supervision/arithmetic_steps.py:arithmetic_steps"
+)
+
+
 def _pool(*functions: tuple[str, float], **arguments: Any) -> RewardPool:
     return reward_pool(functions, **arguments)
 
 
 def test_steps_are_weighted_and_step_functions_do_not_change_the_reward() -> None:
-    with _pool((MARKED, 2.0), ("format", 0.5), (OTHER, 1.0), ("arithmetic_steps", 0.0)) as pool:
+    with _pool((MARKED, 2.0), ("format", 0.5), (OTHER, 1.0), (EQUATIONS, 0.0)) as pool:
         for key, response in enumerate(["a.b!c,", "none", "a.@", "1+1=2."]):
             pool.submit(key, "p", response, "1", {})
         found = list(pool.collect().values())
     assert found[0] == RewardResult(
         0.0,  # the format reward
-        {MARKED: 0.0, "format": 0.0, OTHER: 0.25, "arithmetic_steps": None},
-        {MARKED: "marked", "format": "malformed", OTHER: "marked", "arithmetic_steps": "no_steps"},
+        {MARKED: 0.0, "format": 0.0, OTHER: 0.25, EQUATIONS: None},
+        {MARKED: "marked", "format": "malformed", OTHER: "marked", EQUATIONS: "no_steps"},
         (Step(2, 2.0), Step(2, 0.25), Step(4, -2.0), Step(6, 0.25)),
     )
-    assert found[1].scores == {MARKED: None, "format": 0.0, OTHER: None, "arithmetic_steps": None}
+    assert found[1].scores == {MARKED: None, "format": 0.0, OTHER: None, EQUATIONS: None}
     assert found[1].steps == ()
     assert (found[2].total, found[2].scores[MARKED], len(found[2].steps)) == (4.0, 2.0, 2)  # both a reward and steps
-    assert found[3].scores["arithmetic_steps"] == 1.0  # weight 0 only logs the score
+    assert found[3].scores[EQUATIONS] == 1.0  # weight 0 only logs the score
     assert found[3].steps == (Step(6, 2.0), Step(6, 0.25))
 
 
@@ -248,8 +253,9 @@ def test_wrong_options_of_a_users_function_are_an_error_before_any_check(
     [
         ("accuracy", {"tolerance": 1}, "reward function 'accuracy' has no option 'tolerance'; it takes unevaluated"),
         ("format", {"tolerance": 1}, "reward function 'format' has no option 'tolerance'; it takes none"),
-        ("arithmetic_steps", {"step_spliter": "lines"}, "did you mean step_splitter?"),
-        ("arithmetic_steps", {"step_splitter": "regex:("}, "is not a regular expression"),
+        ("reasoning_steps", {"step_splitter": "lines"}, "has no option 'step_splitter'; it takes none"),
+        ("reward_model", {"url": "http://x", "step_spliter": "lines"}, "did you mean step_splitter?"),
+        ("reward_model", {"url": "http://x", "step_splitter": "regex:("}, "is not a regular expression"),
     ],
 )
 def test_wrong_options_of_a_built_in_function_are_refused_at_once(
@@ -266,7 +272,7 @@ def test_wrong_options_of_a_built_in_function_are_refused_at_once(
         *(("accuracy", "unevaluated", value, "true or false") for value in ("no", "false", "", 0, 1, None, [])),
         *(("repetition_penalty", "ngram_size", value, "a whole number") for value in (True, 2.5)),
         *(("cosine", "max_value_correct", value, "a number") for value in (True,)),
-        *(("arithmetic_steps", "step_splitter", value, "a text") for value in (True, 3, None)),
+        *(("language_consistency", "language", value, "a text") for value in (True, 3, None)),
     ],
 )
 def test_options_of_another_type_are_refused_at_once(name: str, option: str, value: Any, form: str) -> None:
@@ -279,7 +285,7 @@ def test_options_of_the_right_type_are_accepted() -> None:
     registry.check_rewards("accuracy", {"unevaluated": True}, "blank-lines", 20.0)
     registry.check_rewards("cosine", {"max_len": 7, "min_value_correct": 0.25}, "blank-lines", 20.0)
     registry.check_rewards("repetition_penalty", {"ngram_size": 5, "unit": "characters"}, "blank-lines", 20.0)
-    registry.check_rewards("arithmetic_steps", {"step_splitter": "lines"}, "blank-lines", 20.0)
+    registry.check_rewards("language_consistency", {"language": "en"}, "blank-lines", 20.0)
 
 
 def test_every_verdict_of_a_built_in_function_reaches_the_other_ranks() -> None:

@@ -85,6 +85,7 @@ def write_inputs(folder: Path, model: torch.nn.Module, changes: Mapping[str, Any
         "run_dir": str(folder / "run"),
         "model.path": str(folder / "model"),
         "data.train": str(folder / "train.jsonl"),
+        "code_dir": str(launcher.ROOT / "examples"),  # has the oracle
     }
     for key, value in {**changes, **own}.items():
         section, _, name = key.rpartition(".")
