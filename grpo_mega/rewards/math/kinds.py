@@ -283,8 +283,8 @@ def _date(text: str) -> tuple[int, int, int, str | None] | None:
                 if first != second and month <= 12 and day <= 12:
                     month, day = -month, -day
             else:
-                month, day = parts["month"].lower(), int(parts["day"])
-                month = int(month) if month.isdigit() else _MONTHS.split("|").index(month[:3]) + 1
+                name, day = parts["month"].lower(), int(parts["day"])
+                month = int(name) if name.isdigit() else _MONTHS.split("|").index(name[:3]) + 1
             return int(parts["year"]), month, day, parts.get("time")
     return None
 
