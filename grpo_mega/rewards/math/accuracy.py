@@ -122,7 +122,8 @@ def _without_choices(gold: str, text: str) -> tuple[str, str]:
             return gold, rf"\frac{{{text.removesuffix(_DEGREES)}\pi}}{{180}}"
         if not (_WITH_UNIT in gold and _WITH_UNIT in text):
             gold, text = gold.partition(_WITH_UNIT)[0], text.partition(_WITH_UNIT)[0]
-    if _WITH_UNIT not in gold and (_E_NOTATION.search(gold) or _E_NOTATION.search(text)):
+    both = f"{gold} {text}"
+    if "e" in both.lower() and _WITH_UNIT not in gold and _E_NOTATION.search(both):
         # 2e-3 is 0.002, but 2e - 3 if the other answer has the letter e.
         has_letter = any(_LETTER_E.search(_E_NOTATION.sub("", side)) for side in (gold, text))
         gold, text = (
