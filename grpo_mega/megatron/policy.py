@@ -80,12 +80,13 @@ class Policy:
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision, self.lora.finish_gradients)
         self._weights = self.parameters | biases_of(self.models)  # parameters_of leaves out biases: they are buffers
         self.parameters = self._weights | self.lora.parameters
-        replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
+        of_run = self.models[0].config, shape, runtime, lambda: self.optimizer_step
+        replay = Replay(*of_run) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(runtime), routers=self.routers)
         self._optimizer: Any = None
         self.algorithm: AlgorithmConfig = config.algorithm  # has the current kl_beta, adapted to algorithm.kl_target
-        self.optimizer_step = 0  # optimizer steps taken so far, without dropped mini-batches
+        self.optimizer_step: int = 0  # optimizer steps taken so far, without dropped mini-batches
         # Steps of this process that must change weights: past warm-up, with a gradient above 0.
         self.num_effective_steps = 0
         self.memory = PolicyMemory(

@@ -271,15 +271,14 @@ class Replay:
     a fused one. It compares all tokens and layers in the first update of a process, then one layer per update, in turn.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime) -> None:
-        """`config` is Megatron's config of the model."""
-        self._runtime = runtime
+    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime, num_updates: Callable[[], int]) -> None:
+        """`config` is Megatron's config of the model. `num_updates` returns the optimizer steps of the run so far."""
+        self._runtime, self._num_updates = runtime, num_updates
         assert not config.moe_router_fusion, "the fused router does not ask for experts to replay"
         self._cuts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._counts = torch.zeros(shape.num_layers, 3, dtype=torch.int64, device=runtime.device.torch_device)
         self._layers = range(shape.num_dense, shape.num_layers)  # layers with experts
-        self._compared, self._num_checks = self._layers, 0
-        self._is_off = False
+        self._has_checked = self._is_off = False
 
     def attach(self, router: Any) -> Replayed:
         """Make a router ask for the experts that it must use."""
@@ -294,8 +293,16 @@ class Replay:
             return None
         return batch.routes.chunk(self._cuts)[self._runtime.tp_rank % self._cuts]
 
+    @property
+    def _measured(self) -> Sequence[int]:
+        """Return the layers of this update's metric. They depend only on the run, so that a resume changes no
+        metric.
+        """
+        number = self._num_updates()
+        return self._layers[(number - 1) % len(self._layers) :][:1] if number else self._layers
+
     def is_compared(self, layer: int) -> bool:
-        return layer in self._compared
+        return not self._has_checked or layer in self._measured
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -309,7 +316,7 @@ class Replay:
     def check(self) -> StepMetrics:
         """Raise MismatchError on all ranks if a token of the mini-batch was not sent to the engine's experts.
 
-        Return the share of tokens that the trainer's routers would have sent to other experts, over the compared
+        Return the share of tokens that the trainer's routers would have sent to other experts, over the measured
         layers.
         """
         counts = self._runtime.sum(self._counts).tolist()
@@ -320,9 +327,8 @@ class Replay:
                     f"layer {layer} sent {wrong} of {checked} tokens to other experts than the engine did; set "
                     "rollout.routing_replay=false to continue without it"
                 )
-        self._compared = self._layers[self._num_checks % len(self._layers) :][:1]
-        self._num_checks += 1
-        checked, _, moved = map(sum, zip(*counts, strict=True))
+        self._has_checked = True
+        checked, _, moved = map(sum, zip(*(counts[layer] for layer in self._measured), strict=True))
         return {"routing/moved": moved / max(1, checked)}
 
 

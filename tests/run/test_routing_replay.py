@@ -46,6 +46,8 @@ def test_experts_are_replayed_over_partial_rollouts_and_a_resume(inputs: Path, t
     code, output = run(inputs, tmp_path / "run", *settings, "--resume")
     assert code == 0, output
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    moved = [[row.get("routing/moved") for row in metrics(tmp_path / name)] for name in ("run", "whole")]
+    assert moved[0] == moved[1], "the layers of the metric depend on the update, not on the process"
     rows = [row for row in metrics(tmp_path / "run") if "loss/total" in row]
     assert len(rows) == 5 and max(row["ledger/carried_tokens"] for row in rows) > 0 and rows[-1]["staleness/max"] > 0
     tokens = [row["response_length/mean"] for row in rows]
