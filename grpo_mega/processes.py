@@ -308,6 +308,13 @@ def host_room(root: Path = Path("/")) -> HostRoom:
     return HostRoom(total, max(0, available), limit)
 
 
+def num_killed_for_memory(root: Path = Path("/")) -> int:
+    """Return the number of processes that the kernel has killed because memory ran out; 0 if it does not count them."""
+    with suppress(OSError, KeyError, ValueError):
+        return int(dict(line.split() for line in (root / "proc/vmstat").read_text().splitlines())["oom_kill"])
+    return 0
+
+
 def resident_bytes(pid: int) -> int | None:
     """Return the memory that a process holds (RSS); None if it has ended."""
     try:

@@ -9,8 +9,8 @@ SIGTERM and 10 s later SIGKILL, and one line reports the rank, its exit code and
 launcher is forwarded once to every rank. No rank outlives the launcher, however either ends: each rank leads a separate
 process group, and the group is killed when the rank is gone. The kernel kills each rank when the launcher dies.
 
-The launcher reads the memory of its ranks every second. If a rank is killed by SIGKILL, which the kernel sends when
-memory runs out, the line reports how much the rank held.
+The launcher reads the memory of its ranks every second. If a rank is killed by SIGKILL, the line reports how much the
+rank held. It names memory as the probable cause if the kernel has counted such a kill, or if little memory was free.
 
 Ctrl-C is answered at once, whatever the main thread does. Python calls the handler of a signal in the main thread,
 after a running call of a library returns. A collective may wait for minutes. So Python also writes the signal's number
@@ -42,7 +42,7 @@ from typing import IO, NoReturn, TypeVar
 from grpo_mega import processes
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError
 from grpo_mega.paths import rank_log
-from grpo_mega.processes import GIB, die_with_parent, host_room, resident_bytes
+from grpo_mega.processes import GIB, die_with_parent, host_room, num_killed_for_memory, resident_bytes
 
 KEY_VARIABLE = "GRPO_MEGA_RUN_KEY"  # the key of the run's messages, a random text (distributed/messages.py)
 REQUEST = Path("/dev/stdin")  # opening it starts at the beginning in every rank, although all ranks share the file
@@ -52,6 +52,7 @@ SECONDS_TO_STOP = 10.0
 SECONDS_FOR_RANK_0_TO_FAIL = 10.0
 SECONDS_BETWEEN_READINGS = 1.0  # the launcher reads the memory of its ranks
 SECONDS_FOR_A_KILLED_RANK = 0.5  # a rank that is killed while it holds much memory ends after ranks that miss it
+LITTLE_MEMORY = 0.1  # share of the memory; with less available, a kill may be the kernel's
 LINES_OF_LOG = 5
 Request = TypeVar("Request")
 
@@ -252,10 +253,12 @@ def _signals_passed_on(ranks: list[Rank]) -> Iterator[list[int]]:
 
 def _wait(ranks: list[Rank], caught: list[int]) -> int:
     """Wait until all ranks have ended. If a rank fails, end the other ranks. Return the exit code of the run."""
-    read_at, failed = 0.0, None
+    read_at, failed, is_short = 0.0, None, False
+    num_killed = num_killed_for_memory()
     while failed is None:
         if time.monotonic() - read_at >= SECONDS_BETWEEN_READINGS:
-            read_at = time.monotonic()
+            read_at, room = time.monotonic(), host_room()
+            is_short = room.available < LITTLE_MEMORY * room.total
             for rank in ranks:
                 rank.resident = resident_bytes(rank.process.pid) or rank.resident
         codes = [rank.process.poll() for rank in ranks]
@@ -285,11 +288,12 @@ def _wait(ranks: list[Rank], caught: list[int]) -> int:
         log = "see above" if failed.log is None else log_tail(failed.log, failed.log_start)
         killed = ""
         if code == -signal.SIGKILL:  # report what the rank held, and what it could hold
-            room, everyone = host_room(), sum(rank.resident for rank in ranks)
+            everyone = sum(rank.resident for rank in ranks)
             of_all = f"; {len(ranks)} ranks: {everyone / GIB:.1f} GiB" if len(ranks) > 1 else ""
             of = "" if room.limit == "this machine" else f" in {room.limit}"
             held = f"{failed.resident / GIB:.1f} GiB of {room.total / GIB:.0f}{of}{of_all}"
-            killed = f", probably out of memory (last seen {held}); see dmesg"
+            is_short |= num_killed_for_memory() > num_killed
+            killed = f"{', probably out of memory' * is_short} (last seen {held}); see dmesg"
         print(f"grpo-mega: rank {failed.rank} {exit_description(code)}{killed}; {log}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.processes import HostRoom, host_room, resident_bytes
+from grpo_mega.processes import HostRoom, host_room, num_killed_for_memory, resident_bytes
 
 GIB = 2**30
 MEMINFO = (
@@ -80,6 +80,11 @@ def test_the_smallest_limit_of_machine_and_groups_counts(
     files: dict[str, str], expected: HostRoom, tmp_path: Path
 ) -> None:
     assert host_room(write_files(tmp_path, files)) == expected
+
+
+def test_the_kernels_kills_for_lack_of_memory_are_counted(tmp_path: Path) -> None:
+    assert num_killed_for_memory(tmp_path) == 0, "an older kernel does not count"
+    assert num_killed_for_memory(write_files(tmp_path, {"proc/vmstat": "nr_free_pages 31\noom_kill 13\n"})) == 13
 
 
 def test_a_system_without_proc_refuses_nothing(tmp_path: Path) -> None:
