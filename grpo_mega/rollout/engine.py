@@ -46,6 +46,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    vocab_size: int = 1 << 31  # number of the model's token ids
     with_routes: bool = False  # record the experts of each token, see routes.py
     longest_first: bool = False  # the order in which samples start (Schedule); does not change any sample
 

@@ -159,7 +159,7 @@ def attach_teacher_logprobs(
             for name, settings in config.teachers.items():
                 mine = [i for i in range(runtime.rank, len(samples), runtime.layout.world_size) if names[i] == name]
                 if settings.url is not None:
-                    found = served_logprobs(settings.url, [samples[i] for i in mine], recorder().beat)
+                    found = served_logprobs(name, settings.url, [samples[i] for i in mine], recorder().beat)
                     for i, row in zip(mine, found, strict=True):
                         rows[i].copy_(torch.tensor(row))
         rows = runtime.sum(values_N.to(runtime.device.torch_device)).cpu().split(lengths)

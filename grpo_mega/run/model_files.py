@@ -178,6 +178,7 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         seed=config.seed,
+        vocab_size=model.shape.vocab,
         with_routes=bool(config.rollout.routing_replay),
         longest_first=config.rollout.longest_first,
     )

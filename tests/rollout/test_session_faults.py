@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.rollout.engine import Sampling
-from grpo_mega.rollout.sglang.session import Session, check_server
+from grpo_mega.rollout.sglang.session import Session, check_server, served_logprobs
 from grpo_mega.types import Prompt, Sample
 from tests.helpers.http_servers import sending, serving
 
@@ -59,6 +59,78 @@ def test_a_teacher_that_sends_without_end_is_no_server() -> None:
         with pytest.raises(ConfigError, match=r"teachers\.t\.url="):
             check_server("t", server.url)
         assert server.num_sent < 100, "the client read too much of 3 GB"
+
+
+BAD_LOGPROBS = [None, "-1.0", True, [-1.0], float("nan"), float("inf"), 0.0011, -1e39, 10**400]
+BAD_TEACHERS = [
+    "<html>",
+    "null",
+    "[]",
+    "[" * 100_000,
+    '"log-probs"',
+    {},
+    {"meta_info": None},
+    {"meta_info": {}},
+    *({"meta_info": {"input_token_logprobs": entries}} for entries in (None, "text", [], [-1.0] * 3, [[]] * 3, {})),
+    {"meta_info": {"input_token_logprobs": [[-1.0, 8, None], [-1.0, 9, None]]}},
+    {"meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in (7, 8, 8)]}},
+    *({"meta_info": {"input_token_logprobs": [[-1.0, 7], [bad, 8], [-1.0, 9]]}} for bad in BAD_LOGPROBS),
+]
+
+
+def test_an_answer_of_a_teacher_that_cannot_be_used_names_the_teacher() -> None:
+    answers: list[Any] = [*BAD_TEACHERS, {"meta_info": {"input_token_logprobs": [[-0.5, 7], [9e-4, 0], [-3e38, 9]]}}]
+    sample = Sample(Prompt(7, "p", (1, 2), "a"), 0, [7, 8, 9], [], "stop")
+    remaining = iter(answers)
+    with serving(lambda path, body: (200, next(remaining))) as url:
+        for _ in BAD_TEACHERS:
+            with pytest.raises(EngineError, match=rf"teachers\.t\.url={url}: .* answered .*; see its log.*--resume$"):
+                served_logprobs("t", url, [sample], lambda: None)
+        assert served_logprobs("t", url, [sample], lambda: None) == [[-0.5, 0.0, -3e38]]
+
+
+GOOD = {
+    "index": 0,
+    "output_ids": [9, 4],
+    "meta_info": {
+        "finish_reason": {"type": "stop"},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.5, 9, None], [5e-4, 4, None]],
+    },
+}
+BAD_PARTS: list[dict[str, Any]] = [
+    *({"output_token_logprobs": [[-0.5, 9, None], [bad, 4, None]]} for bad in BAD_LOGPROBS),
+    *({"index": index} for index in (-1, 1, None, "0")),
+    *({"output_ids": [9, bad], "output_token_logprobs": [[-0.5, 9], [-0.5, bad]]} for bad in (11, -1, "4", 4.0, None)),
+    {"output_ids": [9, 4, 4, 4], "output_token_logprobs": [[-0.5, token] for token in (9, 4, 4, 4)]},
+    {"output_ids": [], "output_token_logprobs": []},
+    {"output_ids": [9]},
+    {"finish_reason": "stop"},
+    {"meta_info": None},
+    {"meta_info": {}},
+]
+
+
+def test_an_answer_of_an_engine_that_cannot_be_used_is_an_error() -> None:
+    bad = [
+        GOOD | part | ({} if part.keys() & {"meta_info"} else {"meta_info": GOOD["meta_info"] | part})
+        for part in BAD_PARTS
+    ]  # type: ignore[operator]
+    answers = [json.dumps(answer) for answer in (*bad, None, "text", [1])] + ["{", json.dumps(GOOD)]
+    sample, remaining = Sample(Prompt(7, "p", (1,), "a"), 0, [], [], None), iter(answers)
+    with serving(lambda path, body: (200, f"data: {next(remaining)}\n\n")) as url:
+        session = Session(url, HEADERS)
+        try:
+            for answer in answers:
+                session.generate(0, [sample], Sampling(1, 1.0, 3, frozenset(), vocab_size=11), 0)
+                event = session.events.get(timeout=60)
+                if answer != answers[-1]:
+                    assert event.sample is None and event.error, answer
+                    assert f"the answer of {url} for prompt 7 cannot be used" in event.error, event.error
+        finally:
+            session.close()
+    assert event.sample is not None
+    assert (event.sample.response_ids, event.sample.rollout_logprobs) == ([9, 4], [-0.5, 0.0])
 
 
 def test_a_sample_that_was_interrupted_by_a_full_cache_is_reported() -> None:

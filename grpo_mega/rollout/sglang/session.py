@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import json
 import queue
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ import aiohttp
 
 from grpo_mega.errors import ConfigError, EngineError
 from grpo_mega.http_client import LoopThread
+from grpo_mega.paths import parse_json
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.routes import RouterSizes, parsed
 from grpo_mega.rollout.routes import with_routes_of as extended_routes
@@ -40,8 +41,10 @@ MOST_BYTES = 1 << 28  # limit for other answers; log-probs of a million tokens a
 MOST_BYTES_OF_INFO = 1 << 20  # limit for an answer of /server_info
 MOST_BYTES_OF_ERROR = 1 << 16  # number of bytes read from the answer to a failed request
 MAX_WORDS = 500  # maximum number of characters of a server's answer in an error message
+SHOWN = 80  # maximum number of characters of any other answer in an error message
 TEACHER_CONNECTIONS = 64  # maximum number of concurrent requests per rank to a teacher
 TEACHER_DEADLINE_S = 300.0  # deadline of one request to a teacher
+LEAST_LOGPROB, MOST_LOGPROB = -3.4028235e38, 1e-3  # float32 holds the least; the most is 0 with rounding
 SPARE_CONNECTIONS = 4  # connections for calls that must not wait behind samples, such as health checks
 
 # Before 0.5.21 these endpoints do not exist. From 0.5.21 on a server refuses an update without them.
@@ -173,19 +176,26 @@ class Session(LoopThread):
         }
         for attempt in range(ATTEMPTS):
             try:
-                entries = json.loads(await self._call("POST", "/generate", body))["meta_info"]["input_token_logprobs"]
+                text = await self._call("POST", "/generate", body)
                 break
             except EngineError as error:
                 if isinstance(error, RefusedError) or attempt == ATTEMPTS - 1:
                     raise
             await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
-        last = entries[len(entries) - num_last :]
-        # The server reports id 0 for the last token of the vocabulary, because its scheduler takes larger ids for
-        # images.
-        pairs = zip((entry[1] for entry in last), token_ids[len(token_ids) - num_last :], strict=True)
-        if any(said not in (asked, 0) for said, asked in pairs):
-            raise EngineError(f"{self.url}/generate returned log-probs of other tokens than requested")
-        return [entry[0] for entry in last]
+        try:
+            entries = parse_json(text)["meta_info"]["input_token_logprobs"]
+            last = entries[len(entries) - num_last :]
+            # The server reports id 0 for the last token of the vocabulary, because its scheduler takes larger ids for
+            # images.
+            pairs = zip((entry[1] for entry in last), token_ids[len(token_ids) - num_last :], strict=True)
+            if any(said not in (asked, 0) for said, asked in pairs):
+                raise ValueError("log-probs of other tokens than requested")
+            return checked_logprobs(entry[0] for entry in last)
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineError(
+                f"{self.url}/generate answered {_words(text)[:SHOWN]!r}, no log-probs of the last {num_last} tokens"
+                f" ({error}); see its log, or correct the url"
+            ) from None
 
     def generate(
         self,
@@ -220,8 +230,8 @@ class Session(LoopThread):
                 if self.is_aborting:
                     break
                 try:
-                    requested = tuple(missing.values())
-                    body = request_body(requested, sampling, step, is_seeded=self._is_seeded)
+                    requested = dict(enumerate(missing.values()))
+                    body = request_body([*requested.values()], sampling, step, is_seeded=self._is_seeded)
                     body |= {} if self.adapter is None else {"lora_path": self.adapter}
                     async for answer in self._stream(body):
                         if not is_by_adapter(self.adapter, answer):
@@ -246,7 +256,8 @@ class Session(LoopThread):
         except EngineError as error:
             on_event(Event(prompt_index, error=str(error)))
         except Exception as error:  # without an event the owner would wait for ever
-            on_event(Event(prompt_index, error=f"prompt {samples[0].prompt.id} at {self.url}: {error!r}"))
+            problem = f"the answer of {self.url} for prompt {samples[0].prompt.id} cannot be used ({error!r})"
+            on_event(Event(prompt_index, error=f"{problem}; see its log"))
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield an answer per sample that ended. Raise EngineError if another attempt cannot help."""
@@ -272,7 +283,7 @@ class Session(LoopThread):
                 yield {"index": 0, **answer}
 
 
-def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
+def served_logprobs(name: str, url: str, samples: Sequence[Sample], on_answer: Callable[[], None]) -> list[list[float]]:
     """Return a teacher's log-probs of each sample's response tokens, at temperature 1. Raise EngineError if a request
     fails.
     """
@@ -289,9 +300,12 @@ def served_logprobs(url: str, samples: Sequence[Sample], on_answer: Callable[[],
                 return values
 
         found = []
-        for answer in [session.start(ask(sample)) for sample in samples]:
-            found.append(answer.result())
-            on_answer()
+        try:
+            for answer in [session.start(ask(sample)) for sample in samples]:
+                found.append(answer.result())
+                on_answer()
+        except EngineError as error:
+            raise EngineError(f"teachers.{name}.url={url}: {error}; continue with --resume") from None
         return found
 
 
@@ -352,8 +366,19 @@ def sample_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def checked_logprobs(values: Iterable[Any]) -> list[float]:
+    """Return the log-probs of a server, without rounding above 0. Raise ValueError if one cannot be a log-prob."""
+    found = list(values)
+    for value in found:
+        if type(value) not in (int, float) or not LEAST_LOGPROB <= value <= MOST_LOGPROB:
+            raise ValueError(f"{repr(value)[:SHOWN]} is no log-prob")
+    return [min(float(value), 0.0) for value in found]
+
+
 def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers: RouterSizes | None = None) -> Sample:
     """Return the sample with the tokens of the server's answer. It is unfinished if it was aborted before its end.
+
+    Raise an error if a token, the length or a log-prob is impossible.
 
     If the server retracted the request for lack of cache, it computed tokens again and reports the experts of the
     second computation. The log-probs are from the first, so the experts of such a request count as not known.
@@ -364,6 +389,9 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
     assert tokens == list(answer["output_ids"]), "the server's log-probs are of other tokens than its response"
     start, end = sample.response_len, sample.response_len + len(tokens)
     reason = meta["finish_reason"]["type"]
+    is_known = all(type(token) is int and 0 <= token < sampling.vocab_size for token in tokens)
+    assert is_known, "a token id is not in the model's vocabulary"
+    assert end <= sampling.max_response_length and (end or reason == "abort"), f"{end} tokens end by {reason}"
     if reason == "abort":
         has_stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         reason = "stop" if has_stopped else "length" if end == sampling.max_response_length else None
@@ -378,7 +406,7 @@ def extended(sample: Sample, answer: dict[str, Any], sampling: Sampling, routers
         sample,
         routes=routes,
         response_ids=[*sample.response_ids, *tokens],
-        rollout_logprobs=[*sample.rollout_logprobs, *(entry[0] for entry in entries)],
+        rollout_logprobs=[*sample.rollout_logprobs, *checked_logprobs(entry[0] for entry in entries)],
         finish_reason=reason,
         spans=[*sample.spans, Span(version, start, end)] if tokens else sample.spans,
     )
@@ -409,7 +437,7 @@ def _words(text: str) -> str:
 
 def _parsed(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        parsed = json.loads(text)
+        parsed = parse_json(text)
         if isinstance(parsed, dict):
             return parsed
     return {}
