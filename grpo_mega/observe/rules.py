@@ -215,7 +215,11 @@ def _cache(steps: Steps, keys: Keys) -> Iterator[str]:
 
 
 def _idle(steps: Steps, keys: Keys) -> Iterator[str]:
-    idle, part = _mean(steps, "engine/idle"), _mean(steps, "seconds/sample") / max(_mean(steps, "seconds/step"), 1e-9)
+    sampling = _mean(steps, "seconds/sample")
+    idle, part = (
+        _mean(steps, "seconds/idle") / max(sampling, 1e-9),
+        sampling / max(_mean(steps, "seconds/step"), 1e-9),
+    )
     wasted = f"the engines' slots were idle for {idle:.0%} of the time of generation in the last {len(steps)} steps"
     if idle > _MOSTLY_IDLE and keys.get("rollout.placement") == "separate":
         yield f"{wasted}; lower {_key(keys, 'layout.engine_ranks')}, or raise {_key(keys, 'rollout.max_staleness')}"

@@ -200,6 +200,7 @@ def step_line(metrics: Mapping[str, float], width: int) -> str:
     ]
     parts = [f"{label} {show(metrics[name])}" for label, name, show in watched if name in metrics]
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    phases.pop("idle", None)  # a part of `sample`
     total = phases.pop("step", None)
     if total is None:
         return "  ".join(parts)
@@ -295,6 +296,8 @@ class WandbWriter(Writer):
             mode = "offline"
             log(f"wandb: cannot reach its server ({' '.join(str(error).split())}); logging offline")
             self._run = start(mode)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # charts run over steps; a step that is repeated stays one
         self._warnings: list[str] = []
         log(f"wandb: {mode}, {self._run.url if mode == 'online' else self._run.dir}")
 

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from grpo_mega import errors
 from grpo_mega.config import Config
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import recorder
-from grpo_mega.errors import SyncError
+from grpo_mega.errors import EngineError, SyncError, UserError
 from grpo_mega.observe.progress import Timers, progress
 from grpo_mega.rewards.scorer import VERDICTS, Scorer, failures_of
 from grpo_mega.rollout.backlog import Backlog, gather_samples
@@ -238,13 +239,14 @@ class Rollouts:
     def flush_usage(self) -> StepMetrics:
         """Return how training used the engines since the last call; {} if no engine generated.
 
-        engine/idle        share of slot seconds without a sample. An engine has as many slots as samples ran at once
+        seconds/idle       seconds of generation without a sample, mean over slots; a part of seconds/sample. An engine
+                           has as many slots as samples ran at once
         engine/retracted   share of ended samples that were interrupted because an SGLang server's KV cache was full
         """
         sums, self._usage = self._usage, Counter()
         if not sums["slot_seconds"]:
             return {}
-        metrics = {"engine/idle": max(0.0, 1 - sums["sample_seconds"] / sums["slot_seconds"])}
+        metrics = {"seconds/idle": sums["seconds"] * max(0.0, 1 - sums["sample_seconds"] / sums["slot_seconds"])}
         if self.config.rollout.is_served:
             metrics["engine/retracted"] = sums["num_retracted"] / max(1, sums["num_ended"])
         return metrics
@@ -281,23 +283,28 @@ class Rollouts:
     def _run_engines(self, request: RolloutRequest, *, is_training: bool) -> tuple[dict[int, Group], list[_Report]]:
         """Return this rank's groups, and reports on the groups of all ranks that have at least one sample.
 
-        `is_training`: count the usage of all engines.
+        `is_training`: count the usage of all engines. Raise the first UserError of any rank on all ranks.
         """
-        started_at = time.monotonic()
-        mine = self.engine.generate(request)
-        reports = []
+        started_at, problem, reports = time.monotonic(), None, []
+        try:
+            mine = self.engine.generate(request)
+        except UserError as error:  # the other ranks wait for this one
+            mine, problem = {}, [type(error).__name__, *error.args]
         for index, group in mine.items():
             is_complete = group.is_complete(request.sampling.group_size)
             clock = (request.stop.clocks[index] if request.stop else 0) if is_complete else None
             if group.oldest_version is not None:
                 reports.append(_Report(index, clock, group.oldest_version, len(group.samples), group.num_tokens))
-        value = [reports, asdict(request.usage)]
+        value = [reports, asdict(request.usage), problem]
         by_rank = self.rendezvous.all_gather("generation", value, self.config.rollout.phase_deadline_s)
+        for name, *texts in (found for *_, found in by_rank if found):
+            raise getattr(errors, name, EngineError)(*texts)
         if is_training:
             seconds = time.monotonic() - started_at
-            for _, usage in by_rank:
+            self._usage.update({"seconds": seconds})
+            for _, usage, _ in by_rank:
                 self._usage.update(usage | {"slot_seconds": usage["most_running"] * seconds})
-        return mine, [_Report(*row) for rows, _ in by_rank for row in rows]
+        return mine, [_Report(*row) for rows, *_ in by_rank for row in rows]
 
 
 class _Report(NamedTuple):

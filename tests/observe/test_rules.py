@@ -25,7 +25,7 @@ CALM: StepMetrics = {
     "groups/zero_variance": 0.3,
     "clip/fraction": 0.01,
     "mismatch/k3": 0.001,
-    "engine/idle": 0.4,
+    "seconds/idle": 20.0,
     "engine/retracted": 0.0,
     "seconds/sample": 50.0,
     "seconds/step": 100.0,
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[[int], StepMetrics], str]] = {
         " last 5 steps; raise rollout.cache_tokens or rollout.memory_fraction, or lower rollout.max_concurrent=256",
     ),
     "idle": (
-        lambda step: {"engine/idle": 0.8},
+        lambda step: {"seconds/idle": 40.0},
         "step 5: the engines' slots were idle for 80% of the time of generation in the last 5 steps, which is 50% of"
         " a step, because a few responses are long (mean/longest: 400/1000 tokens); set rollout.oversample=1.25 and"
         " rollout.partial=true, or rollout.placement=separate",
@@ -190,7 +190,7 @@ def test_other_forms_of_drift_staleness_and_idle_engines(tmp_path: Path) -> None
         "step 5: tokens that are 2 versions old differ by a KL (k3) of 0.4 nats per token from the policy that trains"
         " on them, in the last 5 steps; lower rollout.max_staleness=2, or lower optimizer.lr=1e-06"
     )
-    steps = recorded(tmp_path / "c", lambda step: {"engine/idle": 0.7, "seconds/sample": 5.0}, 20)
+    steps = recorded(tmp_path / "c", lambda step: {"seconds/idle": 3.5, "seconds/sample": 5.0}, 20)
     assert warnings_of(steps) == []  # generation is a small part of the step
     assert warnings_of(steps, SEPARATE)[0].endswith(
         "in the last 5 steps; lower layout.engine_ranks=8, or raise rollout.max_staleness=1"

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from grpo_mega.config import RolloutConfig
 from grpo_mega.distributed.device import Device
 from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import RewardError
 from grpo_mega.observe.progress import Timers
 from grpo_mega.rollout.backlog import gather_samples
 from grpo_mega.rollout.embedded.engine import EmbeddedEngine
@@ -176,9 +178,24 @@ def reports_idle_slots_of_all_engines(rank: int, folder: Path) -> None:
     ranks.generate(len(PROMPTS))
     slots = ranks.rollouts._usage["most_running"]
     assert slots == len(PROMPTS) * GROUP_SIZE == ranks.rollouts._usage["num_ended"]
+    seconds = ranks.rollouts._usage["seconds"]
     usage = ranks.rollouts.flush_usage()
-    assert usage.keys() == {"engine/idle"} and 0.1 < usage["engine/idle"] < 0.95, usage
+    assert usage.keys() == {"seconds/idle"} and 0.1 * seconds < usage["seconds/idle"] < 0.95 * seconds, usage
     assert ranks.rollouts.flush_usage() == {}
+
+
+def raises_an_error_of_one_rank_on_all_ranks(rank: int, folder: Path) -> None:
+    ranks = Ranks(rank)
+    generate = ranks.engine.generate
+
+    def broken(request: Any) -> Any:
+        if rank == 1:
+            raise RewardError("the pool is gone")
+        return generate(request)
+
+    ranks.engine.generate = broken  # type: ignore[method-assign]
+    with pytest.raises(RewardError, match="the pool is gone"):
+        ranks.generate(len(PROMPTS))
 
 
 def goes_on_with_what_is_unfinished(rank: int, folder: Path) -> None:
@@ -261,6 +278,7 @@ if __name__ == "__main__":
         keeps_the_first_of_several_batches,
         counts_what_is_thrown_away,
         reports_idle_slots_of_all_engines,
+        raises_an_error_of_one_rank_on_all_ranks,
         goes_on_with_what_is_unfinished,
         leaves_no_keys_in_the_store,
     )

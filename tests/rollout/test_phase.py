@@ -38,6 +38,10 @@ def test_idle_slots_of_all_engines_are_reported(results: Results) -> None:
     check(results, "reports_idle_slots_of_all_engines")
 
 
+def test_an_error_of_one_ranks_phase_is_raised_on_all_ranks(results: Results) -> None:
+    check(results, "raises_an_error_of_one_rank_on_all_ranks")
+
+
 def test_unfinished_groups_resume_to_the_same_samples_at_any_speed(results: Results) -> None:
     check(results, "goes_on_with_what_is_unfinished")
 

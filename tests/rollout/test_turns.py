@@ -399,7 +399,8 @@ def test_phases_score_conversations_and_repeat_the_groups_of_a_failure(model: An
     samples = {id(sample) for group in phase.mine.values() for sample in group.samples}
     assert samples <= {id(sample) for sample in submitted} and len(submitted) > 24
     assert {id(sample) for one in groups_submitted for sample in one} == samples and len(groups_submitted) == 8
-    assert rollouts.flush_usage()["engine/idle"] < 1 and engine.failure is None
+    seconds = rollouts._usage["seconds"]
+    assert rollouts.flush_usage()["seconds/idle"] < seconds and engine.failure is None
     greedy = rollouts.generate(groups, 7, "evaluation", sampling=replace(SAMPLING, temperature=0.0, group_size=1))
     assert [len(greedy.mine[index].samples) for index in greedy.kept] == [1] * 8
     assert rollouts.flush_usage() == {}

@@ -237,7 +237,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_end(run_dir: Path) -> End:
-    is_time = re.compile("seconds/|memory/|engine/").match
+    is_time = re.compile("seconds/|memory/").match
     kept = [json.dumps({k: v for k, v in row.items() if not is_time(k)}) for row in read_metrics(run_dir)]
     return End(tuple(kept), hashlib.sha256((run_dir / "hf" / "model.safetensors").read_bytes()).hexdigest())
 

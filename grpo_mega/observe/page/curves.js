@@ -45,7 +45,9 @@ function drawCurves(parent) {
   add("Gradient norm", lines([["grad_norm", "before clipping"]]));
   add("Learning rate", lines([["lr", "learning rate"]]));
   add("Samples of little use", lines([["groups/zero_variance", "zero-variance groups"], ["response_length/cut", "responses cut off"]]), { format: share });
-  add("Use of the engines", lines([["engine/idle", "idle slots"], ["engine/retracted", "responses interrupted by a full cache"]]), { note: "during generation", format: share });
+  const idle = { label: "idle slots", color: color(1), points: combine(["seconds/idle", "seconds/sample"], (idle, all) => idle / all) };
+  taken.add("seconds/idle");
+  add("Use of the engines", [...(idle.points.length ? [idle] : []), ...lines([["engine/retracted", "responses interrupted by a full cache"]])], { note: "during generation", format: share });
 
   add("Load of the busiest expert", lines([["moe/load_max", "of all layers"], ["moe/load_mean", "mean over layers"]]), { note: "relative to the layer's mean" });
   add("Routing replay", lines([["routing/moved", "the trainer would route otherwise"], ["routing/live", "not recorded"]]), { note: "share of tokens", format: share });
@@ -79,7 +81,7 @@ function constants(found) {
 
 function addTimes(add, taken) {
   const total = (name) => points(name).reduce((sum, p) => sum + (p.value || 0), 0);
-  const order = below("seconds/").filter((name) => !["step", "other", "evaluation"].includes(name)).sort((a, b) => total(`seconds/${b}`) - total(`seconds/${a}`));
+  const order = below("seconds/").filter((name) => !["step", "other", "evaluation", "idle"].includes(name)).sort((a, b) => total(`seconds/${b}`) - total(`seconds/${a}`));
   const names = order.length || "seconds/other" in data.metrics.series ? [...order, "other"] : [];
   const used = new Set();
   const pick = (name, i) => {

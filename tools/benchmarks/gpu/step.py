@@ -88,7 +88,7 @@ def figures(rows: list[dict[str, Any]], settings: dict[str, Any]) -> list[Figure
     """Return the medians of the phases over all steps except the first, longest phase first."""
     rows = [row for row in rows if f"{PREFIX}step" in row][1:]
     assert rows, "the first step is not measured, so a run needs two"
-    names = sorted({name for row in rows for name in row if name.startswith(PREFIX)})
+    names = sorted({name for row in rows for name in row if name.startswith(PREFIX) and name != f"{PREFIX}idle"})
     medians = {name.removeprefix(PREFIX): statistics.median(row.get(name, 0.0) for row in rows) for name in names}
     samples = settings["batch"]["prompts_per_step"] * settings["algorithm"]["group_size"]
     case = f"{samples} samples of {settings['rollout']['max_response_length']}, {settings['rollout']['engine']}"

@@ -205,8 +205,7 @@ class Recorder:
             }
 
         mini_batches, self._mini_batches = self._mini_batches, []
-        phases = below("seconds/")
-        del phases["step"]
+        phases = {name: value for name, value in below("seconds/").items() if name not in ("step", "idle")}
         return {
             "wall": self._wall,  # seconds, measured independently of the timers
             "phases": phases,
