@@ -52,6 +52,10 @@ def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
     assert "\ufffd\ufffd \ufffd" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
     (path,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     records = list(wandb_records(path))
+    defined = {
+        one.metric.name or one.metric.glob_name: one.metric.step_metric for one in records if one.HasField("metric")
+    }
+    assert defined == {"step": "", "*": "step"}, "charts run over the training step, not over log calls"
     logged: dict[str, Any] = {}
     for record in records:
         logged |= {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
