@@ -158,8 +158,12 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 checkpoint = latest(folder / CHECKPOINTS)
                 if checkpoint is None:
                     _check_loses_nothing(config)
-                else:
-                    read_manifest(checkpoint)  # raises ResumeError before any rank starts
+                elif (done := read_manifest(checkpoint).step) > config.steps:
+                    epochs = "" if config.data.epochs is None else f", from data.epochs={config.data.epochs:g}"
+                    raise ResumeError(
+                        f"steps={config.steps}{epochs}: is below the {done} finished steps of run_dir={config.run_dir};"
+                        f" raise it, or export an earlier policy by grpo-mega export {config.run_dir} OUT --step N"
+                    )
             else:
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             path = folder / RUN_FILE

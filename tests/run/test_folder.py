@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import yaml
 from grpo_mega import config as configs
 from grpo_mega import paths
 from grpo_mega.errors import ConfigError, EngineError, ResumeError
+from grpo_mega.formats.detect import FORMAT, Manifest
 from grpo_mega.paths import CONFIG_FILE
 from grpo_mega.preflight import resolve_dtype
 from grpo_mega.run.folder import adopt, claim, recorded_dtype, trim
+
+OF_MANIFEST: Any = (7, "", "", {}, 5, {}, 3, {})  # the fields after `step`
 
 
 def config(folder: Path, **algorithm: Any) -> configs.Config:
@@ -77,6 +81,37 @@ def test_a_resume_without_a_checkpoint_never_trains_finished_steps_unasked(
     with pytest.raises(ResumeError, match="is finished and has no checkpoint to continue from"):
         claim(settings, resume=True, argv=["train"]).__enter__()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("epochs", [None, 0.5])
+def test_steps_below_the_finished_steps_are_refused(epochs: float | None, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    started(folder)
+    state = folder / "checkpoints" / "step-000003"
+    state.mkdir(parents=True)
+    (state / paths.MANIFEST).write_text(json.dumps({"format": FORMAT} | asdict(Manifest(3, *OF_MANIFEST))))
+    before = content(folder)
+    fewer = config(folder)
+    data = fewer.data.model_copy(update={"epochs": epochs})
+    said = r"steps=2, from data.epochs=0.5: is below" if epochs else "steps=2: is below"
+    with (
+        pytest.raises(
+            ResumeError, match=rf"{said} the 3 finished steps of run_dir=\S*; raise it, or export an earlier"
+        ),
+        claim(fewer.model_copy(update={"data": data}), resume=True, argv=["train"]),
+    ):
+        pass
+    assert content(folder) == before
+    for steps in (3, 4):
+        with claim(fewer.model_copy(update={"steps": steps}), resume=True, argv=["train"]):
+            pass
+    (state.parent / "latest").write_text("step-000001\n")  # the user goes back
+    (state.parent / "step-000001").mkdir()
+    (state.parent / "step-000001" / paths.MANIFEST).write_text(
+        json.dumps({"format": FORMAT} | asdict(Manifest(1, *OF_MANIFEST)))
+    )
+    with claim(fewer, resume=True, argv=["train"]):
+        pass
 
 
 def test_a_setting_with_another_value_than_the_runs_is_named(tmp_path: Path) -> None:
