@@ -82,10 +82,10 @@ def train_step(job: Job, step: int) -> None:
         metrics |= update(job, policy, batches)
         after_update(job, policy, step, groups, batches, metrics)
         job.save_if_due(step + 1, backlog)
-    generate_ahead(job, step)
     with logged(job, step + 1, groups, metrics):
+        generate_ahead(job, step)
         metrics |= job.colocation.sync_weights(version=step + 1)
-    job.check_health(step + 1, metrics)
+    job.health.check(step + 1, metrics)
 
 
 def generate_step(job: Job, step: int) -> None:

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_mega.config.algorithm import STEPWISE
@@ -315,11 +314,6 @@ class Health:
     mismatch_stop: float | None
     nonfinite_steps: int = 0
 
-    @property
-    def has_diverged(self) -> bool:
-        """Return True if there were too many such steps. The run must then end after this step, with a checkpoint."""
-        return self.nonfinite_steps >= self.max_nonfinite_steps
-
     def observe(self, step: int, metrics: StepMetrics, blamed: Sequence[Sample]) -> list[str]:
         """Count the update of `step`. If part of it was dropped, return a warning with the samples that caused it."""
         if not metrics.get("nonfinite_mini_batches"):
@@ -330,17 +324,16 @@ class Health:
         blame = f"from {', '.join(names)}" if names else "from the gradient alone"
         return [f"step {step}: loss or gradient not finite, {blame}; the mini-batch was dropped"]
 
-    def check(self, step: int, metrics: StepMetrics, checkpoints: Path) -> None:
+    def check(self, step: int, metrics: StepMetrics) -> None:
         """Raise an error if the run must end. The step has been logged.
 
-        Raise NonFiniteError after too many steps with dropped updates; the last step is saved in `checkpoints`. Raise
-        MismatchError if the token probabilities of engine and trainer differ too much.
+        Raise NonFiniteError after too many steps with dropped updates. Raise MismatchError if the token probabilities
+        of engine and trainer differ too much.
         """
-        if self.has_diverged:
+        if self.nonfinite_steps >= self.max_nonfinite_steps:
             raise NonFiniteError(
-                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step}; a"
-                f" checkpoint is in {checkpoints}; continue with --resume and a lower optimizer.lr, or a higher"
-                " max_nonfinite_steps"
+                f"loss or gradient was not finite in {self.nonfinite_steps} steps in a row, up to step {step};"
+                " continue with --resume and a lower optimizer.lr, or a higher max_nonfinite_steps"
             )
         k3, limit = engine_mismatch(metrics), self.mismatch_stop
         # NaN from the trainer is a nonfinite step, not a mismatch.

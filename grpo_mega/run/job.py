@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from torch.distributed import PrefixStore
+
 from grpo_mega import config as configs
 from grpo_mega.config import Config
 from grpo_mega.data.chat import load_demonstrations
@@ -21,7 +23,7 @@ from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
-from grpo_mega.errors import EngineError, RefreshError, ResumeError
+from grpo_mega.errors import EngineError, ResumeError, UserError
 from grpo_mega.formats.detect import Manifest, read_manifest
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.loaded_kernels import in_use
@@ -62,9 +64,9 @@ from grpo_mega.run.model_files import (
     read_tokenizer,
     training_sampling,
 )
-from grpo_mega.run.saving import Checkpoints, gather, verify_files
+from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
-from grpo_mega.types import Prompt, StepMetrics, Turn
+from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
 _MOST_SHOWN = 200  # maximum number of characters of a setting at the start
@@ -87,6 +89,7 @@ class TrainingJob:
     stop: StopRequest
     health: Health
     steps_done: int = 0
+    optimizer_steps: int = 0  # the policy's optimizer steps after the last finished step
     backlog: Backlog = field(default_factory=Backlog)  # the backlog after the last finished step
     is_stopping: bool = False
     pace: Pace = field(default_factory=Pace)  # measures the passes and optimizer steps of all updates
@@ -129,7 +132,7 @@ class TrainingJob:
                     recorder().heard(lambda kind: bar.advance()),
                 ):
                     policy.restore(checkpoint / STATE)
-                self.checkpoints.saved_step = manifest.step
+                self.checkpoints.saved_step, self.optimizer_steps = manifest.step, policy.optimizer_step
                 algorithm = self.config.algorithm  # a changed kl_beta overrides the adapted value
                 if (
                     algorithm.kl_target is not None
@@ -154,15 +157,16 @@ class TrainingJob:
         return self.steps_done
 
     def save_if_due(self, step: int, backlog: Backlog) -> None:
-        """Count `step` as done. Save if a checkpoint is due, the run must stop, or it has diverged.
+        """Count `step` as done. Save if a checkpoint is due, or the run must stop.
 
         `backlog` is the backlog after the step. Call this while the policy has the devices.
         """
-        self.steps_done, self.backlog = step, backlog
+        assert self.policy is not None, "a rank without a policy saves nothing"
+        self.steps_done, self.backlog, self.optimizer_steps = step, backlog, self.policy.optimizer_step
         config, interval = self.config, self.config.checkpoint.interval
         self.is_stopping = self.stop.requested() and step < config.steps  # the last step stops anyway
         is_due = interval > 0 and (step % interval == 0 or step == config.steps)
-        if is_due or self.is_stopping or self.health.has_diverged:
+        if is_due or self.is_stopping:
             with self.timers("checkpoint"), progress(None, f"checkpoint of step {step}", self.shows_progress):
                 self.save(step)
 
@@ -198,7 +202,7 @@ class TrainingJob:
         """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
-        record = next_export_record(self.checkpoints.folder, self.config.steps)
+        record = next_export_record(self.checkpoints.folder, self.steps_done)
         if self.config.model.lora is not None:
             export_adapter(self.policy, self.model, self.config.model, self.config.run_dir / ADAPTER_DIR)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
@@ -243,13 +247,51 @@ class TrainingJob:
             work = f"writing {self.config.run_dir / EXPORT_DIR}"
         return f"{work}; press again to end now{loses}"
 
-    def check_health(self, step: int, metrics: StepMetrics) -> None:
-        """End a run that has diverged, after its step is logged. Raise NonFiniteError, with a checkpoint, or
-        MismatchError.
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Save a checkpoint of the finished steps if the run ends by a UserError of all ranks with a policy.
+
+        Save nothing within an update. A ResumeError means that a save failed.
         """
-        if self.health.has_diverged:
-            self.checkpoints.finish()
-        self.health.check(step, metrics, self.checkpoints.folder)
+        try:
+            yield
+        except UserError as error:
+            if isinstance(error, ResumeError) or not self.steps_done:
+                raise
+            try:
+                is_saved = self._save_finished()
+            except ResumeError as problem:
+                raise type(error)(*error.args, *problem.args) from None
+            if not is_saved:
+                raise
+            where = f"a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
+            raise type(error)(f"{error}; {where}") from None
+
+    def _save_finished(self) -> bool:
+        """Save the finished steps. Return False if this rank failed alone, or has no policy.
+
+        A rank without a policy waits for the others' save, because the launcher kills them once it exits.
+        """
+        failed = Rendezvous(
+            PrefixStore("failure", self.runtime.store), self.runtime.rank, self.runtime.layout.world_size
+        )
+        with suppress(EngineError):
+            if self.policy is None:
+                self.release()
+                failed.get("saved", self.config.hang_deadline_s)
+                return False
+            is_between_steps = self.policy.optimizer_step == self.optimizer_steps
+            states = failed.all_gather("an error", [self.steps_done, is_between_steps], SECONDS_FOR_OTHERS)
+            if all(state == [self.steps_done, True] for state in states):
+                self.release()
+                self.save(self.steps_done)
+                self.checkpoints.finish()
+                failed.set("saved", "")
+                return True
+        return False
+
+    def release(self) -> None:
+        """Free memory that the policy may need to be saved."""
 
     def log_peak_memory(self) -> None:
         """Log the peak memory of each phase so far, as the maximum over ranks. All ranks call it."""
@@ -272,25 +314,8 @@ class Job(TrainingJob):
         if self.colocation.free is not None:
             self.log.message(self.colocation.free.summary())
 
-    @contextmanager
-    def saved_on_failure(self) -> Iterator[None]:
-        """Save a checkpoint of the finished steps if an engine or a refresh of the reward model finally fails.
-
-        A rank without a policy waits until the other ranks have saved it.
-        """
-        try:
-            yield
-        except (EngineError, RefreshError) as error:
-            self.colocation.engine.close()  # the policy may need the engine's memory
-            if self.policy is None:
-                self._wait_until_saved()
-                raise
-            self.save(self.steps_done)
-            self.checkpoints.finish()
-            self._wait_until_saved()
-            raise type(error)(
-                f"{error}; a checkpoint of step {self.steps_done} is in {self.checkpoints.folder}"
-            ) from None
+    def release(self) -> None:
+        self.colocation.engine.close()
 
     def stops_after(self, step: int) -> bool:
         if self.runtime.num_engine_ranks:
@@ -299,14 +324,6 @@ class Job(TrainingJob):
             )
             self.is_stopping = agreed[0]
         return super().stops_after(step)
-
-    def _wait_until_saved(self) -> None:
-        """Wait for the saving ranks, because the launcher kills them once this rank exits. Give up if a rank is
-        gone.
-        """
-        if self.runtime.num_engine_ranks:
-            with suppress(EngineError):
-                self.rollouts.rendezvous.all_gather("a last checkpoint", "", self.config.hang_deadline_s)
 
 
 @contextmanager

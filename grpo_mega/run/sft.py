@@ -53,6 +53,7 @@ def run(config: Config) -> None:
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
         job = open_training(stack, config, runtime, model, data, sampler, policy, timers)
+        stack.enter_context(job.saved_on_failure())
         stack.enter_context(job.listening())
         first, tracer = job.resume(), job.tracer()
         rows = read_lines(config.run_dir / METRICS_FILE)[0] if job.is_main else []
@@ -87,7 +88,7 @@ def train_step(job: TrainingJob, step: int) -> None:
         job.log.warn(message)
     job.save_if_due(step + 1, Backlog())
     job.log.log_step(step + 1, metrics | job.timers.lap())
-    job.check_health(step + 1, metrics)
+    job.health.check(step + 1, metrics)
 
 
 def pack(rows: Sequence[Prompt], policy: Policy) -> tuple[list[Sample], list[list[PackedBatch]]]:
