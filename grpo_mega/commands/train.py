@@ -80,7 +80,11 @@ def check_config(config: Config, recorded_dtype: str | None = None, *, trains: b
         from grpo_mega.planner import this_machine
 
         machine = preflight.this_machine(config.layout, None if rank is None else os.environ)
-        findings = (this_machine.find_all if trains else preflight.find_all)(config, machine)
+        if trains:
+            findings = this_machine.find_all(config, machine)
+        else:
+            whole = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})  # only training needs all tokens
+            findings = preflight.find_all(config.model_copy(update={"rollout": whole}), machine)
     raise_all(findings.violations)
     print_notes([*findings.notes, *([] if note is None else [note])])
     return config

@@ -71,7 +71,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 FIXED = {"clip_log_ratio_min": -20, "clip_log_ratio_max": 20, "recompute_logprobs": True, "shuffle_rollout": False}
 ELSEWHERE = {
     "n_minibatches": "batch.mini_batches",
-    "sampling_params": "rollout.temperature, top_p, top_k and max_response_length",
+    "sampling_params": "rollout.temperature and max_response_length, without top_p and top_k, which bias the gradient,",
     "training_batch_size_per_gpu": "batch.tokens_per_micro_batch",
     "max_num_gen_batches": "algorithm.dynamic_sampling_tries",
 }

@@ -35,9 +35,14 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
     top_p: Fraction = Field(
         default=1.0,
-        description="Sample from the smallest set of tokens with this total probability. 1 uses all tokens.",
+        description=(
+            "Sample from the smallest set of tokens with this total probability among all tokens. 1 uses all tokens. "
+            "Training needs 1. With top_k, a token must be in both sets."
+        ),
     )
-    top_k: NonNegativeInt = Field(default=0, description="Sample from this many most likely tokens. 0 uses all tokens.")
+    top_k: NonNegativeInt = Field(
+        default=0, description="Sample from this many most likely tokens. 0, as training needs it, uses all tokens."
+    )
     max_response_length: PositiveInt = Field(default=1024, description="Maximum number of tokens in a response.")
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], LIST] = Field(
         default=(),
@@ -288,7 +293,7 @@ _SPECULATION = "generates with another model or method that does not get the pol
 REASONS = {
     name: reason
     for reason, names in {
-        "changes how tokens are sampled; use rollout.temperature, top_p and top_k": (
+        "changes how tokens are sampled; use rollout.temperature": (
             """
             preferred_sampling_params sampling_defaults allow_auto_truncate sampling_mask_max_tokens
             enable_strict_thinking mlx_enable_sampling

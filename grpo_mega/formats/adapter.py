@@ -45,7 +45,12 @@ _NEUTRAL = frozenset(  # fields of adapter_config.json that do not change what a
     peft_version qalora_group_size r revision runtime_config target_modules target_parameters task_type
     """.split()  # noqa: SIM905
 )
-_ALLOWED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+_ALLOWED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "lora_dropout": (0,),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(lora_[AB]\.weight)")
 _GATE_UP, _DOWN = "experts.gate_up_proj", ("down_proj", "w2")
 _PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1} | dict.fromkeys(_DOWN, 0)  # of a matrix in its stack
@@ -57,10 +62,12 @@ def check(folder: Path, lora: LoraConfig, tensors: Mapping[str, Index]) -> None:
     try:
         config = read_json(folder / ADAPTER_CONFIG)
         stored = {n.removeprefix(_PREFIX): info.shape for n, (_, info) in read_headers([folder / WEIGHTS]).items()}
-        for field, value in {**config, "peft_type": config["peft_type"] or "none"}.items():
-            if value and field not in _NEUTRAL and value not in (*_ALLOWED.get(field, ()), patterns.get(field)):
+        for field, value in ({"peft_type": None} | config).items():
+            allowed = _ALLOWED.get(field, (patterns.get(field),))
+            is_off = repr(value) in ("None", "False", "[]", "{}") and field != "peft_type"
+            if not is_off and field not in _NEUTRAL and value not in allowed:
                 raise ConfigError(
-                    f"{name}: its {field}={str(value)[:99]!r} may change what it computes; merge it into model.path"
+                    f"{name}: its {field}={repr(value)[:99]} may change what it computes; merge it into model.path"
                     " with PEFT, or train a plain adapter"
                 )
         for field, key, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
@@ -110,7 +117,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, family:
 
     The folder appears, or is replaced, only when it is complete.
     """
-    import torch
     from safetensors.torch import save_file
 
     from grpo_mega.formats.output import make_partial, publish_folder
@@ -129,18 +135,12 @@ def write(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, family:
         "inference_mode": True,
         "target_modules": module_names(family),
     }
-    if any(row.kind == "expert" or row.span == "dense" for row in family.rows):
+    if matrices := {found[3] for found in map(_EXPERT.fullmatch, tensors) if found}:
         # PEFT takes a target such as up_proj for a matrix of experts. Matrices of other layers need their full names.
         stems = [name.removesuffix(".lora_A.weight") for name in tensors if not _EXPERT.fullmatch(name)]
         plain = sorted(f"layers.{s.partition('layers.')[2]}.weight" for s in stems if s.rpartition(".")[2] in _PLACES)
-        matrices = {found[3] for found in map(_EXPERT.fullmatch, tensors) if found}
-        if matrices and (family.stacks_experts or len(matrices) < 3):
-            sizes = _stack_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-            stacks = {name: torch.zeros(size, dtype=next(iter(tensors.values())).dtype) for name, size in sizes.items()}
-            for name, tensor in tensors.items():
-                stack, num_places, expert, place = _stack_of(name, tensors)
-                _matrices(name, stacks[stack], num_places, lora.rank)[expert, ..., place] = tensor
-            tensors = stacks
+        if family.stacks_experts or len(matrices) < 3:
+            tensors = _stacked(tensors, lora.rank)
             config["target_modules"] = [name for name in module_names(family) if name not in _PLACES]
             if matrices.difference(_DOWN):
                 plain.append(_GATE_UP)
@@ -183,6 +183,18 @@ def _stack_sizes(tensors: Mapping[str, Index]) -> dict[str, Index]:
         width = num_places * (expert + 1)
         sizes[stack] = (width * rows, columns) if "lora_A" in name else (num_places * rows, width * columns)
     return sizes
+
+
+def _stacked(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Return the stacks. Matrices without an adapter have zeros."""
+    import torch
+
+    sizes = _stack_sizes({name: (*tensor.shape,) for name, tensor in tensors.items()})
+    stacks = {name: torch.zeros(size, dtype=next(iter(tensors.values())).dtype) for name, size in sizes.items()}
+    for name, tensor in tensors.items():
+        stack, num_places, expert, place = _stack_of(name, tensors)
+        _matrices(name, stacks[stack], num_places, rank)[expert, ..., place] = tensor
+    return stacks
 
 
 def _matrices(name: str, stack: Tensor, num_places: int, rank: int) -> Tensor:

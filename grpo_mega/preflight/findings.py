@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_mega import user_code
-from grpo_mega.config import Config, ModelConfig, RewardsConfig
+from grpo_mega.config import Config, ModelConfig, RewardsConfig, RolloutConfig
 from grpo_mega.config.unread import unread_keys
 from grpo_mega.data.load import check_data
 from grpo_mega.data.rows import MissingColumn, find_value, read_conversations
@@ -120,6 +120,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
                 f"device=auto: torch is built for CUDA {machine.cuda}, but this machine shows no NVIDIA GPU, so the run"
                 " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
             )
+    findings.take(truncation_problems(config.rollout))
     findings.take(reward_problems(config.rewards, config.code_dir))
     findings.take(agent_problems(config.rollout, config.code_dir))
     if machine.is_here:
@@ -147,6 +148,15 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
     elif findings.run(lambda: check_data(config.data, prompts_per_step, config.rollout, is_sft=is_sft)):
         findings.take(row_problems(config))
     return findings
+
+
+def truncation_problems(rollout: RolloutConfig) -> Iterator[str]:
+    for name, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
+        if value != off:
+            yield (
+                f"rollout.{name}={value}: must be {off} in training, because log-probs are over all tokens, so sampling"
+                " from some of them biases the gradient; leave it out, and use eval.top_p or grpo-mega sample"
+            )
 
 
 def job_problems(config: Config, shape: ModelShape | None, machine: Machine) -> Iterator[str]:

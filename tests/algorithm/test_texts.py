@@ -206,7 +206,10 @@ def test_keys_of_rlinf_are_accepted(theirs: dict, as_ours: dict) -> None:
     ("given", "error"),
     [
         ({"n_minibatches": 4}, "algorithm.n_minibatches=4: is RLinf's name; set batch.mini_batches instead"),
-        ({"sampling_params": {"top_p": 1.0}}, "set rollout.temperature, top_p, top_k and max_response_length instead"),
+        (
+            {"sampling_params": {"top_p": 1.0}},
+            "and max_response_length, without top_p and top_k, which bias the gradient, instead",
+        ),
         (
             {"clip_log_ratio_min": -5},
             "algorithm.clip_log_ratio_min=-5: must be -20, as it always is here; leave it out",

@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_mega.config import LoraConfig
 from grpo_mega.errors import ConfigError
 from grpo_mega.formats import adapter
-from grpo_mega.weights.boxes import Box, whole
+from grpo_mega.weights.boxes import whole
 from grpo_mega.weights.derived import adapter_family
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import Family, ModelShape
@@ -40,7 +40,6 @@ MODELS = {
     **{f"multimodal {name}": lambda name=name: with_vision(name) for name in MULTIMODAL},
     "qwen3 tied": lambda: make_model("qwen3", tied=True),
     "qwen3_moe tied": lambda: make_model("qwen3_moe", tied=True),
-    "deepseek_v3 without experts": lambda: make_model("deepseek_v3", first_k_dense_replace=5),
     "deepseek_v2 with a latent": lambda: make_model("deepseek_v2", q_lora_rank=10),
 }
 RANK, ALPHA = 3, 7.0
@@ -62,7 +61,7 @@ def random_tensors(family: Family, shape: ModelShape, seed: int) -> dict[str, Te
     return {n: 0.3 * torch.randn(size, generator=generator) for n, size in family.hf_tensors(shape).items()}
 
 
-def merge(model: Any, tensors: dict[str, Tensor]) -> Any:
+def merge(model: Any, tensors: dict[str, Tensor], scale: float = ALPHA / RANK) -> Any:
     """Return a copy of the model with the products added. transformers stacks experts, and gate on up."""
     merged = copy.deepcopy(model)
     weights = dict(merged.named_parameters())
@@ -70,7 +69,7 @@ def merge(model: Any, tensors: dict[str, Tensor]) -> Any:
         stem, is_a, _ = name.partition(".lora_A.")
         if not is_a:
             continue
-        added = ALPHA / RANK * tensors[f"{stem}.lora_B.weight"] @ a
+        added = scale * tensors[f"{stem}.lora_B.weight"] @ a
         if f"{stem}.weight" in weights:
             weights[f"{stem}.weight"] += added
             continue
@@ -145,25 +144,113 @@ def test_peft_computes_an_adapter_of_some_matrices_of_experts(name: str, tmp_pat
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_5_moe_text"])
-def test_an_adapter_that_peft_saved_again_is_read_or_refused(name: str, tmp_path: Path) -> None:
-    model = MODELS[name]()
+def test_stacks_that_peft_saved_are_read_unless_gate_and_up_mix(tmp_path: Path) -> None:
+    model = MODELS["qwen3_5_moe_text"]()
     family, shape = family_for(model, ("all-linear",))
-    written = random_tensors(family, shape, 2)
+    written = random_tensors(family, shape, seed=3)
     adapter.write(tmp_path / "adapter", written, LoraConfig(rank=RANK, alpha=ALPHA), family, tmp_path / "base")
     loaded = in_peft(model, tmp_path / "adapter")
     loaded.save_pretrained(tmp_path / "again")
-    path = tmp_path / "again" / "adapter_config.json"
-    print(path.read_text())
-    try:
-        read = read_all(tmp_path / "again", family, shape)
-    except ConfigError as e:
-        print(e)
-    else:
-        assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
-    stacked = next(p for n, p in loaded.named_parameters() if "experts.base_layer.lora_B" in n)
-    stacked += 0.1
-    loaded.save_pretrained(tmp_path / "again")
-    with pytest.raises(ConfigError) as e:
-        read_all(tmp_path / "again", family, shape)
-    print(e)
+    read = read_all(tmp_path / "again", family, shape)
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+    stack = next(p for n, p in loaded.named_parameters() if "layers.2.mlp.experts.base_layer.lora_B" in n)
+    stack[-1, 0] = 0.1  # up's last row, in gate's columns
+    loaded.save_pretrained(tmp_path / "mixed")
+    with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.experts\.base_layer\.lora_B\.weight mixes gate and up"):
+        read_all(tmp_path / "mixed", family, shape)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "glm4_moe", "qwen3_5_moe_text"])
+def test_an_adapter_of_experts_that_peft_made_is_refused(name: str, tmp_path: Path) -> None:
+    """Gate and up share an A there."""
+    model = MODELS[name]()
+    config = PeftConfig(r=RANK, lora_alpha=ALPHA, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+    targets = ("w1", "w2", "w3") if name == "mixtral" else ("gate", "up", "down")
+    with pytest.raises(ConfigError, match=r"lora_A\.weight has shape \S.*, but model"):
+        read_all(tmp_path, *family_for(model, targets))
+
+
+NEUTRAL = {  # PEFT's fields with another value, which loads the same numbers on the same base
+    "auto_mapping": {"base_model_class": "Qwen2ForCausalLM"},
+    "base_model_name_or_path": "org/base",
+    "ensure_weight_tying": True,
+    "eva_config": {"rho": 3.0},
+    "inference_mode": False,
+    "init_lora_weights": "gaussian",
+    "megatron_core": "megatron.other",
+    "peft_version": "0.99",
+    "qalora_group_size": 8,
+    "revision": "main",
+    "runtime_config": {"ephemeral_gpu_offload": True},
+    "target_modules": ".*(q|o)_proj",
+    "target_parameters": ["q_proj.weight"],
+    "task_type": "FEATURE_EXTRACTION",
+}
+CHECKED = {"r": 4, "lora_alpha": 9}  # compared with model.lora
+VALUES: dict[str, list[Any]] = {
+    "init_lora_weights": ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "new"],
+    "peft_type": ["LOHA", None],
+    "bias": ["all", "lora_only"],
+    "rank_pattern": [{"q_proj": 6}, {"experts.gate_up_proj": 5}],
+    "alpha_pattern": [{"q_proj": 7.0}, {"experts.gate_up_proj": 7.0}],
+    "layers_to_transform": [0, [0]],
+    "lora_dropout": [0.1],
+    "field_of_2027": ["on", True, 3, {"key": 0}],
+}
+
+
+def test_a_field_is_refused_unless_it_is_known_to_change_nothing(tmp_path: Path) -> None:
+    model = make_model("qwen2")
+    family, shape = family_for(model, ("q", "o"))
+    lora, sizes = LoraConfig(rank=RANK, alpha=ALPHA), family.hf_tensors(shape)
+    config = PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+    adapter.check(tmp_path, lora, sizes)  # all fields of this PEFT with its defaults
+    path = tmp_path / "adapter_config.json"
+    saved = json.loads(path.read_text())
+
+    def refusal(**fields: Any) -> str:
+        path.write_text(json.dumps(saved | fields))
+        try:
+            adapter.check(tmp_path, lora, sizes)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert [name for name, value in NEUTRAL.items() if refusal(**{name: value})] == []
+    assert [value for value in (False, None, "eva", "orthogonal") if refusal(init_lora_weights=value)] == []
+    assert not refusal(field_of_2027=None) and not refusal(layers_to_transform=None, use_dora=None)
+    for name in {*saved, *VALUES} - {*NEUTRAL, *CHECKED} | {"init_lora_weights"}:
+        for value in VALUES.get(name, [True, {"key": 1}, ["word"], 3]):
+            assert f"its {name}={value!r} may change what it computes" in refusal(**{name: value}), (name, value)
+    for name, value in CHECKED.items():
+        assert f"its {name}={value} is not model.lora" in refusal(**{name: value})
+    assert len(refusal(layer_replication=[[i, i + 1] for i in range(999)])) < 400
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", "pissa", "olora"])
+def test_an_adapter_is_read_with_pefts_numbers_or_refused(init: Any, tmp_path: Path) -> None:
+    """PiSSA and OLoRA change the base when PEFT loads the adapter."""
+    torch.manual_seed(0)
+    model = make_model("qwen2")
+    names, rank = ["q_proj", "o_proj"], 4
+    config = PeftConfig(r=rank, lora_alpha=8, target_modules=names, init_lora_weights=init, task_type="CAUSAL_LM")
+    theirs = get_peft_model(copy.deepcopy(model), config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path)
+    shape = ModelShape.from_hf_config(model.config.to_dict())
+    sizes = adapter_family(family_of("qwen2"), shape, rank, ("q", "o")).hf_tensors(shape)
+    if init in ("pissa", "olora"):
+        with pytest.raises(ConfigError, match=f"its init_lora_weights='{init}' may change what it computes; merge it"):
+            adapter.check(tmp_path, LoraConfig(rank=rank, alpha=8), sizes)
+        return
+    adapter.check(tmp_path, LoraConfig(rank=rank, alpha=8), sizes)
+    read = adapter.read(tmp_path)
+    tensors = {name: read(whole(name, size)) for name, size in sizes.items()}
+    wanted, found = theirs(TOKENS).logits, merge(model, tensors, 8 / rank)(TOKENS).logits
+    assert float((found - wanted).abs().max()) < 1e-4 * float((wanted - model(TOKENS).logits).abs().max())

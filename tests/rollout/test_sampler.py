@@ -23,10 +23,10 @@ def random_logits(rows: int, vocab: int, seed: int) -> Tensor:
 def allowed(logits: Tensor, temperature: float, top_p: float, top_k: int) -> dict[int, float]:
     """Return the oracle: the tokens of one row that may be sampled with their probabilities, most likely first."""
     probabilities = torch.softmax(logits.double() / temperature, dim=0).tolist()
-    ranked = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])[: top_k or None]
-    total, reached, kept = sum(probabilities[v] for v in ranked), 0.0, []
-    for v in ranked:
-        if kept and reached >= top_p * total:
+    ranked = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
+    reached, kept = 0.0, []
+    for v in ranked[: top_k or None]:
+        if kept and reached >= top_p:
             break
         kept.append(v)
         reached += probabilities[v]

@@ -121,7 +121,7 @@ def aliases_of(parser: Parser, known: set[str]) -> set[str]:
 
 
 def refusals() -> Iterator[tuple[str, str]]:
-    yield "preferred_sampling_params", "changes how tokens are sampled; use rollout.temperature, top_p and top_k"
+    yield "preferred_sampling_params", "changes how tokens are sampled; use rollout.temperature"
     yield "preferred-sampling", "changes how tokens are sampled"
     yield "--sampling-defaults=model", "changes how tokens are sampled"
     yield "Sampling_Defaults", "changes how tokens are sampled"

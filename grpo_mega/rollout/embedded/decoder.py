@@ -370,10 +370,10 @@ def _search(cumulative_BX: Tensor, wanted_B1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(probs_BV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Set masses to zero outside top-k, then outside the smallest set that reaches top-p."""
+    """Set masses to zero outside top-k, and outside the smallest set with a share of top-p of all masses, as SGLang."""
     ordered, index = probs_BV.sort(dim=-1, descending=True)
-    if top_k:
-        ordered[:, top_k:] = 0
     before = ordered.cumsum(dim=-1) - ordered
     ordered[before >= top_p * ordered.sum(dim=-1, keepdim=True)] = 0
+    if top_k:
+        ordered[:, top_k:] = 0
     return torch.zeros_like(probs_BV).scatter_(1, index, ordered)
