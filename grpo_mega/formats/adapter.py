@@ -53,7 +53,8 @@ _ALLOWED = {
 }
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(lora_[AB]\.weight)")
 _GATE_UP, _DOWN = "experts.gate_up_proj", ("down_proj", "w2")
-_PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1} | dict.fromkeys(_DOWN, 0)  # of a matrix in its stack
+# The place of a matrix in its stack.
+_PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1} | dict.fromkeys(_DOWN, 0)
 
 
 def check(folder: Path, lora: LoraConfig, tensors: Mapping[str, Index]) -> None:

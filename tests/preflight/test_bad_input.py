@@ -23,8 +23,6 @@ import torch
 import yaml
 
 from grpo_mega import cli
-from grpo_mega.commands.train import check_config
-from grpo_mega.config import load
 from grpo_mega.distributed.launch import rank_environments
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.spoil import (
@@ -87,11 +85,6 @@ CASES = [
     Case("missing key", ("model.path is missing", "no default"), ("model={}",)),
     Case("wrong type", ("steps='many'", "whole number; write"), ("steps=many",)),
     Case("out of range", ("rollout.top_p=1.5", "must be at most 1"), ("rollout.top_p=1.5",)),
-    Case(
-        "truncated by top-p", ("rollout.top_p=0.9: must be 1 in training, because", "leave it"), ("rollout.top_p=0.9",)
-    ),
-    Case("truncated by top-k", ("rollout.top_k=20: must be 0 in training, because", "leave it"), ("rollout.top_k=20",)),
-    Case("greedy", ("rollout.temperature=0", "above 0"), ("rollout.temperature=0",)),
     Case(
         "mini-batches", ("batch.mini_batches=3", "use 1, 2 or 4"), ("batch.mini_batches=3", "batch.prompts_per_step=4")
     ),
@@ -486,32 +479,6 @@ def test_all_broken_rules_are_printed(
     assert all(line.startswith("grpo-mega: note: ") for line in other), other
     for says in ("'acuracy'", "layout.pp=5 with vpp=1", "none.jsonl"):
         assert sum(says in line for line in lines) == 1, output.err
-
-
-def test_truncated_sampling_is_refused_by_all_that_train(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that was started before the rule is refused too. Its evaluations and samples are not."""
-    shutil.copy("config.yaml", "whole.yaml")
-    config = yaml.safe_load(Path("config.yaml").read_text())
-    config["rollout"] |= {"top_p": 0.75}
-    Path("config.yaml").write_text(yaml.safe_dump(config))
-    commands = (
-        "train config.yaml",
-        "train --resume config.yaml",
-        "plan config.yaml",
-        "check --layouts pp=1 config.yaml",
-    )
-    for words in (*commands, "plan --gpu h100 config.yaml"):
-        assert cli.main(words.split()) == 2, words
-        output = capfd.readouterr()
-        text = " ".join((output.err + output.out).split())
-        assert text.count("rollout.top_p=0.75: must be 1 in training, because log-probs are over all") == 1, text
-    Path("run").mkdir()
-    Path("config.yaml").rename("run/config.yaml")
-    assert cli.main(["train", "run/config.yaml", "--resume"]) == 2
-    for path in (Path("run/config.yaml"), Path("whole.yaml")):
-        truncated = load(path, ["rollout.top_p=0.75", "rollout.top_k=7"])
-        checked = check_config(truncated, trains=False).rollout
-        assert (checked.top_p, checked.top_k) == (0.75, 7)
 
 
 def test_the_run_that_the_cases_spoil_works(folder: Path) -> None:

@@ -1,0 +1,72 @@
+"""Truncated sampling: every command that trains refuses it, and commands that only sample allow it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mega import cli
+from grpo_mega.commands.train import check_config
+from grpo_mega.config import load
+from tests.helpers.models import make_model, save_checkpoint
+
+pytestmark = pytest.mark.pool
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(make_model("qwen2"), Path("model"))
+    rows = [json.dumps({"prompt": f"{i}+1=?", "answer": str(i + 1)}) + "\n" for i in range(4)]
+    Path("train.jsonl").write_text("".join(rows))
+    raw = {
+        "run_dir": "run",
+        "steps": 1,
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "max_prompt_length": 64},
+        "rollout": {"max_response_length": 4},
+        "algorithm": {"group_size": 2},
+        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
+        "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 256},
+        "log": {"progress": False},
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(raw))
+    return Path("config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("top_p=0.75", "rollout.top_p=0.75: must be 1 in training, because log-probs are over all tokens"),
+        ("top_k=7", "rollout.top_k=7: must be 0 in training, because log-probs are over all tokens"),
+        ("temperature=0", "rollout.temperature=0: must be above 0"),
+    ],
+)
+def test_truncated_sampling_is_refused_by_all_that_train(
+    key: str, says: str, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was started before the rule is refused too."""
+    raw, (name, value) = yaml.safe_load(config.read_text()), key.split("=")
+    raw["rollout"][name] = yaml.safe_load(value)
+    config.write_text(yaml.safe_dump(raw))
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(yaml.safe_dump(raw))
+    for words in (
+        *("train config.yaml", "train --resume run/config.yaml"),
+        *("plan config.yaml", "plan --gpu h100 config.yaml", "check --layouts pp=1 config.yaml"),
+    ):
+        assert cli.main(words.split()) == 2, words
+        output = capfd.readouterr()
+        text = " ".join((output.err + output.out).split())
+        assert text.count(says) == 1, (words, text)
+    assert {path.name for path in Path("run").iterdir()} == {"config.yaml"}
+
+
+def test_a_command_that_only_samples_may_truncate(config: Path) -> None:
+    truncated = load(config, ["rollout.top_p=0.75", "rollout.top_k=7", "eval.top_p=0.5"])
+    checked = check_config(truncated, trains=False)
+    assert (checked.rollout.top_p, checked.rollout.top_k, checked.eval.top_p) == (0.75, 7, 0.5)
+    assert check_config(load(config, ["eval.top_p=0.5"])).eval.top_p == 0.5
