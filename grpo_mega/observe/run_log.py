@@ -67,8 +67,8 @@ class RunLog:
             writer.write_message(well_formed(text), level=level)
 
     def warn(self, text: str) -> None:
-        """Log a message that a person should act on."""
-        self.message(text, level="warning")
+        """Log a message that a person should act on, as one line."""
+        self.message(" ".join(text.split()), level="warning")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode) -> None:
         """Log the first whole groups of the step, at least log.samples_per_step samples. `decode` turns token ids into

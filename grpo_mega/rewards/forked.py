@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import Pipe, connection, forkserver
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,10 @@ class ForkedJob:
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # only the trainer may keep it open
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if find_spec("socksio") is None:  # httpx then refuses a SOCKS proxy, also for hosts that do not need it
+            for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+                if os.environ[name].startswith("socks"):
+                    del os.environ[name]
         os.setsid()  # gives the process a process group, so its owner can kill whatever it leaves behind
         with contextlib.suppress(OSError):
             die_with_parent(os.getppid())
@@ -228,5 +233,8 @@ def describe_error(error: BaseException) -> str:
     except Exception:
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return well_formed(text[:_MAX_ERROR_CHARS]) + place
+    return well_formed(text[:_MAX_ERROR_CHARS]) + (describe_place(frames[-1]) if frames else "")
+
+
+def describe_place(frame: traceback.FrameSummary) -> str:
+    return f" (in {frame.name}, {os.path.basename(frame.filename)}:{frame.lineno})"

@@ -49,6 +49,9 @@ def execute(run: Any, *texts: str) -> int:
         run(*texts)
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if not isinstance(exit_.code, int | None):
+            with contextlib.suppress(Exception):
+                print(exit_.code, file=sys.stderr)  # like Python
     except MemoryError:
         return OUT_OF_MEMORY
     except BaseException as error:

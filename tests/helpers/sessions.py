@@ -105,11 +105,13 @@ class ThreadWorkers:
     agent: Callable[[str, str, SimpleNamespace], Any]
     results: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     started: list[str] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)  # number of samples that may share the worker, of each start
     killed: set[str] = field(default_factory=set)
     threads: list[threading.Thread] = field(default_factory=list)
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace, most: int) -> None:
         self.started.append(session_id)
+        self.most.append(most)
 
         def run() -> None:
             value = self.agent(base_url, api_key, prompt)
@@ -120,6 +122,7 @@ class ThreadWorkers:
                 "error": None,
                 "kind": "returned",
                 "turn_rewards": {},
+                "num_sharing": 1,
             }
             if session_id not in self.killed:
                 self.results.put(SimpleNamespace(**(fields | vars(given))))

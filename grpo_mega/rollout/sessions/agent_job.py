@@ -1,8 +1,8 @@
 """The job of an agent worker: one event loop that runs the agent functions of many samples. Never imports torch.
 
 The owner sends ("start", session id, base URL, key, prompt) and ("kill", session id). The worker answers each session
-with one AgentResult. A thread watches the loop. If an agent function blocks the loop for longer than tool_timeout_s,
-this sample gets kind "deadline" and the worker ends, so its other samples start again elsewhere.
+with one AgentResult. A thread watches the loop. If agent functions block the loop for longer than tool_timeout_s, the
+worker sends a text with the line that was running, and ends.
 
 An agent function gets `chat`, a client of the sample's endpoint, and `prompt`, the row of the data set:
 
@@ -22,11 +22,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import faulthandler
 import inspect
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,7 +44,7 @@ from grpo_mega import user_code
 from grpo_mega.config.rollout import BUILT_IN_TOOLS, RolloutConfig
 from grpo_mega.errors import UserError
 from grpo_mega.rewards.api import as_score
-from grpo_mega.rewards.forked import ForkedJob, ForkServer, Serve, Worker, WorkerEnded, describe_error
+from grpo_mega.rewards.forked import ForkedJob, ForkServer, Serve, Worker, WorkerEnded, describe_error, describe_place
 from grpo_mega.text import well_formed
 from grpo_mega.types import Prompt
 
@@ -237,8 +240,8 @@ def as_text(result: Any) -> str:
 
 Kind = Literal["returned", "raised", "deadline", "died", "killed"]
 Agent = Callable[[Chat, SimpleNamespace], Awaitable[Any]]
-BLOCKED_STATUS = 72  # exit status of a worker whose loop was blocked
 _TICK_S = 0.2
+_LOOP_FILES = (__file__, asyncio.events.__file__)  # they call agent functions and tools
 _session: contextvars.ContextVar[str] = contextvars.ContextVar("session")
 
 
@@ -247,7 +250,7 @@ class AgentResult:
     """How the agent function of a sample ended.
 
     `value` is its reward, or rewards by name; None leaves scoring to rewards.functions. `turn_rewards` are keyed by the
-    id of the turn's answer. Kind "died" is an error of the infrastructure. Kind "killed" answers a kill.
+    id of the turn's answer. Kind "died": another sample of the worker may be to blame. Kind "killed" answers a kill.
     """
 
     session_id: str
@@ -255,6 +258,7 @@ class AgentResult:
     error: str | None
     kind: Kind
     turn_rewards: dict[str, float] = field(default_factory=dict)
+    num_sharing: int = 1  # samples that shared the worker when it ended
 
 
 @dataclass(frozen=True)
@@ -308,9 +312,11 @@ class _Loop:
         loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         loop.set_task_factory(self._task)
         loop.add_reader(self._owner.fileno(), self._receive)
-        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         while not self._ended.is_set():
             self._ticked_at = time.monotonic()
+            # If a function keeps the interpreter's lock, so `_watch` cannot run, print the stack and end the process.
+            faulthandler.dump_traceback_later(self._rollout.tool_timeout_s + 2.0, exit=True, file=2)
             await asyncio.sleep(_TICK_S)
         os._exit(0)  # agent functions may ignore that they are cancelled
 
@@ -354,28 +360,32 @@ class _Loop:
                 kind = "killed"
             elif limit.expired():
                 kind, error = "deadline", f"no end within rollout.agent_timeout_s={self._rollout.agent_timeout_s:g}"
-            else:
-                kind, error = "raised", describe_error(problem)
+            else:  # another sample may have cancelled all tasks, or used all memory
+                is_shared = isinstance(problem, (asyncio.CancelledError, MemoryError))
+                kind, error = "died" if is_shared else "raised", describe_error(problem)
+        num_sharing = len(self._sessions)
         del self._sessions[session_id]
         for task in self._tasks.pop(session_id, set()) - {asyncio.current_task()}:
             task.cancel()
-        self._send(AgentResult(session_id, value, error, kind, chat.turn_rewards))
+        self._send(AgentResult(session_id, value, error, kind, chat.turn_rewards, num_sharing))
 
-    def _send(self, result: AgentResult) -> None:
+    def _send(self, result: AgentResult | str) -> None:
         with self._sending:
             self._owner.send(result)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _watch(self) -> None:
         """End the worker if one step of the loop takes longer than a tool may."""
         while not self._ended.is_set():
             time.sleep(_TICK_S)
             if time.monotonic() - self._ticked_at < self._rollout.tool_timeout_s + 1.0:
                 continue
-            task, known = asyncio.current_task(loop), list(self._tasks.items())
-            if session_id := next((one for one, tasks in known if task in tasks), None):
-                error = f"the agent function blocked its event loop for {self._rollout.tool_timeout_s:g} s; use await"
-                self._send(AgentResult(session_id, None, error, "deadline"))
-            os._exit(BLOCKED_STATUS)
+            stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+            while stack[1:] and any(frame.filename in _LOOP_FILES for frame in stack):
+                del stack[0]
+            own = [frame for frame in stack if "/lib/python" not in frame.filename] or stack
+            name, place = self._rollout.agent or "rollout.tools", describe_place(own[-1])
+            self._send(f"{name} blocked its event loop for {self._rollout.tool_timeout_s:g} s{place}; use await")
+            os._exit(1)
 
 
 def checked_value(returned: Any) -> float | dict[str, float] | None:

@@ -3,16 +3,19 @@
 `start` gives a sample to the worker with the fewest samples and does not block. `results` gets one AgentResult for each
 started session that is not killed. A sample ends at most 5% (at least GRACE_S) later than rollout.agent_timeout_s after
 its start. A worker that ends by itself, or must be killed because a sample ignores its deadline, is replaced. Its other
-samples get kind "died", so the caller starts them again. Two threads drive each worker.
+samples get kind "died". Two threads drive each worker.
 
-In a function that is never interrupted, such as a C function that keeps the interpreter's lock, all samples of the
-worker may reach their deadlines. All of them then get kind "deadline".
+It is not known which sample ended a worker. So the caller starts all of them again, and says how many may share a
+worker: an eighth, then an eighth of these, then one. Only a sample that runs alone has itself to blame. These samples
+run in SPARE_WORKERS further workers, which start when they are needed and end when they are empty. In all such a worker
+gets no more samples than may share it, so nothing that an ended sample left behind can end a sample that runs alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -29,12 +32,18 @@ from grpo_mega.rollout.sessions.agent_job import AgentResult as AgentResult
 
 GRACE_S = 0.5  # least time that a sample has to end after its deadline or a kill
 _LOOK_S = 0.1  # seconds between looks at deadlines
+SPARE_WORKERS = 8  # workers for samples that start again
+ANY = sys.maxsize  # any number of samples may share a worker
 
 
 @dataclass
 class _Slot:
     """A worker's place: the sessions that it runs, with the time by which each must have ended."""
 
+    is_spare: bool
+    server: ForkServer = field(default_factory=ForkServer)  # an agent function may kill its worker's parent, too
+    num_started: int = 0  # samples that the worker has got
+    most: int = ANY  # samples that it may get
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     ends: dict[str, float] = field(default_factory=dict)
     killed: set[str] = field(default_factory=set)
@@ -57,9 +66,12 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
         self._grace_s = max(GRACE_S, 0.05 * rollout.agent_timeout_s)
         self._timeout_s = rollout.agent_timeout_s
         self._job = AgentJob(code_dir, rollout, tuple(schemas))
-        self._server = ForkServer()
-        self._changed = threading.Condition()  # guards slots and failure
-        self._slots = [_Slot() for _ in range(rollout.agent_workers)]
+        self._name = rollout.agent or "rollout.tools"
+        self._changed = threading.Condition()  # guards all fields below
+        self._slots = [
+            _Slot(number >= rollout.agent_workers) for number in range(rollout.agent_workers + SPARE_WORKERS)
+        ]
+        self._waiting: dict[str, tuple[int, tuple[Any, ...]]] = {}  # samples without a worker, by session
         self._failure: str | None = None
         self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in self._slots]
         for thread in self._threads:
@@ -68,18 +80,22 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace) -> None:
-        """Start the agent function of a sample. `prompt` comes from agent_prompt. Raises EngineError."""
+    def start(self, session_id: str, base_url: str, api_key: str, prompt: SimpleNamespace, most: int = ANY) -> None:
+        """Start the agent function of a sample. `prompt` comes from agent_prompt. Raises EngineError.
+
+        `most`: number of samples that may share its worker. Fewer than ANY if it starts again.
+        """
         with self._changed:
             if self._failure is not None:
                 raise EngineError(self._failure)
-            slot = min(self._slots, key=lambda one: len(one.ends))
-            slot.ends[session_id] = self._latest_end()
-            slot.outbox.put(("start", session_id, base_url, api_key, prompt))
+            self._waiting[session_id] = most, ("start", session_id, base_url, api_key, prompt)
+            self._place_waiting()
 
     def kill(self, session_ids: Collection[str]) -> None:
         """End these sessions, and wait until none of them runs. They produce no result. Others may need a restart."""
         with self._changed:
+            for session_id in session_ids:
+                self._waiting.pop(session_id, None)
             for slot in self._slots:
                 for session_id in slot.ends.keys() & set(session_ids):
                     slot.killed.add(session_id)
@@ -92,9 +108,26 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def close(self) -> None:
         """End all workers and wait until they have ended. May be called twice."""
         self._fail("the agent workers are closed")
-        self._server.close()
+        for slot in self._slots:
+            slot.server.close()
         for thread in self._threads:
             thread.join()
+
+    def _place_waiting(self) -> None:
+        """Give each waiting sample to the worker with the fewest samples that may have it, if there is one."""
+        for session_id, (most, message) in list(self._waiting.items()):
+            slots = [
+                slot
+                for slot in self._slots
+                if slot.is_spare == (most < ANY) and slot.num_started < min(slot.most, most)
+            ]
+            if slots:
+                slot = min(slots, key=lambda one: len(one.ends))
+                slot.num_started, slot.most = slot.num_started + 1, min(slot.most, most)
+                slot.ends[session_id] = self._latest_end()
+                slot.outbox.put(message)
+                del self._waiting[session_id]
+        self._changed.notify_all()
 
     def _latest_end(self) -> float:
         return time.monotonic() + self._timeout_s + self._grace_s
@@ -102,6 +135,8 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def _fail(self, text: str) -> None:
         with self._changed:
             self._failure = self._failure or text
+            for session_id in (*self._waiting, *(one for slot in self._slots for one in slot.ends)):
+                self.results.put(AgentResult(session_id, None, text, "died"))
             self._changed.notify_all()
 
     # The workers' threads run everything below.
@@ -109,8 +144,12 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
     def _serve(self, slot: _Slot) -> None:
         """Keep one worker running, and replace it when it ends."""
         try:
-            while self._failure is None:
-                worker, outbox = start_worker(self._server, self._job), slot.outbox
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: slot.ends or not slot.is_spare or self._failure)
+                if self._failure is not None:
+                    return
+                worker, outbox = start_worker(slot.server, self._job), slot.outbox
                 with self._changed:
                     slot.ends = dict.fromkeys(slot.ends, self._latest_end())  # they start now
                 sender = threading.Thread(target=_send_all, args=(worker, outbox), daemon=True)
@@ -129,25 +168,30 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
 
     def _receive_all(self, worker: Worker, slot: _Slot) -> None:
         """Pass results on until the worker ends or must be killed, and then give the remaining sessions a result."""
-        problem = "the worker was killed, because another sample ignored its deadline"
+        problem = ""
         try:
             while self._failure is None:
                 with self._changed:
                     is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
-                if is_overdue:
-                    break
-                if (result := worker.receive(_LOOK_S)) is not None:
+                    if is_overdue or not (slot.ends or slot.most == ANY):
+                        problem, slot.most = "another sample of the worker ignored its deadline", 0
+                        break
+                if isinstance(result := worker.receive(_LOOK_S), AgentResult):
                     self._end(slot, result)
+                elif result:
+                    problem = result
         except WorkerEnded as ended:
-            problem = f"the worker process ended with {ended}"
+            problem = problem or f"the process of {self._name} ended with {ended}; its standard error may say why"
         with self._changed:
             now, left, slot.outbox = time.monotonic(), list(slot.ends.items()), queue.SimpleQueue()
+            slot.num_started, slot.most = 0, ANY
+            self._place_waiting()
         for session_id, end in left:
             if end <= now:
                 error = f"no end within rollout.agent_timeout_s={self._timeout_s:g}"
                 self._end(slot, AgentResult(session_id, None, error, "deadline"))
             else:
-                self._end(slot, AgentResult(session_id, None, problem, "died"))
+                self._end(slot, AgentResult(session_id, None, problem, "died", num_sharing=len(left)))
 
     def _end(self, slot: _Slot, result: AgentResult) -> None:
         with self._changed:

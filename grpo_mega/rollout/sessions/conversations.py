@@ -3,7 +3,8 @@
 The endpoint runs in an event loop in a separate thread, for both engines. The engine starts conversations,
 takes events from a queue, and answers the turns that are asked for.
 
-A worker that died ends no sample: its conversation starts again, once. If that fails too, the sample has failed.
+A worker that died ends no sample: its conversations start again, fewer in each worker. A sample that fails twice alone
+in a worker has failed, and scores like an error.
 
 The endpoint is like OpenAI's, on loopback: /sessions/ID/v1/chat/completions, with a key per session. Only `max_tokens`,
 `stop` and `stream` may be chosen. Other sampling parameters must be the run's or absent, because the trainer computes
@@ -33,7 +34,7 @@ from aiohttp.typedefs import Handler
 from grpo_mega.http_client import LoopThread
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
-from grpo_mega.rollout.sessions.agents import AgentWorkers
+from grpo_mega.rollout.sessions.agents import ANY, SPARE_WORKERS, AgentWorkers
 from grpo_mega.rollout.sessions.calls import CallParser, Decode
 from grpo_mega.rollout.sessions.session import (
     Asked,
@@ -49,6 +50,7 @@ from grpo_mega.rollout.sessions.session import (
 from grpo_mega.rollout.sessions.template import RequestError, Template, named_function, well_formed_json
 from grpo_mega.types import FinishReason, Prompt
 
+MAX_ALONE = 2  # starts of a sample without others in its worker
 AGENT = "agent"  # name of the score of an agent function that returns a number
 
 
@@ -80,7 +82,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._max_turns, self._max_context, self._max_tokens = max_turns, max_context, max_tokens
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
-        self._has_warned = False
+        self._warned_of: set[str] = set()  # kinds of results
         self._thread = LoopThread("sessions")
         self._loop = self._thread.loop
         self._forwarding = threading.Thread(target=self._forward_results, name="agent-results", daemon=True)
@@ -100,16 +102,19 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._gateway.sampling = sampling
 
     def start(
-        self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, *, is_repeated: bool = False
+        self, prompt_index: int, sample_index: int, prompt: Prompt, step: int, most: int = ANY, num_alone: int = 0
     ) -> None:
-        """Start the agent function of a sample in a worker."""
+        """Start the agent function of a sample in a worker.
+
+        `most`: number of samples that may share the worker. `num_alone`: number of earlier starts without others.
+        """
         sampling = self.sampling
         longest, stop_ids = sampling.max_response_length, sampling.stop_token_ids
         limits = Limits(self._max_turns, longest, self._max_context, stop_ids, self._max_tokens)
         key = prompt_index, sample_index
-        session = Session(self._template, self._parser, key, prompt, step, limits, is_repeated=is_repeated)
+        session = Session(self._template, self._parser, key, prompt, step, limits, num_alone=num_alone + (most == 1))
         self._gateway.sessions[session.id] = session
-        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt))
+        self._workers.start(session.id, self._gateway.url(session), session.api_key, agent_prompt(prompt), most)
 
     def answer(self, request: TurnRequest, result: TurnResult) -> None:
         """Answer a turn. The answer is ignored if its conversation has ended."""
@@ -178,10 +183,9 @@ class Conversations(AbstractContextManager["Conversations"]):
         if session is None:
             return
         try:
-            if result.kind == "died" and not session.is_repeated:
-                self.start(*session.key, session.prompt, session.step, is_repeated=True)
-            elif result.kind == "died":
-                self.events.put(Failed(session.key[0], result.error or "the agent's worker died"))
+            if result.kind == "died" and session.num_alone < MAX_ALONE:
+                most = max(1, result.num_sharing // SPARE_WORKERS)
+                self.start(*session.key, session.prompt, session.step, most, session.num_alone)
             else:
                 self.events.put(self._event_of(session, result))
         except Exception as error:  # without an event the engine would wait for ever
@@ -197,12 +201,14 @@ class Conversations(AbstractContextManager["Conversations"]):
         if result.kind == "returned":
             if result.value is not None:
                 sample.scores = dict(result.value if isinstance(result.value, dict) else {AGENT: result.value})
+        elif limit and result.kind != "died":
+            sample.verdicts, sample.scores = {AGENT: limit}, {}
         else:
-            sample.verdicts = {AGENT: limit or "error"}
-            sample.scores = {} if limit else {AGENT: 0.0}
-        if result.kind == "raised" and not limit and not self._has_warned:
-            self._has_warned = True
-            self._warn(f"rollout.agent raised an error, so its sample scores 0: {result.error}")
+            sample.verdicts, sample.scores = {AGENT: "error"}, {AGENT: 0.0}
+            if result.kind not in self._warned_of:
+                self._warned_of.add(result.kind)
+                what = "raised an error" if result.kind == "raised" else "failed twice"
+                self._warn(f"rollout.agent {what}, so its sample scores 0: {result.error}")
         return Ended(session.key[0], sample)
 
 

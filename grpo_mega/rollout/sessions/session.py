@@ -104,10 +104,10 @@ class Session:
         step: int,
         limits: Limits,
         *,
-        is_repeated: bool = False,
+        num_alone: int = 0,
     ) -> None:
-        """`is_repeated`: the agent function starts for the second time."""
-        self.id, self.api_key, self.is_repeated = secrets.token_hex(8), secrets.token_urlsafe(24), is_repeated
+        """`num_alone`: number of starts of the agent function without other samples in its worker."""
+        self.id, self.api_key, self.num_alone = secrets.token_hex(8), secrets.token_urlsafe(24), num_alone
         self.turns: list[Turn] = []
         self.limit: FinishReason | None = None  # the limit that was reached
         self.lock = asyncio.Lock()  # held while a turn is sampled, so that limits do not depend on time
@@ -251,10 +251,23 @@ class Session:
         )
 
     def _segments(self) -> list[list[Turn]]:
-        """Return the sampled turns in chains, each turn an extension of the turn before it, by their first turns."""
+        """Return the sampled turns in chains, each turn an extension of the turn before it, by their first turns.
+
+        Equal requests with another max_tokens or stop sample the same tokens first, because a turn's random stream
+        depends on its context. Only the longest of these turns is trained. It gets the rewards of all.
+        """
         segments: list[list[Turn]] = []
+        by_context: dict[tuple[int, ...], list[Turn]] = {}
+        for turn in self.turns:
+            by_context.setdefault(turn.request.context_ids, []).insert(0, turn)
         for turn in self.turns:
             if turn.result is not None:
+                ids, equal = turn.token_ids, by_context[turn.request.context_ids]
+                whole = max((t for t in equal if t.token_ids[: len(ids)] == ids), key=lambda one: len(one.token_ids))
+                if whole is not turn:
+                    if turn.reward is not None:
+                        whole.reward = (whole.reward or 0.0) + turn.reward
+                    continue
                 chain = next((chain for chain in segments if chain[-1] is turn.parent), None)
                 if chain is None:
                     segments.append([turn])
@@ -312,7 +325,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A conversation ended by an error of the infrastructure, also when it was repeated."""
+    """A conversation ended by an error of the infrastructure, not of its agent function."""
 
     prompt_index: int
     error: str

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -63,8 +65,64 @@ async def _blocks(chat, prompt, argument):
     time.sleep(600)
 
 
+async def _talks_and_blocks(chat, prompt, argument):
+    await chat(prompt.messages)
+    await _blocks(chat, prompt, argument)
+
+
+async def _keeps_lock(chat, prompt, argument):
+    """Run a C function that keeps the interpreter's lock for years."""
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+async def _calls_back(chat, prompt, argument):
+    asyncio.get_running_loop().call_later(0.1, time.sleep, 600)
+    await asyncio.sleep(600)
+
+
 async def _dies(chat, prompt, argument):
     os._exit(3)
+
+
+async def _dies_once(chat, prompt, argument):
+    if os.path.exists(argument):
+        return 0.5
+    open(argument, "w").close()
+    os.abort()
+
+
+async def _dies_later(chat, prompt, argument):
+    """Leave a thread behind that ends the process."""
+    threading.Timer(1.0, os._exit, [5]).start()
+    return 0.25
+
+
+async def _cancels(chat, prompt, argument):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(600)
+
+
+async def _stops(chat, prompt, argument):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(600)
+
+
+async def _closes(chat, prompt, argument):
+    os.closerange(3, 1000)
+    await asyncio.sleep(600)
+
+
+async def _kills_parent(chat, prompt, argument):
+    os.kill(os.getppid(), signal.SIGKILL)
+    await asyncio.sleep(600)
+
+
+async def _notes(chat, prompt, argument):
+    """Write the process id to the file."""
+    with open(argument, "w") as file:
+        file.write(str(os.getpid()))
+    return 1.0
 
 
 async def _leaves(chat, prompt, argument):

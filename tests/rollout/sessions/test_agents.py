@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,11 +101,17 @@ def test_samples_beyond_their_deadline_end_and_others_are_not_blamed(endpoint: E
         assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
 
 
-def test_a_blocked_loop_costs_only_the_sample_that_blocks_it(endpoint: Endpoint) -> None:
+BLOCKS = (HERE / "agent_functions.py").read_text().partition("    time.sleep(600)\n")[0].count("\n") + 1  # its line
+
+
+@pytest.mark.parametrize("how", ["blocks", pytest.param("keeps_lock", marks=pytest.mark.full)])
+def test_a_blocked_loop_names_its_line_and_blames_no_sample(endpoint: Endpoint, how: str) -> None:
     with workers(agent=AGENT, tool_timeout_s=1.0) as running:
-        found = outcomes(running, endpoint.url, "sleeps", "blocks")
-        assert {text: result.kind for text, result in found.items()} == {"blocks": "deadline", "sleeps": "died"}
-        assert "use await" in str(found["blocks"].error)
+        found = outcomes(running, endpoint.url, "sleeps", how, "sleeps 2")
+        assert {(result.kind, result.num_sharing) for result in found.values()} == {("died", 3)}
+        place = rf"\(in _blocks, agent_functions.py:{BLOCKS}\)"
+        text = f"agent_functions.run blocked its event loop for 1 s {place}; use await"
+        assert re.fullmatch(text if how == "blocks" else ".* ended with status 1; .*", str(found["sleeps"].error))
         assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
 
 
@@ -112,6 +120,22 @@ def test_a_worker_that_ends_is_replaced_and_its_samples_died(endpoint: Endpoint)
         found = outcomes(running, endpoint.url, "sleeps", "dies")
         assert {result.kind for result in found.values()} == {"died"}
         assert outcomes(running, endpoint.url, "value 2")["value 2"].value == 2.0
+
+
+@pytest.mark.full
+def test_few_samples_share_a_worker_when_they_start_again(endpoint: Endpoint, tmp_path: Path) -> None:
+    """Each worker writes its process id. It gets no more samples than may share it, also when earlier ones have ended,
+    because a thread of an ended sample may end the process."""
+    texts = [f"notes {tmp_path / str(number)}" for number in range(11)]
+    with workers(agent=AGENT) as running:
+        for most, names in ((1, texts[:3]), (2, texts[3:])):
+            for text in names:
+                running.start(text, endpoint.url, "key", prompt(text), most)
+        results = [running.results.get(timeout=TIMEOUT_S) for _ in texts]
+        assert [result.value for result in results if result] == [1.0] * 11
+    pids = [(tmp_path / str(number)).read_text() for number in range(11)]
+    assert len({*pids[:3]}) == 3 and not {*pids[:3]} & {*pids[3:]}
+    assert max(Counter(pids[3:]).values()) == 2
 
 
 def test_killed_samples_end_without_a_result(endpoint: Endpoint) -> None:

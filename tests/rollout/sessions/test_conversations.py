@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.rollout.sessions.session import Ended, Failed, TurnRequest, TurnResult
-from tests.helpers.sessions import conversations, prompt_of, result_of, user
+from tests.helpers.sessions import ThreadWorkers, conversations, prompt_of, result_of, user
 from tools import chat_families
 from tools.chat_families import Family
 
@@ -102,25 +102,41 @@ def test_the_deadline_is_a_finish_reason_and_pending_turns_are_refused() -> None
     assert (end.sample.response_len, end.sample.scores) == (0, {})
 
 
-@pytest.mark.parametrize("num_deaths", [1, 2])
-def test_a_sample_whose_worker_died_starts_again_once(num_deaths: int) -> None:
-    deaths: list[str] = []
+@pytest.mark.parametrize(
+    ("sharing", "fails"),
+    [
+        ([1], False),
+        ([200, 25], False),
+        ([200, 25, 3, 1], False),
+        ([200, 25, 3, 1, 1], True),
+        ([1, 1], False),
+        ([1, 1, 1], True),
+    ],
+)
+def test_a_sample_whose_worker_died_starts_again_until_alone(sharing: list[int], fails: bool) -> None:
+    """`sharing`: number of samples in each worker that died."""
+    deaths = list(sharing)
 
     def agent(base_url: str, key: str, prompt: SimpleNamespace) -> Any:
         two_turns(base_url, key, prompt)
-        if len(deaths) < num_deaths:
-            deaths.append(base_url)
-            return SimpleNamespace(kind="died", error="the worker was killed")
+        if deaths:
+            return SimpleNamespace(kind="died", error="the worker was killed", num_sharing=deaths.pop(0))
         return 1.0
 
-    with conversations(NAME, agent, reply) as run:
+    warnings: list[str] = []
+    threads = ThreadWorkers(agent)
+    with conversations(NAME, threads, reply, warn=warnings.append) as run:
         run.start(prompt_of(NAME))
         end = run.end()
-    if num_deaths == 1:
-        assert isinstance(end, Ended) and end.sample.scores == {"agent": 1.0} and len(end.sample.sampled) == 2
-        assert run.asked[2] == run.asked[0], "the turns are the same, and so are their random streams"
+    expected = {1: [1, 1], 200: [25, 3, 1, 1]}[sharing[0]]
+    assert threads.most[1:] == expected[: len(threads.most) - 1]
+    assert isinstance(end, Ended) and len(end.sample.sampled) == 2
+    assert run.asked[2] == run.asked[0], "the turns are the same, and so are their random streams"
+    if fails:
+        assert (end.sample.scores, end.sample.verdicts) == ({"agent": 0.0}, {"agent": "error"})
+        assert warnings == ["rollout.agent failed twice, so its sample scores 0: the worker was killed"]
     else:
-        assert end == Failed(5, "the worker was killed")
+        assert (end.sample.scores, warnings) == ({"agent": 1.0}, [])
 
 
 def test_an_error_at_the_end_of_a_conversation_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

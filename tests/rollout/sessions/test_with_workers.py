@@ -1,5 +1,6 @@
 """Conversations with real worker processes: `chat`, the built-in agent of rollout.tools, deaths and aborts."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,40 @@ def test_calls_without_an_end_reach_the_limit_of_turns() -> None:
     assert isinstance(end, Ended) and (end.sample.finish_reason, len(end.sample.sampled)) == ("turns", 3)
 
 
-def test_a_worker_that_dies_twice_fails_the_sample() -> None:
-    with conversations(NAME, workers(agent=AGENT), reply) as run:
-        run.start(prompt_of(NAME, "dies"))
+def test_samples_that_end_or_block_their_worker_fail_alone(tmp_path: Path) -> None:
+    """All start in one worker, so each of them ends the others."""
+    bad = ("dies", "blocks", "calls_back", "cancels", "stops", "closes", "kills_parent")
+    good = ("talks 2", "dies_later", f"dies_once {tmp_path / 'file'}", "talks 2", "talks 2")
+    warnings: list[str] = []
+    with conversations(NAME, workers(agent=AGENT, tool_timeout_s=1.0), reply, warn=warnings.append) as run:
+        for index, text in enumerate((*bad, *good)):
+            run.start(prompt_of(NAME, text, number=index, gold=7), index)
+        ends = [run.end() for _ in (*bad, *good)]
+    samples = {end.sample.index: end.sample for end in ends if isinstance(end, Ended)}
+    scores = [{"agent": 0.0}] * len(bad)
+    talks = {"first": 5.0, "second": 7.0}
+    assert [samples[index].scores for index in range(12)] == [
+        *scores,
+        talks,
+        {"agent": 0.25},
+        {"agent": 0.5},
+        talks,
+        talks,
+    ]
+    assert [samples[index].verdicts for index in range(12)] == [{"agent": "error"}] * len(bad) + [{}] * len(good)
+    assert len(warnings) == 1 and "failed twice, so its sample scores 0: " in warnings[0]
+
+
+def test_a_sample_that_blocks_after_a_limit_is_an_error_with_advice() -> None:
+    warnings: list[str] = []
+    agent = workers(agent=AGENT, tool_timeout_s=1.0)
+    with conversations(
+        NAME, agent, lambda _: result_of(NAME, "x" * 9, stop=None), max_response_length=9, warn=warnings.append
+    ) as run:
+        run.start(prompt_of(NAME, "talks_and_blocks"))
         end = run.end()
-    assert isinstance(end, Failed) and "status 3" in end.error
+    assert isinstance(end, Ended) and (end.sample.finish_reason, end.sample.verdicts) == ("length", {"agent": "error"})
+    assert re.search(r"agent_functions.run blocked its event loop for 1 s \(in _blocks, .*; use await$", warnings[0])
 
 
 def test_an_abort_ends_agents_that_wait_for_a_turn() -> None:
