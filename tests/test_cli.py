@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import types
+import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
+import requests
 import yaml
 
 from grpo_mega import cli
@@ -19,6 +22,7 @@ from grpo_mega.errors import RewardError
 from grpo_mega.preflight import Findings
 from grpo_mega.preflight.layout import world_size_problems
 from tests.helpers.commands import HEAVY, imported, run_command
+from tests.helpers.http_servers import serving
 
 
 @pytest.fixture
@@ -62,6 +66,40 @@ def test_help_imports_nothing_heavy() -> None:
         done = run_command(arguments)
         assert done.returncode == 0
         assert not imported(done) & (HEAVY | {"pydantic", "yaml"})
+
+
+PROXY_CASES = [
+    {"http_proxy": "PROXY"},
+    {"HTTP_PROXY": "PROXY", "HTTPS_PROXY": "PROXY", "NO_PROXY": ".inside.example"},
+    {"all_proxy": "PROXY", "no_proxy": "inside.example, 10.0.0.1", "NO_PROXY": "other.example"},
+    {"http_proxy": "PROXY", "no_proxy": "127.0.0.1"},
+    {"http_proxy": "PROXY", "no_proxy": "*"},
+]
+
+
+@pytest.mark.parametrize("given", PROXY_CASES)
+def test_clients_reach_this_machine_directly_and_others_by_proxy(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """httpx is OpenAI's client. curl has the rule of most programs outside Python."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with serving(lambda path, _: (200, {"by": "proxy" if "://" in path else "nobody"})) as url:
+        for name, value in given.items():
+            monkeypatch.setenv(name, value.replace("PROXY", url))
+        assert cli.main(["config", "steps"]) == 0
+        port = url.rpartition(":")[2]
+        for host in ("127.0.0.1", "localhost"):
+            assert httpx.get(f"http://{host}:{port}/x").json() == {"by": "nobody"}
+            assert requests.utils.should_bypass_proxies(f"http://{host}/", None)
+            assert urllib.request.proxy_bypass(host)
+        assert requests.utils.should_bypass_proxies("http://[::1]:80/", None)
+        if given.get("no_proxy") != "*":
+            assert httpx.get("http://192.0.2.1/x").json() == {"by": "proxy"}
+            assert not urllib.request.proxy_bypass("192.0.2.1")
+    for name, value in given.items():
+        if name.lower() == "no_proxy":
+            assert {one.strip() for one in os.environ[name].split(",")} >= {one.strip() for one in value.split(",")}
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "check --layouts tp=2"])

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from grpo_mega import config
-from grpo_mega.observe.run_log import num_logged, open_run_log, sample_row, token_ends
+from grpo_mega.observe.run_log import RunLog, num_logged, open_run_log, sample_row, token_ends
 from grpo_mega.observe.writers import ConsoleWriter, JsonLinesWriter
 from grpo_mega.types import Context, Group, Prompt, Sample, Span
 
@@ -219,3 +219,10 @@ def test_whole_groups_are_logged() -> None:
     groups = [make_group(4) for _ in range(3)]
     assert [num_logged(groups, n) for n in (0, 1, 4, 5, 100)] == [0, 4, 4, 8, 12]
     assert num_logged([], 4) == 0
+
+
+def test_a_warning_of_many_lines_is_one_line(tmp_path: Path) -> None:
+    """An agent's exception may have many lines."""
+    RunLog([JsonLinesWriter(tmp_path)]).warn("an error:  ValueError: 1\r\n\n  2\u2028\t3\n")
+    (row,) = map(json.loads, (tmp_path / "messages.jsonl").read_text().splitlines())
+    assert (row["level"], row["text"]) == ("warning", "an error: ValueError: 1 2 3")

@@ -1,6 +1,8 @@
 """The reward `code`: where test cases are read, and the verdicts of programs in the sandbox."""
 
 import json
+import subprocess
+import sys
 import textwrap
 from typing import Any
 
@@ -201,6 +203,15 @@ def test_a_program_cannot_pretend_to_pass(name: str) -> None:
     program = textwrap.dedent(CHEATS[name]).replace("\\\\", "\\")
     for tests in ({"test_list": ASSERTS}, {"answer": CALLS}, {"test_list": ["assert abs(double(2) - 4) < 1e-6"]}):
         assert score(program, **{"answer": "x", **tests}).value == 0.0, tests
+
+
+@pytest.mark.parametrize("ending", ["sys.exit('no\\nroots')", "raise SystemExit({'x': 1})", "exit(1.5)", "sys.exit(0)"])
+def test_the_tool_python_tells_what_sys_exit_was_given(ending: str) -> None:
+    program = f"import sys; print(7); {ending}"
+    real = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    expected = f"{real.stdout}\nError: {real.stderr}".rstrip() if real.returncode else real.stdout
+    assert code.python(program) == expected
+    assert "Error" in expected or ending == "sys.exit(0)"
 
 
 def test_partial_scores_are_shares_and_unreadable_tests_drop_the_group() -> None:

@@ -148,6 +148,17 @@ def test_killed_samples_end_without_a_result(endpoint: Endpoint) -> None:
         assert running.results.empty()
 
 
+def test_a_socks_proxy_that_httpx_would_refuse_is_not_seen(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    text = "value float(__import__('httpx').Client().get('http://127.0.0.1:1', timeout=9))"
+    names = "value {name: 1.0 for name in __import__('os').environ if name.lower().endswith('_proxy')}"
+    with workers(agent=AGENT) as running:
+        found = outcomes(running, endpoint.url, text, names)
+    assert "ConnectError" in str(found[text].error)
+    assert {"https_proxy"} <= (found[names].value or {}).keys() and "ALL_PROXY" not in found[names].value
+
+
 def test_tasks_that_an_agent_function_leaves_behind_end_with_it(endpoint: Endpoint, tmp_path: Path) -> None:
     with workers(agent=AGENT) as running:
         outcomes(running, endpoint.url, f"leaves {tmp_path / 'file'}")

@@ -137,6 +137,32 @@ def test_a_repeated_request_gets_the_stored_answer() -> None:
     assert talk.session.to_sample("turns").num_sampled == 2
 
 
+def test_equal_requests_with_other_limits_train_their_tokens_once() -> None:
+    """A turn's random stream depends on its context, so each answer starts like the longest."""
+    talk, z = Dialogue("qwen2.5"), frozenset(encode("qwen2.5", "z"))
+    for text, stop, options in [
+        ("xy", None, {"max_tokens": 2}), ("xyzw", 0, {}), ("xyzw", 0, {"max_tokens": 50}),
+        ("xyz", None, {"max_tokens": 9, "stop_ids": z}), ("q", None, {"max_tokens": 4}),
+    ]:  # fmt: skip
+        talk.ask([user("hello")], text, stop=stop, **options)
+    last = talk.ask([user("hello"), talk.session.turns[1].answer, user("sure?")], "yes")
+    for number, turn in enumerate(talk.session.turns):
+        turn.reward = 2.0**number if number != 3 else None
+    sample = talk.session.to_sample("stop")
+    rows = [(*s.context_ids, *sample.response_ids[s.start : s.end]) for s in sample.segments()]
+    whole, other = talk.session.turns[2], talk.session.turns[4]
+    assert rows == [last.all_ids, other.all_ids]
+    assert sample.num_sampled == sum(len(turn.token_ids) for turn in (whole, last, other))
+    assert sample.step_rewards == [1.0 + 2.0 + 4.0, 32.0, 16.0]
+
+
+def test_answers_that_only_start_alike_are_all_trained() -> None:
+    """Servers round differently in batches of other sizes."""
+    talk = Dialogue("qwen2.5")
+    turns = [talk.ask([user("hello")], text, max_tokens=most) for text, most in (("abc", 9), ("abd", 8), ("a", 7))]
+    assert talk.session.to_sample("stop").num_sampled == sum(len(turn.token_ids) for turn in turns)
+
+
 @pytest.mark.parametrize("limit", [{"max_response_length": 3}, {}])
 def test_a_turn_that_ended_by_length_is_not_extended(limit: dict[str, int]) -> None:
     talk = Dialogue("qwen2.5", **limit)
