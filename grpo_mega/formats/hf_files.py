@@ -57,7 +57,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shards(index: Path) -> list[Path]:
-    """Return the files that an index names, in the folder of the index. Raise WeightMappingError."""
+    """Return the files that an index names, in the folder of the index. Raise WeightMappingError.
+
+    A whole file beside the index is refused: transformers reads the whole file, and SGLang the shards.
+    """
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         outside = next((name for name in names if Path(name).is_absolute() or ".." in Path(name).parts), None)
@@ -65,11 +68,19 @@ def weight_shards(index: Path) -> list[Path]:
         raise WeightMappingError(f"{index} is not an index of shards ({error!r}); fetch the file again") from None
     if outside is not None:
         raise WeightMappingError(f"{index} names {outside!r}, outside of its folder; fetch index and shards again")
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise WeightMappingError(
-                f"{index.parent / name} is named by {index.name} but does not exist; fetch the missing shard"
-            )
+    single = index.with_name(index.name.removesuffix(".index.json"))
+    missing = next((name for name in names if not (index.parent / name).is_file()), None)
+    wholes = [path.name for path in (single, index.with_name(BIN)) if path.is_file()]
+    if missing is not None:
+        remedy = f", or remove {index.name} if {wholes[0]} has the whole model" if wholes else ""
+        raise WeightMappingError(
+            f"{index.parent / missing} is named by {index.name} but does not exist; fetch the missing shard{remedy}"
+        )
+    if single.is_file() and names != [single.name]:
+        raise WeightMappingError(
+            f"{index.parent} holds {single.name}, which transformers reads, and {index.name}, whose shards SGLang"
+            f" reads; remove {single.name} to use the shards, or remove {index.name} and its shards"
+        )
     return [index.parent / name for name in names]
 
 

@@ -53,7 +53,7 @@ from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.preflight.model import shape_of
-from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
+from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids, pieces_file
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather
@@ -75,6 +75,7 @@ MEGATRON_FILES = (METADATA, FORMAT, "common.pt")
 MODEL = "model/"  # prefix of the names of the model's files
 PIECE = 256 << 20  # bytes; a larger file's digest is the sha256 of its pieces' digests
 _CHUNK = 4 << 20
+_SENTENCE = "What is 17 + 25?  Think first"  # to compare tokenizers; a space in front would be dropped by some
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
@@ -127,6 +128,16 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Any:
             f"the tokenizer of model.path={folder} cannot be loaded ({error!r}); fetch its files again"
         ) from None
     check_vocabulary(folder, max(tokenizer.get_vocab().values()), vocab_size)
+    if name := pieces_file(folder):
+        with suppress(ImportError, OSError, RuntimeError):  # not installed, or the file is of another library
+            from sentencepiece import SentencePieceProcessor
+
+            wanted = SentencePieceProcessor(model_file=str(folder / name)).encode(_SENTENCE)
+            if tokenizer(_SENTENCE, add_special_tokens=False)["input_ids"] != wanted:
+                raise ConfigError(
+                    f"model.path={folder}: {type(tokenizer).__name__} splits {_SENTENCE!r} into other tokens than"
+                    f" SentencePiece with {name}, on which the model was trained; copy the model's tokenizer.json there"
+                )
     return tokenizer
 
 

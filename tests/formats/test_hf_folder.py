@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.hf_files import INDEX, SINGLE, read_headers, split_into_shards, weight_files
-from grpo_mega.formats.hf_weights import check_tied
+from grpo_mega.formats.hf_weights import HfWeights, check_tied
 from grpo_mega.formats.reader import open_hf_reader
 from grpo_mega.run import model_files
 from grpo_mega.weights.boxes import Box, region
@@ -139,7 +140,29 @@ def remove_weights(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def add_whole_file(folder: Path) -> None:
+    shutil.copy(folder / "model-00001-of-00006.safetensors", folder / "model.safetensors")
+
+
+def leave_the_index_of_another_model(folder: Path) -> None:
+    for path in folder.glob("model-*.safetensors"):
+        path.rename(folder / "model.safetensors")
+
+
+def leave_an_index_beside_a_bin(folder: Path) -> None:
+    for path in folder.glob("model-*.safetensors"):
+        path.rename(folder / "pytorch_model.bin")
+
+
 BROKEN = {
+    add_whole_file: (
+        r"holds model.safetensors, which transformers reads, and model.safetensors.index.json, whose shards SGLang"
+        r" reads; remove model.safetensors to use the shards, or remove model.safetensors.index.json and its shards$"
+    ),
+    leave_the_index_of_another_model: (
+        r"fetch the missing shard, or remove model.safetensors.index.json if model.safetensors has the whole model$"
+    ),
+    leave_an_index_beside_a_bin: r"or remove model.safetensors.index.json if pytorch_model.bin has the whole model$",
     remove_shard: (
         r"model-00002-of-00006.safetensors is named by .*index.json but does not exist; fetch the missing shard"
     ),
@@ -172,6 +195,23 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_with_the_remedy(
     assert "\n" not in str(caught.value)
 
 
+def test_an_index_that_names_only_the_whole_file_is_no_conflict(tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("qwen2"), tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")  # transformers reads no such file
+    names = dict.fromkeys(shapes_of(folder), "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    with open_hf_reader(folder) as reader:
+        reader.check(shapes_of(folder))
+
+
+def test_a_bin_beside_the_index_of_its_shards_is_refused(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "pytorch_model-1.bin"):
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "pytorch_model-1.bin"}}')
+    with pytest.raises(WeightMappingError, match=r"holds pytorch_model\.bin, .* remove pytorch_model\.bin to use the"):
+        HfWeights(tmp_path, {})
+
+
 def test_a_stored_tied_output_layer_and_rotary_tables_are_accepted(tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("llama", tied=True), tmp_path / "model")
     tensors = load_file(folder / SINGLE)
@@ -197,7 +237,8 @@ def test_an_output_layer_that_differs_from_a_tied_embedding_is_refused(
     tensors = load_file(folder / SINGLE)
     head = change(tensors["model.embed_tokens.weight"].clone())
     save_file({"lm_head.weight": head.contiguous()}, folder / "head.safetensors")
-    places = dict.fromkeys(tensors, SINGLE) | {"lm_head.weight": "head.safetensors"}
+    (folder / SINGLE).rename(folder / "body.safetensors")
+    places = dict.fromkeys(tensors, "body.safetensors") | {"lm_head.weight": "head.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(WeightMappingError, match=r"lm_head.weight is not model.embed_tokens.weight.*set it to false$"):
         check_tied(folder, "lm_head.weight", "model.embed_tokens.weight", read_headers(weight_files(folder)))
