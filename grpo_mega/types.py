@@ -35,6 +35,8 @@ class Prompt:
     extras: dict[str, Any] = field(default_factory=dict)
     # The row's prompt (also as "prompts") and answer, keyed by column.
     raw_columns: dict[str, Any] = field(default_factory=dict)
+    digest: bytes = b""  # digest of the row's prompt, before chat template and system prompt
+    undated: str = ""  # identifies the text whatever the date, if the chat template writes one
 
     @property
     def messages(self) -> list[dict[str, Any]]:

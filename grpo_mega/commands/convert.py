@@ -35,7 +35,7 @@ from grpo_mega.commands.options import ConvertOptions, ExportOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, raise_all
 from grpo_mega.formats.detect import find_checkpoint, read_manifest
 from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
-from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free
+from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free, write_atomically
 from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
@@ -293,5 +293,10 @@ def run_export(options: ExportOptions) -> int:
         dist.destroy_process_group()
     if lora is None:
         convert_mcore_to_hf(checkpoint / STATE, out, config_folder=config.model.path, show_progress=config.log.progress)
+    if config.algorithm.is_sft and (out / "config.json").exists():
+        from grpo_mega.run.model_files import read_model_files, with_end_token
+
+        for name, content in with_end_token(config, read_model_files(config)).items():
+            write_atomically(out / name, content)
     print(f"policy after step {manifest.step} written to {out}")
     return 0

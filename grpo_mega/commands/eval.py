@@ -29,7 +29,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.launch import current_rank, ends_at_first, launch
 from grpo_mega.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, ResumeError, UserError
 from grpo_mega.formats.detect import read_manifest
-from grpo_mega.paths import CONFIG_FILE, LOGS, STATE
+from grpo_mega.paths import CONFIG_FILE, LOGS, RUN_FILE, STATE
 from grpo_mega.processes import KEEP, own_folder, private_folder
 from grpo_mega.run.checkpoints import SavedPolicy, check_adapter, check_model, find_policy
 
@@ -56,6 +56,7 @@ class EvalRequest:
     out: Path | None
     step: int = 0  # step after which the policy was saved
     note: str = ""  # message for the user
+    records: tuple[Path, ...] = ()  # folders whose run, if one holds a run, decides the date and the split
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
@@ -107,6 +108,10 @@ def run_request(request: Request, act: Callable[[Request], None]) -> int:
             if current_rank() == 0:
                 own_folder(run_dir)
         request.config = request.config.model_copy(update={"run_dir": run_dir})
+        record = next((path for one in request.records if (path := one / RUN_FILE).is_file()), None)
+        if record and not current_rank():
+            run_dir.mkdir(mode=0o700, exist_ok=True)
+            shutil.copy(record, run_dir)
         code = 1  # exit code after an unexpected exception
         try:
             code = launch(act, request, request.config.layout.world_size, folder / LOGS)
@@ -163,6 +168,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
         out=options.out,
         step=saved.step if saved else 0,
         note=describe_policy("evaluating", saved, raw["model"]["path"]),
+        records=(options.target, (options.model or options.target).parent),
     )
 
 

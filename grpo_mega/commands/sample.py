@@ -109,6 +109,7 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
         out=options.out,
         step=saved.step if saved else 0,
         note=describe_policy("sampling from", saved, raw["model"]["path"]),
+        records=(options.target, options.target.parent),
         options=options,
     )
 
@@ -301,11 +302,13 @@ class Chat:
     """A conversation with the policy. Each reply sees all messages before it."""
 
     def __init__(self, job: Job, request: SampleRequest) -> None:
-        from grpo_mega.data.chat import Renderer
+        from grpo_mega.data.chat import Renderer, set_date
+        from grpo_mega.run.folder import first_start
         from grpo_mega.run.model_files import read_tokenizer
 
         self._job, self._step = job, request.step
         self._tokenizer = read_tokenizer(job.model.folder, job.model.shape.vocab)
+        set_date(self._tokenizer, first_start(job.config.run_dir).time)
         self._renderer = Renderer(self._tokenizer)
         self._sampling = replace(_sampling(job, request), group_size=1)
         prompt = request.config.data.system_prompt

@@ -20,11 +20,13 @@ import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from grpo_mega.config.data import DataConfig, DataSource
-from grpo_mega.data.rows import Conversation, read_demonstrations
+from grpo_mega.data.rows import Conversation, prompt_digest, read_demonstrations
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate, num_common
 from grpo_mega.types import Prompt
@@ -37,6 +39,7 @@ _OPEN_THOUGHT = re.compile(rf"<({_TAGS})>\s*\Z")
 _THOUGHT = re.compile(rf"<(?:{_TAGS})>.*?(?:</(?:{_TAGS})>|\Z)", re.DOTALL)
 _ANY_TAG = re.compile(rf"</?(?:{_TAGS})>")
 _END_OF_THOUGHT = re.compile(rf"</(?:{_TAGS})>")
+_CLOCK = "strftime_now"  # transformers' function for chat templates; a variable of the same name comes first
 _JSON_START = re.compile(r'[\[{"]')
 
 
@@ -47,6 +50,18 @@ def check_chat_template(tokenizer: Any) -> None:
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
             "add chat_template to its tokenizer_config.json, or name an instruct model as model.path"
         )
+
+
+def writes_date(tokenizer: Any) -> bool:
+    """Return True if the chat template calls the clock."""
+    return _CLOCK in str(getattr(tokenizer, "chat_template", ""))
+
+
+def set_date(tokenizer: Any, time: str) -> None:
+    """Let the chat template write this time, in ISO format, instead of the clock's, so that renderings stay equal."""
+    if writes_date(tokenizer):
+        clock = {_CLOCK: datetime.fromisoformat(time).strftime}
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **clock)
 
 
 class Renderer:
@@ -237,6 +252,28 @@ def find_closing(tokenizer: Any, stop_ids: Collection[int]) -> tuple[str, bool]:
     return find_turn_end(tokenizer).rstrip(), False
 
 
+def find_end_token(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int | None, str]:
+    """Return the token that ends an assistant turn, and a line for the user if it is no stop token, otherwise "".
+
+    The token is None if the template ends a turn with ordinary text, or with nothing.
+    """
+    closing, has_stop = find_closing(tokenizer, stop_ids)
+    *_, last = [None, *tokenizer(closing, add_special_tokens=False)["input_ids"]]
+    if has_stop:
+        return last, ""
+    if not closing:
+        return None, (
+            "the chat template ends a turn with no token, so a response ends only if the model learned to end it; add"
+            " the model's token to the template"
+        )
+    token = last if last in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} else None
+    return token, (
+        f"the chat template ends a turn with {closing!r}, which no eos id of the model names; add its token"
+        f"{'' if token is None else f' {token}'} to rollout.stop_token_ids of train, or to eos_token_id in"
+        " generation_config.json"
+    )
+
+
 def _open_thought(opening: str) -> str:
     """Return the thought tag at the end of the text, for templates that open a thought in every assistant turn."""
     match = _OPEN_THOUGHT.search(opening)
@@ -288,7 +325,7 @@ def load_demonstrations(
     Raises ConfigError if the set is unreadable or empty, a row is bad, the chat template is missing, or all rows are
     too long.
     """
-    renderer, (closing, stops) = Renderer(tokenizer), find_closing(tokenizer, stop_ids)
+    renderer, (closing, _) = Renderer(tokenizer), find_closing(tokenizer, stop_ids)
     conversations = read_demonstrations(source, config)
     by_row = [_pieces_of(one, renderer, closing) for one in conversations]
     texts = [text for pieces_of_row in by_row for pieces in pieces_of_row for text in accumulate(pieces)]
@@ -301,7 +338,10 @@ def load_demonstrations(
         if max(segment.num_tokens for segment in segments) <= config.max_length:
             text = "".join(pieces_of_row[-1][:-1])
             answer = "".join(turn for pieces in pieces_of_row for turn in pieces[1::2])
-            rows.append(Demonstration(first_id + one.index, text, segments[-1].prompt_ids, answer, segments=segments))
+            last = max(i for i, message in enumerate(one.messages) if message["role"] == "assistant")
+            digest = prompt_digest(one.messages[:last], config)
+            prompt_ids, number = segments[-1].prompt_ids, first_id + one.index
+            rows.append(Demonstration(number, text, prompt_ids, answer, digest=digest, segments=segments))
     num_too_long = len(conversations) - len(rows)
     if not rows:
         raise ConfigError(
@@ -318,11 +358,6 @@ def load_demonstrations(
         f" {num_trained:,} of them trained{f', {num_too_long} dropped as too long' if num_too_long else ''}; the first"
         f" row, with trained text in \u00ab\u00bb: {first}"
     )
-    if not stops:
-        note += (
-            f"\nthe chat template ends a turn with {closing!r}, which no eos id of the model names; add its token to"
-            " rollout.stop_token_ids of train, or to eos_token_id in generation_config.json"
-        )
     return rows, num_too_long, note
 
 

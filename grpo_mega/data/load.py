@@ -35,13 +35,14 @@ from numpy.typing import NDArray
 
 from grpo_mega.config import DataConfig, RolloutConfig
 from grpo_mega.config.data import DataSource
-from grpo_mega.data.chat import Renderer, find_prefill
-from grpo_mega.data.rows import is_same, read_conversations, read_demonstrations
+from grpo_mega.data.chat import Renderer, find_prefill, writes_date
+from grpo_mega.data.rows import is_same, prompt_digest, read_conversations, read_demonstrations
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import read_json_lines
 from grpo_mega.types import Prompt
 
 LoadSet = Callable[..., tuple[list[Any], int, str]]  # load_prompts, or another function with its arguments
+BY_PROMPT, BY_TEXT = "prompt", "text"  # rules of split_off
 IDS_PER_SET = 10**9  # ids of set n start at n times this, so they do not change when another set grows
 
 
@@ -69,11 +70,15 @@ class RunData:
 
 
 def load_data(
-    config: DataConfig, tokenizer: Any, load: LoadSet | None = None, tools: Sequence[dict[str, Any]] = ()
+    config: DataConfig,
+    tokenizer: Any,
+    load: LoadSet | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    split: str = BY_PROMPT,
 ) -> RunData:
     """Read, render and tokenise all sets. Raises ConfigError for unusable data.
 
-    `load` loads one set of prompts. None: load_prompts, with these tools.
+    `load` loads one set of prompts. None: load_prompts, with these tools. `split`: see split_off.
     """
     limit = f"data.max_length={config.max_length}" if load else f"data.max_prompt_length={config.max_prompt_length}"
     load = load or partial(load_prompts, tools=tools)
@@ -97,7 +102,7 @@ def load_data(
         notes.append(f"held out{name and f' as {name}'}: {note}{shared}")
     if size:
         num_before = sum(map(len, sets))
-        sets, heldout_sets[""] = split_off(sets, size)
+        sets, heldout_sets[""] = split_off(sets, size, split)
         num_dropped = num_before - size - sum(map(len, sets))
         dropped["more are held out"] = size + num_dropped
         copies = f"; {num_dropped} more of the same text dropped from training" if num_dropped else ""
@@ -137,6 +142,8 @@ def load_prompts(
     prefill = find_prefill(tokenizer)
     texts = [renderer.render(one.messages, one.place) for one in conversations]
     all_token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    digests = [prompt_digest(one.messages, config) for one in conversations]
+    dated = f"{tokenizer.chat_template}{config.system_prompt}{tools}" if writes_date(tokenizer) else ""
     prompts = [
         Prompt(
             id=first_id + one.index,
@@ -146,8 +153,10 @@ def load_prompts(
             prefill=prefill if text.endswith(prefill) else "",
             extras=one.extras,
             raw_columns=one.raw_columns,
+            digest=digest,
+            undated=dated and text_hash(f"{dated}{digest.hex()}"),
         )
-        for one, text, token_ids in zip(conversations, texts, all_token_ids, strict=True)
+        for one, text, digest, token_ids in zip(conversations, texts, digests, all_token_ids, strict=True)
         if len(token_ids) <= config.max_prompt_length
     ]
     if not prompts:
@@ -161,24 +170,30 @@ def load_prompts(
     return prompts, num_too_long, f"{source.path}: {len(prompts)} prompts of at most {longest} tokens{dropped}"
 
 
-def split_off(sets: Sequence[list[Prompt]], size: int) -> tuple[list[list[Prompt]], list[Prompt]]:
+def split_off(
+    sets: Sequence[list[Prompt]], size: int, rule: str = BY_PROMPT
+) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Split off held-out prompts: return the remaining prompts of each set, and `size` prompts with distinct texts.
 
-    The held-out prompts are the ones with the smallest text hashes, whatever the seed and row order, so that runs can
-    be compared on the same prompts. They are ordered by hash, so the first N come from all sets for any N. No text is
-    on both sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if too little
-    remains.
+    The held-out prompts are the ones with the smallest hashes, whatever the seed and row order, so that runs can be
+    compared on the same prompts. The hash is of the row's prompt. Runs that an earlier version started have BY_TEXT,
+    the hash of the rendered text. The held-out prompts are ordered by hash, so the first N come from all sets for any
+    N. No text is on both sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if
+    too little remains.
     """
-    # Keeps the first prompt of each text.
-    by_text = {prompt.text: prompt for prompts in reversed(sets) for prompt in reversed(prompts)}
+
+    def hash_of(prompt: Prompt) -> bytes:
+        return (rule == BY_PROMPT and prompt.digest) or hashlib.sha256(prompt.text.encode()).digest()
+
+    by_text: dict[str, Prompt] = {}
+    for prompt in sorted((prompt for prompts in sets for prompt in prompts), key=hash_of):
+        by_text.setdefault(prompt.text, prompt)
     if size >= len(by_text):
         raise ConfigError(
             f"{size} held-out prompts leave nothing of the {len(by_text)} different prompts of data.train; "
             "lower data.heldout_size or data.heldout_fraction"
         )
-    heldout = [
-        by_text[text] for text in sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())[:size]
-    ]
+    heldout = list(by_text.values())[:size]
     heldout_texts = {prompt.text for prompt in heldout}
     train = [[prompt for prompt in prompts if prompt.text not in heldout_texts] for prompts in sets]
     for number, prompts in enumerate(train):
@@ -269,7 +284,7 @@ def drop_by_pass_rate(sets: Sequence[list[Prompt]], config: DataConfig) -> tuple
     assert config.pass_rates is not None
     rates, rate_of = read_pass_rates(config.pass_rates), dict[int, float | None]()
     for prompt in (p for prompts in sets for p in prompts if p.id in rates):
-        if rates[prompt.id].hash != text_hash(prompt.text):
+        if rates[prompt.id].hash != text_hash(prompt.undated or prompt.text):
             raise ConfigError(
                 f"data.pass_rates={config.pass_rates} is of other prompts: the text of prompt {prompt.id} is not the"
                 " one that was evaluated; evaluate this data.train, with this model's chat template and system prompt"

@@ -19,6 +19,7 @@ content may be null in an assistant message with tool calls. A column name may l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -167,6 +168,13 @@ def is_same(one: str, other: str) -> bool:
     if "hub:" in (one[:4], other[:4]):
         return one == other
     return _split_of(one)[1] == _split_of(other)[1] and _split_of(one)[0].resolve() == _split_of(other)[0].resolve()
+
+
+def prompt_digest(messages: Sequence[Message], config: DataConfig) -> bytes:
+    """Return a digest of a row's messages without data.system_prompt. Keys without a value do not count."""
+    text = json.dumps(messages[config.system_prompt is not None :], default=str)
+    values = json.loads(text, object_hook=lambda pairs: {k: v for k, v in pairs.items() if v is not None})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
 
 
 def find_columns(first: DataRow, prompt_column: str | None, answer_column: str | None) -> tuple[str, str]:

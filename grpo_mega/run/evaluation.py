@@ -81,7 +81,10 @@ def evaluate_set(rollouts: Rollouts, name: str, prompts: Sequence[Prompt], step:
     config, is_main = rollouts.config, rollouts.rendezvous.rank == 0
     named = {"set": name} if name else {}
     result = Evaluated(
-        rows=[named | {"id": p.id, "hash": text_hash(p.text), "prompt": p.text, "gold": p.answer} for p in prompts]
+        rows=[
+            named | {"id": p.id, "hash": text_hash(p.undated or p.text), "prompt": p.text, "gold": p.answer}
+            for p in prompts
+        ]
         if is_main
         else []
     )

@@ -25,11 +25,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.data.load import BY_PROMPT, BY_TEXT
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.errors import DISK_ERRORS, ConfigError, ResumeError, RunFolderError, UserError
 from grpo_mega.formats.detect import read_manifest
@@ -46,6 +48,7 @@ from grpo_mega.paths import (
     SAMPLES_FILE,
     heldout_files,
     rank_log,
+    read_json,
     write_atomically,
 )
 from grpo_mega.preflight.machine import installed_version
@@ -168,7 +171,7 @@ def _claimed(config: Config, *, resume: bool, argv: list[str]) -> Iterator[Claim
                 write_atomically(folder / CONFIG_FILE, configs.dump(config).encode())
             path = folder / RUN_FILE
             starts = json.loads(path.read_text())["starts"] if path.exists() else []
-            starts.append(_start(config, argv))
+            starts.append(_start(config, argv, first_start(folder).split))
             write_atomically(path, json.dumps({"starts": starts}, indent=1).encode() + b"\n")
             undo.pop_all()
             yield claimed
@@ -229,6 +232,28 @@ def adopt(config: Config) -> list[str]:
     return [f"from here on {key}={now!r}; it was {before!r}" for key, (before, now) in changes.items()]
 
 
+class FirstStart(NamedTuple):
+    """What a run keeps of its first start."""
+
+    time: str  # ISO format, without a zone; chat templates write it
+    split: str  # rule by which held-out prompts are split off
+
+
+def first_start(run_dir: Path) -> FirstStart:
+    """Return the first start of the run in a folder; for a folder without a run, one in this hour.
+
+    Raise ResumeError if its record cannot be read.
+    """
+    try:
+        start = read_json(run_dir / RUN_FILE)["starts"][0]
+        time = datetime.fromisoformat(start["time"]).replace(tzinfo=None)
+        return FirstStart(time.isoformat(), start.get("split", BY_TEXT))
+    except FileNotFoundError:
+        return FirstStart(datetime.now().replace(minute=0, second=0, microsecond=0).isoformat(), BY_PROMPT)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ResumeError(f"{run_dir / RUN_FILE} cannot be read ({error!r}); restore it, or start a new run") from None
+
+
 def recorded_dtype(run_dir: Path) -> str | None:
     """Return the model.dtype of the run in a folder; None if the folder has no readable config of a run."""
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -287,7 +312,7 @@ def _differences(key: str, recorded: Any, current: Any, *, is_free: bool) -> Ite
         yield key, (recorded, current)
 
 
-def _start(config: Config, argv: list[str]) -> dict[str, Any]:
+def _start(config: Config, argv: list[str], split: str) -> dict[str, Any]:
     """Describe this start and the first rank's node: system, processor, cores, memory, and the GPUs of the driver."""
     # The commit of the code, with "-dirty" if it has changes. There is none outside a git checkout.
     git, here = None, str(Path(__file__).parent)
@@ -311,6 +336,7 @@ def _start(config: Config, argv: list[str]) -> dict[str, Any]:
             "gpus": [model for path in gpus for model in _fields(path, "Model")],
         },
         "dtype": config.model.dtype,
+        "split": split,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.data.chat import load_demonstrations
+from grpo_mega.data.chat import find_end_token, load_demonstrations, set_date
 from grpo_mega.data.load import RunData, Sampler, load_data
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
@@ -52,7 +52,7 @@ from grpo_mega.run.engines import (
     open_agents,
     open_conversations,
 )
-from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.folder import FirstStart, adopt, first_start, trim
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,
@@ -63,6 +63,7 @@ from grpo_mega.run.model_files import (
     read_model_files,
     read_tokenizer,
     training_sampling,
+    with_end_token,
 )
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
@@ -203,6 +204,8 @@ class TrainingJob:
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
         record = next_export_record(self.checkpoints.folder, self.steps_done)
+        if self.config.algorithm.is_sft:
+            record |= with_end_token(self.config, self.model)
         if self.config.model.lora is not None:
             export_adapter(self.policy, self.model, self.config.model, self.config.run_dir / ADAPTER_DIR)
         export_policy(self.policy, self.model, folder, record=record, shows_progress=self.shows_progress)
@@ -339,14 +342,15 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
         agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
-        with shown("reading the tokenizer and the data"):
-            model, tokenizer, data, sampler = read_inputs(config)
         with shown("starting the reward workers"):
             pool.wait_until_ready()
         with shown("connecting the ranks"):
             runtime = runtimes.start(config)
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
+        start = agree_on_start(config, rendezvous)
+        with shown("reading the tokenizer and the data"), runtime.raise_on_all_ranks(runtime.everyone):
+            model, tokenizer, data, sampler = read_inputs(config, start)
         with shown("building the engine"):
             engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
@@ -408,15 +412,22 @@ def open_training(
     )
 
 
-def read_inputs(config: Config) -> tuple[ModelFiles, Any, RunData, Sampler]:
-    """Return the model's files, the tokenizer, the data, and the order of its prompts."""
+def read_inputs(config: Config, start: FirstStart) -> tuple[ModelFiles, Any, RunData, Sampler]:
+    """Return the model's files, the tokenizer, the data, and the order of its prompts. `start`: the run's first one."""
     model = read_model_files(config)
     tokenizer = read_tokenizer(model.folder, model.shape.vocab)
-    load = None
-    if config.algorithm.is_sft:
-        load = partial(load_demonstrations, stop_ids=training_sampling(config, model, tokenizer).stop_token_ids)
-    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir))
+    set_date(tokenizer, start.time)
+    stop_ids = training_sampling(config, model, tokenizer).stop_token_ids
+    load = partial(load_demonstrations, stop_ids=stop_ids) if config.algorithm.is_sft else None
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), start.split)
+    if problem := find_end_token(tokenizer, stop_ids)[1]:
+        data = replace(data, notes=(*data.notes, problem))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
+
+
+def agree_on_start(config: Config, rendezvous: Rendezvous) -> FirstStart:
+    """Return the run's first start, as rank 0 has recorded it, so that all ranks render the same prompts."""
+    return FirstStart(*rendezvous.all_gather("the first start", first_start(config.run_dir), config.hang_deadline_s)[0])
 
 
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

@@ -10,6 +10,7 @@ read.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from grpo_mega.config import Config, ModelConfig
-from grpo_mega.data.chat import find_turn_end
+from grpo_mega.data.chat import find_end_token, find_turn_end
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.errors import ConfigError, ResumeError, WeightMappingError
 from grpo_mega.formats import adapter
@@ -52,6 +53,7 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.precision import DTYPES
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
+from grpo_mega.paths import read_json
 from grpo_mega.preflight.model import shape_of
 from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids, pieces_file
 from grpo_mega.rollout.engine import Sampling
@@ -71,6 +73,7 @@ TEXT_FILES = """
     added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model tekken.json chat_template.jinja
     chat_template.json
     """.split()  # noqa: SIM905  # a list of texts is three times as long
+GENERATION_CONFIG = "generation_config.json"
 MEGATRON_FILES = (METADATA, FORMAT, "common.pt")
 MODEL = "model/"  # prefix of the names of the model's files
 PIECE = 256 << 20  # bytes; a larger file's digest is the sha256 of its pieces' digests
@@ -193,6 +196,20 @@ def training_sampling(config: Config, model: ModelFiles, tokenizer: Any) -> Samp
         with_routes=bool(config.rollout.routing_replay),
         longest_first=config.rollout.longest_first,
     )
+
+
+def with_end_token(config: Config, model: ModelFiles) -> dict[str, bytes]:
+    """Return the model's file of eos ids, by its name, with the token that ends a turn, which sft trains.
+
+    Return {} if the model's files name the token, or if no token ends a turn.
+    """
+    tokenizer, ids = read_tokenizer(model.folder, model.shape.vocab), _ids_of(model, "eos_token_id")
+    token, _ = find_end_token(tokenizer, training_sampling(config, model, tokenizer).stop_token_ids)
+    if token is None or token in ids:
+        return {}
+    name = GENERATION_CONFIG if (model.folder / GENERATION_CONFIG).exists() else "config.json"
+    values = read_json(model.folder / name) | {"eos_token_id": [*sorted(ids), token]}
+    return {name: json.dumps(values, indent=2).encode() + b"\n"}
 
 
 def build_policy(config: Config, model: ModelFiles, runtime: Runtime) -> Policy:

@@ -179,11 +179,11 @@ def test_a_turn_that_the_template_refuses_or_opens_is_refused_in_one_line(tmp_pa
         load(tmp_path, chat(("user", "q"), ("assistant", "a")), refuses)
 
 
-def test_long_rows_are_dropped_and_a_turn_without_a_stop_token_is_noted(tmp_path: Path) -> None:
+def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [chat(("user", "q"), ("assistant", "a" * n)) for n in (2, 30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl"), "max_length": 8})
     loaded, num_too_long, note = load_demonstrations(config.train[0], config, make_tokenizer(), stop_ids=())
     assert [row.id for row in loaded] == [0] and num_too_long == 1
     assert "1 rows with 6 tokens, 3 of them trained, 1 dropped as too long" in note
-    assert "«aa<eos>»\nthe chat template ends a turn with '<eos>', which no eos id of the model names" in note
+    assert note.endswith("«aa<eos>»")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from grpo_mega.data.chat import Renderer, find_closing, find_prefill
+from grpo_mega.data.chat import Renderer, find_end_token, find_prefill
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 
@@ -178,12 +178,8 @@ class Template:
         self._boundary = lru_cache(_MAX_FORMS)(lambda form: self._find_boundary(*json.loads(form)))
         # Texts of the stop tokens that have one, keyed by token.
         self.stops = {token: text for token in sorted(stop_token_ids) if (text := tokenizer.decode([token]))}
-        closing, has_stop = find_closing(tokenizer, stop_token_ids)
-        if not has_stop:
-            raise ConfigError(
-                f"the chat template of {tokenizer.name_or_path!r} ends an assistant turn with {closing!r}, and none of "
-                f"the stop tokens {sorted(stop_token_ids)}; add the token that ends a turn to rollout.stop_token_ids"
-            )
+        if problem := find_end_token(tokenizer, stop_token_ids)[1]:
+            raise ConfigError(problem)
         self.shows_calls = mark("call") in self.render_call({"a": mark("call")})
 
     def render_call(self, arguments: dict[str, Any]) -> str:

@@ -216,7 +216,7 @@ def test_an_unusable_template_is_refused_at_the_start(monkeypatch: pytest.Monkey
     )
     strict = "{% if messages[2] %}{{ raise_exception('one turn only') }}{% endif %}" + chat_families.SMOLLM2
     for name, template, problem in [
-        ("open", plain, r"ends an assistant turn with '.*', and none of the stop tokens .*; add the token"),
+        ("open", plain, r"ends a turn with no token, so a response ends only if .*; add the model's token"),
         ("strict", strict, r"cannot render a question and its answer \(one turn only\); correct chat_template"),
     ]:
         monkeypatch.setitem(chat_families.FAMILIES, name, Family(template, special))
