@@ -56,7 +56,7 @@ class EvalRequest:
     out: Path | None
     step: int = 0  # step after which the policy was saved
     note: str = ""  # message for the user
-    records: tuple[Path, ...] = ()  # folders whose run, if one holds a run, decides the date and the split
+    run: Path = Path("unused")  # the folder whose run, if it holds one, decides the date and the split
 
     def build_policy(self, config: Config, model: ModelFiles, runtime: Runtime) -> Policy:
         """Return a policy that cannot be trained. Raise ResumeError or WeightMappingError on all ranks."""
@@ -108,10 +108,9 @@ def run_request(request: Request, act: Callable[[Request], None]) -> int:
             if current_rank() == 0:
                 own_folder(run_dir)
         request.config = request.config.model_copy(update={"run_dir": run_dir})
-        record = next((path for one in request.records if (path := one / RUN_FILE).is_file()), None)
-        if record and not current_rank():
+        if (request.run / RUN_FILE).is_file() and not current_rank():
             run_dir.mkdir(mode=0o700, exist_ok=True)
-            shutil.copy(record, run_dir)
+            shutil.copy(request.run / RUN_FILE, run_dir)
         code = 1  # exit code after an unexpected exception
         try:
             code = launch(act, request, request.config.layout.world_size, folder / LOGS)
@@ -168,7 +167,7 @@ def make_request(options: EvalOptions) -> EvalRequest:
         out=options.out,
         step=saved.step if saved else 0,
         note=describe_policy("evaluating", saved, raw["model"]["path"]),
-        records=(options.target, (options.model or options.target).parent),
+        run=options.target if is_run else (options.model or options.target).parent,
     )
 
 

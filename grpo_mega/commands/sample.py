@@ -109,7 +109,7 @@ def make_request(options: SampleOptions, folder: Path) -> SampleRequest:
         out=options.out,
         step=saved.step if saved else 0,
         note=describe_policy("sampling from", saved, raw["model"]["path"]),
-        records=(options.target, options.target.parent),
+        run=options.target if is_run else options.target.parent,
         options=options,
     )
 

@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Any
 
 from grpo_mega.config.data import DataConfig, DataSource
-from grpo_mega.data.rows import Conversation, prompt_digest, read_demonstrations
+from grpo_mega.data.rows import Conversation, read_demonstrations
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate, num_common
 from grpo_mega.types import Prompt
@@ -338,10 +338,8 @@ def load_demonstrations(
         if max(segment.num_tokens for segment in segments) <= config.max_length:
             text = "".join(pieces_of_row[-1][:-1])
             answer = "".join(turn for pieces in pieces_of_row for turn in pieces[1::2])
-            last = max(i for i, message in enumerate(one.messages) if message["role"] == "assistant")
-            digest = prompt_digest(one.messages[:last], config)
-            prompt_ids, number = segments[-1].prompt_ids, first_id + one.index
-            rows.append(Demonstration(number, text, prompt_ids, answer, digest=digest, segments=segments))
+            parts = (first_id + one.index, text, segments[-1].prompt_ids, answer)
+            rows.append(Demonstration(*parts, digest=one.digest, segments=segments))
     num_too_long = len(conversations) - len(rows)
     if not rows:
         raise ConfigError(

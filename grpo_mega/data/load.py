@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from grpo_mega.config import DataConfig, RolloutConfig
 from grpo_mega.config.data import DataSource
 from grpo_mega.data.chat import Renderer, find_prefill, writes_date
-from grpo_mega.data.rows import is_same, prompt_digest, read_conversations, read_demonstrations
+from grpo_mega.data.rows import is_same, read_conversations, read_demonstrations
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import read_json_lines
 from grpo_mega.types import Prompt
@@ -142,7 +143,6 @@ def load_prompts(
     prefill = find_prefill(tokenizer)
     texts = [renderer.render(one.messages, one.place) for one in conversations]
     all_token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    digests = [prompt_digest(one.messages, config) for one in conversations]
     dated = f"{tokenizer.chat_template}{config.system_prompt}{tools}" if writes_date(tokenizer) else ""
     prompts = [
         Prompt(
@@ -153,10 +153,10 @@ def load_prompts(
             prefill=prefill if text.endswith(prefill) else "",
             extras=one.extras,
             raw_columns=one.raw_columns,
-            digest=digest,
-            undated=dated and text_hash(f"{dated}{digest.hex()}"),
+            digest=one.digest,
+            undated=dated and text_hash(f"{dated}{one.digest.hex()}"),
         )
-        for one, text, digest, token_ids in zip(conversations, texts, digests, all_token_ids, strict=True)
+        for one, text, token_ids in zip(conversations, texts, all_token_ids, strict=True)
         if len(token_ids) <= config.max_prompt_length
     ]
     if not prompts:
@@ -181,12 +181,11 @@ def split_off(
     N. No text is on both sides: a training prompt with the text of a held-out prompt is dropped. Raises ConfigError if
     too little remains.
     """
-
-    def hash_of(prompt: Prompt) -> bytes:
-        return (rule == BY_PROMPT and prompt.digest) or hashlib.sha256(prompt.text.encode()).digest()
-
     by_text: dict[str, Prompt] = {}
-    for prompt in sorted((prompt for prompts in sets for prompt in prompts), key=hash_of):
+    for prompt in sorted(
+        chain.from_iterable(sets),
+        key=lambda p: (rule == BY_PROMPT and p.digest) or hashlib.sha256(p.text.encode()).digest(),
+    ):
         by_text.setdefault(prompt.text, prompt)
     if size >= len(by_text):
         raise ConfigError(

@@ -63,6 +63,7 @@ class Conversation:
     answer: str
     extras: dict[str, Any]  # other columns of the row
     raw_columns: dict[str, Any]  # see types.Prompt
+    digest: bytes  # digest of the prompt without data.system_prompt
     num_given: int = 0  # sft trains the assistant's messages after so many messages
 
 
@@ -82,7 +83,8 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
         raw_columns = {column: find_value(row.values, column) for column in (prompt_column, answer_column)}
         is_text = isinstance(raw_columns[prompt_column], str) and config.system_prompt is None
         raw_columns["prompts"] = raw_columns[prompt_column] if is_text else messages
-        conversations.append(Conversation(row.index, row.place, messages, answer, extras, raw_columns))
+        digest = prompt_digest(messages, config)
+        conversations.append(Conversation(row.index, row.place, messages, answer, extras, raw_columns, digest))
     return conversations
 
 
@@ -115,7 +117,8 @@ def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversa
                     f"{row.place}: message {number} is an empty assistant message, so only the end of a turn would be"
                     " trained; correct or remove the row"
                 )
-        conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, num_given))
+        digest = prompt_digest(messages[: trained[-1][0]], config)
+        conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, digest, num_given))
     return conversations
 
 

@@ -69,13 +69,12 @@ def weight_shards(index: Path) -> list[Path]:
     if outside is not None:
         raise WeightMappingError(f"{index} names {outside!r}, outside of its folder; fetch index and shards again")
     single = index.with_name(index.name.removesuffix(".index.json"))
-    missing = next((name for name in names if not (index.parent / name).is_file()), None)
-    wholes = [path.name for path in (single, index.with_name(BIN)) if path.is_file()]
-    if missing is not None:
-        remedy = f", or remove {index.name} if {wholes[0]} has the whole model" if wholes else ""
-        raise WeightMappingError(
-            f"{index.parent / missing} is named by {index.name} but does not exist; fetch the missing shard{remedy}"
-        )
+    for name in names:
+        if not (index.parent / name).is_file():
+            remedy = f", or remove {index.name} if {single.name} has the whole model" if single.is_file() else ""
+            raise WeightMappingError(
+                f"{index.parent / name} is named by {index.name} but does not exist; fetch the missing shard{remedy}"
+            )
     if single.is_file() and names != [single.name]:
         raise WeightMappingError(
             f"{index.parent} holds {single.name}, which transformers reads, and {index.name}, whose shards SGLang"

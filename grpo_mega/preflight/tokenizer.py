@@ -24,7 +24,6 @@ from grpo_mega.preflight.render_template import CPU_SECONDS, MEMORY_BYTES, OUT_O
 
 MAX_TEMPLATE_BYTES = 4 << 20
 WALL_SECONDS = 120.0  # long enough for a busy machine; a template that does not wait reaches the CPU limit first
-_PIECES = ("tokenizer.model", "spiece.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -40,12 +39,6 @@ def check_tokenizer_files(folder: Path, vocab_size: int, *, has_tools: bool = Fa
     for field in ("eos_token_id", "pad_token_id", "bos_token_id"):
         generation_token_ids(folder, field)
     settings = _read_object(folder / "tokenizer_config.json")
-    if not settings.get("tokenizer_class") and (name := pieces_file(folder)):
-        raise ConfigError(
-            f"model.path={folder} holds {name} without tokenizer.json, and tokenizer_config.json names no"
-            " tokenizer_class, so transformers may split text into other tokens than the model was trained on; copy the"
-            " model's tokenizer_config.json or tokenizer.json there"
-        )
     check_template(folder, settings)
     if has_tools and not takes_tools(find_template(folder, settings) or ""):
         raise ConfigError(
@@ -68,13 +61,6 @@ def generation_token_ids(folder: Path, field: str) -> set[int]:
     if not all(type(one) is int and (one >= 0 or field != "eos_token_id") for one in ids):
         raise ConfigError(f"{path}: {field}={value!r:.60} must be one or more token ids; fetch the file again")
     return set(ids)
-
-
-def pieces_file(folder: Path) -> str | None:
-    """Return the name of the SentencePiece file that transformers must convert, because there is no tokenizer.json."""
-    if (folder / "tokenizer.json").is_file():
-        return None
-    return next((name for name in _PIECES if (folder / name).is_file()), None)
 
 
 def vocabulary_difference(folder: Path, other: Path) -> str | None:

@@ -240,7 +240,7 @@ class FirstStart(NamedTuple):
 
 
 def first_start(run_dir: Path) -> FirstStart:
-    """Return the first start of the run in a folder; for a folder without a run, one in this hour.
+    """Return the first start of the run in a folder; for a folder without a run, one that is now.
 
     Raise ResumeError if its record cannot be read.
     """
@@ -249,8 +249,8 @@ def first_start(run_dir: Path) -> FirstStart:
         time = datetime.fromisoformat(start["time"]).replace(tzinfo=None)
         return FirstStart(time.isoformat(), start.get("split", BY_TEXT))
     except FileNotFoundError:
-        return FirstStart(datetime.now().replace(minute=0, second=0, microsecond=0).isoformat(), BY_PROMPT)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return FirstStart(datetime.now().isoformat(), BY_PROMPT)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ResumeError(f"{run_dir / RUN_FILE} cannot be read ({error!r}); restore it, or start a new run") from None
 
 

@@ -52,7 +52,7 @@ from grpo_mega.run.engines import (
     open_agents,
     open_conversations,
 )
-from grpo_mega.run.folder import FirstStart, adopt, first_start, trim
+from grpo_mega.run.folder import adopt, first_start, trim
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,
@@ -348,9 +348,8 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
             runtime = runtimes.start(config)
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        start = agree_on_start(config, rendezvous)
-        with shown("reading the tokenizer and the data"), runtime.raise_on_all_ranks(runtime.everyone):
-            model, tokenizer, data, sampler = read_inputs(config, start)
+        with shown("reading the tokenizer and the data"):
+            model, tokenizer, data, sampler = read_inputs(config, rendezvous)
         with shown("building the engine"):
             engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
@@ -412,22 +411,22 @@ def open_training(
     )
 
 
-def read_inputs(config: Config, start: FirstStart) -> tuple[ModelFiles, Any, RunData, Sampler]:
-    """Return the model's files, the tokenizer, the data, and the order of its prompts. `start`: the run's first one."""
+def read_inputs(config: Config, rendezvous: Rendezvous) -> tuple[ModelFiles, Any, RunData, Sampler]:
+    """Return the model's files, the tokenizer, the data, and the order of its prompts. All ranks call it.
+
+    The date in the prompts is that of the run's first start, as rank 0 knows it.
+    """
+    starts = rendezvous.all_gather("the first start", first_start(config.run_dir), config.hang_deadline_s)
+    time, split = starts[0]
     model = read_model_files(config)
     tokenizer = read_tokenizer(model.folder, model.shape.vocab)
-    set_date(tokenizer, start.time)
+    set_date(tokenizer, time)
     stop_ids = training_sampling(config, model, tokenizer).stop_token_ids
     load = partial(load_demonstrations, stop_ids=stop_ids) if config.algorithm.is_sft else None
-    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), start.split)
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), split)
     if problem := find_end_token(tokenizer, stop_ids)[1]:
         data = replace(data, notes=(*data.notes, problem))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
-
-
-def agree_on_start(config: Config, rendezvous: Rendezvous) -> FirstStart:
-    """Return the run's first start, as rank 0 has recorded it, so that all ranks render the same prompts."""
-    return FirstStart(*rendezvous.all_gather("the first start", first_start(config.run_dir), config.hang_deadline_s)[0])
 
 
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

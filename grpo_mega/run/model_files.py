@@ -55,7 +55,7 @@ from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.observe.progress import phase
 from grpo_mega.paths import read_json
 from grpo_mega.preflight.model import shape_of
-from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids, pieces_file
+from grpo_mega.preflight.tokenizer import check_vocabulary, generation_token_ids
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sglang.session import check_server
 from grpo_mega.run.saving import gather
@@ -131,16 +131,19 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Any:
             f"the tokenizer of model.path={folder} cannot be loaded ({error!r}); fetch its files again"
         ) from None
     check_vocabulary(folder, max(tokenizer.get_vocab().values()), vocab_size)
-    if name := pieces_file(folder):
-        with suppress(ImportError, OSError, RuntimeError):  # not installed, or the file is of another library
+    pieces = next((path for name in ("tokenizer.model", "spiece.model") if (path := folder / name).is_file()), None)
+    if pieces is not None and not (folder / "tokenizer.json").is_file():
+        wanted: list[int] = []
+        with suppress(ImportError, OSError, RuntimeError):  # not installed, or a damaged file
             from sentencepiece import SentencePieceProcessor
 
-            wanted = SentencePieceProcessor(model_file=str(folder / name)).encode(_SENTENCE)
-            if tokenizer(_SENTENCE, add_special_tokens=False)["input_ids"] != wanted:
-                raise ConfigError(
-                    f"model.path={folder}: {type(tokenizer).__name__} splits {_SENTENCE!r} into other tokens than"
-                    f" SentencePiece with {name}, on which the model was trained; copy the model's tokenizer.json there"
-                )
+            wanted = SentencePieceProcessor(model_file=str(pieces)).encode(_SENTENCE)
+        if tokenizer(_SENTENCE, add_special_tokens=False)["input_ids"] != wanted:
+            raise ConfigError(
+                f"model.path={folder}: {type(tokenizer).__name__} may split text into other tokens than the model was"
+                f" trained on, as SentencePiece with {pieces.name} does; copy the model's tokenizer.json there, or"
+                " install sentencepiece and name the tokenizer_class in tokenizer_config.json"
+            )
     return tokenizer
 
 

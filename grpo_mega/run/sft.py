@@ -32,7 +32,7 @@ from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
-from grpo_mega.run.job import TrainingJob, agree_on_start, open_training, read_inputs
+from grpo_mega.run.job import TrainingJob, open_training, read_inputs
 from grpo_mega.run.model_files import build_policy
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
@@ -49,9 +49,9 @@ def run(config: Config) -> None:
         with shown("connecting the ranks"):
             runtime = runtimes.start(config)
             stack.callback(runtimes.stop)
-        start = agree_on_start(config, Rendezvous(runtime.store, runtime.rank, runtime.num_ranks))
-        with shown("reading the tokenizer and the data"), runtime.raise_on_all_ranks():
-            model, _, data, sampler = read_inputs(config, start)
+        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
+        with shown("reading the tokenizer and the data"):
+            model, _, data, sampler = read_inputs(config, rendezvous)
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
         job = open_training(stack, config, runtime, model, data, sampler, policy, timers)

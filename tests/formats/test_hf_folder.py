@@ -149,11 +149,6 @@ def leave_the_index_of_another_model(folder: Path) -> None:
         path.rename(folder / "model.safetensors")
 
 
-def leave_an_index_beside_a_bin(folder: Path) -> None:
-    for path in folder.glob("model-*.safetensors"):
-        path.rename(folder / "pytorch_model.bin")
-
-
 BROKEN = {
     add_whole_file: (
         r"holds model.safetensors, which transformers reads, and model.safetensors.index.json, whose shards SGLang"
@@ -162,7 +157,6 @@ BROKEN = {
     leave_the_index_of_another_model: (
         r"fetch the missing shard, or remove model.safetensors.index.json if model.safetensors has the whole model$"
     ),
-    leave_an_index_beside_a_bin: r"or remove model.safetensors.index.json if pytorch_model.bin has the whole model$",
     remove_shard: (
         r"model-00002-of-00006.safetensors is named by .*index.json but does not exist; fetch the missing shard"
     ),

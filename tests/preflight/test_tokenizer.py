@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,35 +144,32 @@ def test_the_ids_of_a_generation_config_are_those_that_transformers_reads(tmp_pa
     assert generation_token_ids(tmp_path / "none", "eos_token_id") == set()
 
 
-@pytest.mark.parametrize("settings", [None, {}, {"chat_template": "T"}], ids=repr)
-@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model"])
-def test_sentencepiece_alone_needs_the_class_of_its_tokenizer(tmp_path: Path, name: str, settings: Any) -> None:
-    (tmp_path / name).touch()
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    if settings is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(
-        ConfigError, match=rf"^model\.path=\S+ holds {name} without tokenizer\.json, .*; copy the model"
-    ):
-        check_tokenizer_files(tmp_path, 300)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    check_tokenizer_files(tmp_path, 300)
-    (tmp_path / "tokenizer_config.json").unlink()
-    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    check_tokenizer_files(tmp_path, 300)
-
-
-def test_a_tokenizer_that_is_not_sentencepieces_is_refused(tmp_path: Path) -> None:
-    """transformers ignores the class in the file for mistral, and drops the space that this vocabulary needs."""
+def test_a_tokenizer_that_is_not_sentencepieces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers drops the space in front, which this vocabulary needs, unless the class is given. For mistral it
+    ignores the class.
+    """
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "text").write_text("what is seventeen plus five, and think about it first 0123456789?\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=310, model_type="bpe",
         byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
     )  # fmt: skip
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    refusal = r"^model\.path=\S+: \w+ may split text into other tokens .* tokenizer\.model does; copy the model's tok"
+    given = {"tokenizer_class": "LlamaTokenizer"}
+    for model_type, settings, is_right in [
+        ("llama", None, False),
+        ("llama", {}, False),
+        ("llama", {"chat_template": "T"}, False),
+        ("llama", given, True),
+        ("mistral", given, False),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+        if settings is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        with nullcontext() if is_right else pytest.raises(ConfigError, match=refusal):
+            read_tokenizer(tmp_path, 400)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    read_tokenizer(tmp_path, 400)
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    with pytest.raises(ConfigError, match=r"^model\.path=\S+: \w+ splits 'What is .*' into other tokens than .*; copy"):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # without it transformers may also refuse the file
+    with pytest.raises(ConfigError, match=r"model\.path=\S+"):
         read_tokenizer(tmp_path, 400)
