@@ -258,7 +258,7 @@ def find_end_token(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int | Non
     The token is None if the template ends a turn with ordinary text, or with nothing.
     """
     closing, has_stop = find_closing(tokenizer, stop_ids)
-    *_, last = [None, *tokenizer(closing, add_special_tokens=False)["input_ids"]]
+    last: int | None = ([None] + tokenizer(closing, add_special_tokens=False)["input_ids"])[-1]
     if has_stop:
         return last, ""
     if not closing:

@@ -233,7 +233,7 @@ def adopt(config: Config) -> list[str]:
 
 
 class FirstStart(NamedTuple):
-    """What a run keeps of its first start."""
+    """Hold the values of the first start that the whole run keeps."""
 
     time: str  # ISO format, without a zone; chat templates write it
     split: str  # rule by which held-out prompts are split off

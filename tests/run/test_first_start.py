@@ -1,6 +1,4 @@
-"""What a run keeps of its first start: the date in its prompts and the rule of its split, for its resumes and
-evaluations; and the token that ends a turn of its template.
-"""
+"""Resumes and evaluations keep the date and the split of a run's first start. A model of sft names its stop token."""
 
 from __future__ import annotations
 
