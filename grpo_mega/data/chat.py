@@ -15,6 +15,7 @@ as the template renders it.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -22,10 +23,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from grpo_mega.config.data import DataConfig, DataSource
+from grpo_mega.data.messages import THOUGHTS, mark_texts, short
 from grpo_mega.data.rows import Conversation, read_demonstrations
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import find_surrogate, num_common
@@ -72,34 +74,34 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> None:
         check_chat_template(tokenizer)
-        self._tokenizer, self._tools = tokenizer, list(tools) or None
-        # The first omitted message, by form of the conversation; None if nothing is omitted.
-        self._missing: dict[tuple[Any, ...], int | None] = {}
+        self._tokenizer, self._tools = tokenizer, list(tools)
+        # The marker of the first omitted text, by hash of the conversation's form; None if nothing is omitted.
+        self._omitted: dict[int, str | None] = {}
 
-    def render(self, messages: list[dict[str, Any]], place: str) -> str:
+    def render(self, messages: list[dict[str, Any]], place: str, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Return the text of the prompt, up to where the model starts to write. `place` (file:line) is for errors.
 
-        Raises ConfigError if the template refuses the messages, or omits the text of one of them.
+        `tools` are the row's. Raises ConfigError if the template refuses the messages, or omits one of their texts.
         """
-        text = self._apply_template(messages, place, add_generation_prompt=True)
+        text = self._apply_template(messages, place, tools, add_generation_prompt=True)
         if surrogate := find_surrogate(text):
             raise ConfigError(
                 f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
                 "correct the chat template"
             )
         number = next((i for i, message in enumerate(messages) if not _holds_message(text, message)), None)
-        number = self._missing_by_form(messages) if number is None else number
-        if number is not None:
-            missing = messages[number]["content"]
-            missing = missing if len(missing) <= 60 else f"{missing[:57]}..."
-            raise ConfigError(
-                f"{place}: the chat template leaves out text of message {number} (role {messages[number]['role']!r}):"
-                f" {missing!r}; correct the row or the template, or leave data.system_prompt out if it is the system"
-                " message"
-            )
+        lost = None if number is None else (number, "content", messages[number]["content"])
+        self._check_texts(messages, place, tools, lost, add_generation_prompt=True)
         return text
 
-    def render_turn(self, messages: list[dict[str, Any]], before: str, closing: str, place: str) -> str:
+    def render_turn(
+        self,
+        messages: list[dict[str, Any]],
+        before: str,
+        closing: str,
+        place: str,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """Return the text that sft trains as the last message, the assistant's: its content and `closing`.
 
         It follows `before`, the rendered prompt of the messages before it. It is the template's text if that continues
@@ -107,14 +109,17 @@ class Renderer:
         `before` already has, and the text is the content of the message.
         """
         *_, message = messages
-        whole, content = self._apply_template(messages, place), message["content"]
+        whole, content = self._apply_template(messages, place, tools), message["content"]
+        self._check_texts(messages, place, tools)
         turn = whole.removeprefix(before) if whole.startswith(before) else None
-        if turn is not None and all(part.strip() in turn for part in _ANY_TAG.split(content)):
+        thought = message.get(THOUGHTS[0], "")
+        if turn is not None and all(part.strip() in turn for part in (*_ANY_TAG.split(content), thought)):
             kept = turn.rpartition(closing)[0] if closing and closing in turn else turn.rstrip()
             return kept + closing
         opened = match.group() if (match := _OPEN_THOUGHT.search(before)) else ""
-        if message.get("tool_calls") or (opened and not _END_OF_THOUGHT.search(content)):
-            problem = "changes its tool calls" if message.get("tool_calls") else f"opens a thought ({opened.strip()})"
+        has_more = thought or message.get("tool_calls")
+        if has_more or (opened and not _END_OF_THOUGHT.search(content)):
+            problem = "changes its thought or calls" if has_more else f"opens a thought ({opened.strip()})"
             raise ConfigError(
                 f"{place}: message {len(messages) - 1} has no text to train on, because the chat template {problem};"
                 " write the whole turn into its content, or remove the row"
@@ -124,34 +129,65 @@ class Renderer:
         return content + closing
 
     def _apply_template(
-        self, messages: list[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        tools: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
     ) -> str:
+        options: Any = {"tools": [*tools] or self._tools or None, "add_generation_prompt": add_generation_prompt}
         try:
-            return _apply(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
+            return _apply(self._tokenizer, messages, **options)
         except Exception as error:  # templates can raise any exception: jinja2 errors, TypeError, ...
+            with suppress(Exception):  # some templates, such as DeepSeek V3's, take arguments as JSON text only
+                return _apply(self._tokenizer, _with_argument_texts(messages), **options)
             raise ConfigError(
                 f"{place}: the chat template refuses the messages ({' '.join(str(error).split())}); "
                 "correct the row, or leave data.system_prompt out if the template takes no system message"
             ) from None
 
-    def _missing_by_form(self, messages: list[dict[str, Any]]) -> int | None:
-        """Return the first message whose text the template always omits; None if there is none.
+    def _check_texts(
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        tools: Sequence[dict[str, Any]],
+        lost: tuple[int, str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> None:
+        """Raise ConfigError if the template always omits a text of the prompt, or of the last message in a whole chat.
 
-        The actual text could be elsewhere in the prompt by chance. So the conversation is rendered with a marker as
-        each text, once for all conversations of the same form.
+        `lost` is an omitted text that is known. The actual text could be elsewhere in the prompt by chance. So the
+        conversation is rendered with a marker as each text, once for all conversations of the same form.
         """
-        has_text = [bool(message["content"].strip()) for message in messages]
-        form = tuple((message["role"], has, *sorted(message)) for message, has in zip(messages, has_text, strict=True))
-        if form not in self._missing:
-            markers = [f"text{number}of{len(messages)}qzxv" if has else "" for number, has in enumerate(has_text)]
-            marked = [message | {"content": marker} for message, marker in zip(messages, markers, strict=True)]
+        (marked, marked_tools), places = mark_texts(messages, tools)
+        first = -1 if add_generation_prompt else len(messages) - 1
+        form = hash(json.dumps([marked, len(tools), first]))
+        if form not in self._omitted:
             try:
-                text = _apply(self._tokenizer, marked, add_generation_prompt=True, tools=self._tools)
-            except Exception:  # this template depends on the texts, and it accepted the texts of the row
-                text = "".join(markers)
-            lost = (number for number, message in enumerate(marked) if not _holds_message(text, message))
-            self._missing[form] = next(lost, None)
-        return self._missing[form]
+                text = self._apply_template(marked, place, marked_tools, add_generation_prompt=add_generation_prompt)
+            except ConfigError:  # this template depends on the texts, and it accepted the texts of the row
+                text = " ".join(places)
+            wanted = (marker for marker, (number, *_) in places.items() if number >= first)
+            self._omitted[form] = next((marker for marker in wanted if marker not in text), None)
+        marker = self._omitted[form]
+        if lost := lost or (None if marker is None else places[marker]):
+            number, field, value = lost
+            where = f"message {number} (role {messages[number]['role']!r})" if number >= 0 else "the row"
+            raise ConfigError(
+                f"{place}: the chat template leaves out {'text' if field == 'content' else field} of {where}:"
+                f" {short(value)}; correct the row or the template, or leave data.system_prompt out if it is the system"
+                " message"
+            )
+
+
+def _with_argument_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with arguments of calls as JSON text."""
+    messages = copy.deepcopy(messages)
+    for call in chain.from_iterable(message.get("tool_calls", ()) for message in messages):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
 
 
 def _holds_message(prompt: str, message: dict[str, Any]) -> bool:
@@ -364,8 +400,8 @@ def _pieces_of(one: Conversation, renderer: Renderer, closing: str) -> list[list
     segments: list[list[str]] = []
     for number, message in enumerate(one.messages):
         if message["role"] == "assistant" and number >= one.num_given:
-            before = renderer.render(one.messages[:number], one.place)
-            turn = renderer.render_turn(one.messages[: number + 1], before, closing, one.place)
+            before = renderer.render(one.messages[:number], one.place, one.tools)
+            turn = renderer.render_turn(one.messages[: number + 1], before, closing, one.place, one.tools)
             known = "".join(segments[-1]) if segments else None
             if known is not None and before.startswith(known):
                 segments[-1] += [before.removeprefix(known), turn]

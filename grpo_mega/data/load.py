@@ -141,7 +141,11 @@ def load_prompts(
     renderer = Renderer(tokenizer, tools)
     conversations = read_conversations(source, config)
     prefill = find_prefill(tokenizer)
-    texts = [renderer.render(one.messages, one.place) for one in conversations]
+    if tools and (both := next((one.place for one in conversations if one.tools), None)):
+        raise ConfigError(
+            f"{both}: has tools, and rollout.tools is set too; leave one of them out, or rename the column"
+        )
+    texts = [renderer.render(one.messages, one.place, one.tools) for one in conversations]
     all_token_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     dated = f"{tokenizer.chat_template}{config.system_prompt}{tools}" if writes_date(tokenizer) else ""
     prompts = [

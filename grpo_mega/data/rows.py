@@ -33,17 +33,26 @@ from typing import Any
 
 from grpo_mega import http_client
 from grpo_mega.config.data import DataConfig, DataSource
+from grpo_mega.data.messages import (
+    Message,
+    MessageError,
+    parse_text,
+    read_message,
+    read_tools,
+    short,
+    without_nulls,
+)
 from grpo_mega.errors import ConfigError
 from grpo_mega.paths import parse_json
 from grpo_mega.text import find_surrogate
 
 DEFAULT_SPLIT = "train"
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:@]+))?(?:@(?P<split>.+))?")
-Message = dict[str, Any]
 # Columns to try in this order if prompt_column or answer_column is not set. The last one is verl's.
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution", "reward_model.ground_truth")
 MESSAGES_COLUMN, COMPLETION_COLUMNS = "messages", ("completion", "response")  # columns to try for sft
+TOOLS_COLUMN = "tools"
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
 _NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
 
@@ -53,6 +62,7 @@ class DataRow:
     index: int
     place: str  # place for errors: "file:line" or "path, row 7"
     values: dict[str, Any]
+    is_columnar: bool = False  # a reader that gives each column one type made the values
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class Conversation:
     raw_columns: dict[str, Any]  # see types.Prompt
     digest: bytes  # digest of the prompt without data.system_prompt
     num_given: int = 0  # sft trains the assistant's messages after so many messages
+    tools: Sequence[dict[str, Any]] = ()  # schemas in OpenAI's form
 
 
 def read_conversations(source: DataSource, config: DataConfig) -> list[Conversation]:
@@ -84,7 +95,12 @@ def read_conversations(source: DataSource, config: DataConfig) -> list[Conversat
         is_text = isinstance(raw_columns[prompt_column], str) and config.system_prompt is None
         raw_columns["prompts"] = raw_columns[prompt_column] if is_text else messages
         digest = prompt_digest(messages, config)
-        conversations.append(Conversation(row.index, row.place, messages, answer, extras, raw_columns, digest))
+        named = parse_text(row.values.get(TOOLS_COLUMN))  # a list of names is for the agent or the reward
+        has_schemas = isinstance(named, list) and any(isinstance(parse_text(one), dict) for one in named)
+        tools = tools_of(row) if has_schemas else ()
+        conversations.append(
+            Conversation(row.index, row.place, messages, answer, extras, raw_columns, digest, tools=tools)
+        )
     return conversations
 
 
@@ -118,7 +134,7 @@ def read_demonstrations(source: DataSource, config: DataConfig) -> list[Conversa
                     " trained; correct or remove the row"
                 )
         digest = prompt_digest(messages[: trained[-1][0]], config)
-        conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, digest, num_given))
+        conversations.append(Conversation(row.index, row.place, messages, "", {}, {}, digest, num_given, tools_of(row)))
     return conversations
 
 
@@ -223,7 +239,7 @@ def chat_of(
         messages = [_message(row, f"{column}[{number}]", message) for number, message in enumerate(value)]
     else:
         raise ConfigError(
-            f"{row.place}: {column}={_short(value)} is neither a text nor a list of messages with role and content; "
+            f"{row.place}: {column}={short(value)} is neither a text nor a list of messages with role and content; "
             "correct or remove the row"
         )
     if system_prompt is None:
@@ -254,35 +270,42 @@ def answer_of(row: DataRow, column: str) -> str:
     if isinstance(value, str) and value.strip():
         return value
     raise ConfigError(
-        f"{row.place}: {column}={_short(value)} is not an answer; write a text or a number, or remove the row"
+        f"{row.place}: {column}={short(value)} is not an answer; write a text or a number, or remove the row"
     )
 
 
 def _message(row: DataRow, key: str, message: Any) -> Message:
-    """Return a message whose content is a text. Remove null keys, because Parquet columns fill them in."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
-        raise ConfigError(
-            f"{row.place}: {key}={_short(message)} is not a message with role and content; correct or remove the row"
-        )
-    content = message.get("content")
-    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        content = ""
-    if isinstance(content, list) and content:
-        texts = []
-        for number, part in enumerate(content):
-            given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
-            if given.keys() != {"type", "text"} or given["type"] != "text" or not isinstance(given["text"], str):
-                raise ConfigError(
-                    f'{row.place}: {key}.content[{number}]={_short(part)}: must be {{"type": "text", "text": ...}}, '
-                    "because prompts are text only; correct or remove the row"
-                )
-            texts.append(given["text"])
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise ConfigError(
-            f"{row.place}: {key}.content={_short(content)} is neither a text nor a list of text parts; correct the row"
-        )
-    return {name: value for name, value in message.items() if value is not None} | {"content": content}
+    """Return a message in the one form of data/messages.py. Its arguments are JSON objects."""
+    try:
+        found = read_message(without_nulls(message) if row.is_columnar else message)
+    except MessageError as error:
+        raise ConfigError(f"{row.place}: {key}{error}; correct or remove the row") from None
+    for number, call in enumerate(found.get("tool_calls", ())):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, dict) or not _is_json(arguments):
+            raise ConfigError(
+                f"{row.place}: {key}.tool_calls[{number}].function.arguments={short(arguments)} is not a JSON object;"
+                " correct or remove the row"
+            )
+    return found
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value can be written as JSON in UTF-8: no date, NaN or lone surrogate is in it."""
+    try:
+        return bool(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def tools_of(row: DataRow) -> list[dict[str, Any]]:
+    """Return the tool schemas in the row's column `tools`."""
+    value = row.values.get(TOOLS_COLUMN)
+    try:
+        tools = read_tools(value, ()) if row.is_columnar else read_tools(value)
+    except MessageError as error:
+        raise ConfigError(f"{row.place}: {TOOLS_COLUMN}{error}; correct the row, or rename the column") from None
+    return tools
 
 
 def _value(row: DataRow, column: str, key: str) -> Any:
@@ -297,11 +320,6 @@ def _value(row: DataRow, column: str, key: str) -> Any:
             " that was meant, or U+FFFD"
         )
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _names(values: dict[str, Any]) -> str:
@@ -406,7 +424,7 @@ def _read_hub(path: str) -> Iterator[DataRow]:
 
 def _numbered(path: str | Path, values: Iterator[dict[str, Any]]) -> Iterator[DataRow]:
     for index, row in enumerate(values):
-        yield DataRow(index, f"{path}, row {index}", row)
+        yield DataRow(index, f"{path}, row {index}", row, is_columnar=True)
 
 
 def _text(error: BaseException) -> str:

@@ -31,6 +31,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from grpo_mega.data.messages import MessageError, read_tools
 from grpo_mega.http_client import LoopThread
 from grpo_mega.rollout.engine import Sampling
 from grpo_mega.rollout.sessions.agent_job import AgentResult, agent_prompt
@@ -47,7 +48,7 @@ from grpo_mega.rollout.sessions.session import (
     TurnRequest,
     TurnResult,
 )
-from grpo_mega.rollout.sessions.template import RequestError, Template, named_function, well_formed_json
+from grpo_mega.rollout.sessions.template import RequestError, Template, well_formed_json
 from grpo_mega.types import FinishReason, Prompt
 
 MAX_ALONE = 2  # starts of a sample without others in its worker
@@ -351,9 +352,10 @@ class Gateway:
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise RequestError(f"max_tokens={most!r}: must be a number of at least 1")
-        tools = body.get("tools")
-        if tools is not None and not (isinstance(tools, list) and all(map(named_function, tools))):
-            raise RequestError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
+        try:
+            tools = read_tools(body.get("tools"))
+        except MessageError as error:
+            raise RequestError(f"tools{error}") from None
         stop = body.get("stop")
         texts = [stop] if isinstance(stop, str) else stop or []
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -12,7 +12,6 @@ The messages of a chat are checked, made ready for a template, compared by conte
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -23,11 +22,11 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_mega.data.chat import Renderer, find_end_token, find_prefill
+from grpo_mega.data.messages import Message, MessageError, read_message
 from grpo_mega.errors import ConfigError
 from grpo_mega.text import well_formed
 
 Tools = list[dict[str, Any]] | None  # descriptions of functions; None: the conversation has none
-Message = dict[str, Any]  # role, content, and for some roles tool_calls, tool_call_id and name
 ROLES = ("system", "user", "assistant", "tool")
 # Keys that this endpoint or the openai package adds to an answer. They do not belong to the conversation.
 _ANSWER_KEYS = {"invalid_tool_calls", "refusal", "annotations", "audio", "function_call"}
@@ -44,40 +43,18 @@ class RequestError(Exception):
 
 
 def clean(message: Any, place: str) -> Message:
-    """Return a client's message as a chat template reads it. Raise RequestError if it is not a message.
+    """Return a client's message in the one form of data/messages.py. Raise RequestError if it is not a message.
 
-    Content is text, "" if there is none. Arguments of tool calls are values, not JSON text, if the text is valid. A
-    lone surrogate becomes U+FFFD. Keys without a value are absent.
+    Content is "" if there is none. A lone surrogate becomes U+FFFD.
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{place}: must be an object with a role of {', '.join(ROLES)}")
-    kept = {k: well_formed_json(v) for k, v in message.items() if k not in _ANSWER_KEYS and v not in (None, [], {})}
-    content = kept.get("content", "")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        raise RequestError(f"{place}.content: must be a text, or a list of text parts")
-    kept["content"] = "".join(part["text"] for part in parts)
-    if "tool_calls" in kept:
-        if message["role"] != "assistant" or not isinstance(kept["tool_calls"], list):
-            raise RequestError(f"{place}.tool_calls: must be a list in an assistant message")
-        calls: list[dict[str, Any]] = []
-        for call in kept["tool_calls"]:
-            if (function := named_function(call)) is None:
-                raise RequestError(f"{place}.tool_calls: each call must have a function with a name")
-            arguments = function.get("arguments", {})
-            if isinstance(arguments, str):
-                with contextlib.suppress(ValueError, RecursionError):  # such a text stays a text
-                    arguments = well_formed_json(json.loads(arguments or "{}"))
-            named = {"name": function["name"], "arguments": arguments}
-            calls.append({"type": "function", **call, "function": named})
-        kept["tool_calls"] = calls
-    return kept
-
-
-def named_function(value: Any) -> dict[str, Any] | None:
-    """Return the function of a tool or a call; None unless it is an object with a name."""
-    function = value.get("function") if isinstance(value, dict) else None
-    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+    given = {key: value for key, value in message.items() if key not in _ANSWER_KEYS}
+    try:
+        found = read_message(given | {"content": message.get("content") or ""})
+    except MessageError as error:
+        raise RequestError(f"{place}{error}") from None
+    return {key: well_formed_json(value) for key, value in found.items()}
 
 
 def well_formed_json(value: Any) -> Any:
