@@ -89,9 +89,7 @@ class Renderer:
                 f"{place}: the rendered prompt has the lone surrogate {surrogate}, which is not a character; "
                 "correct the chat template"
             )
-        number = next((i for i, message in enumerate(messages) if not _holds_message(text, message)), None)
-        lost = None if number is None else (number, "content", messages[number]["content"])
-        self._check_texts(messages, place, tools, lost, add_generation_prompt=True)
+        self._check_texts(messages, place, tools, text)
         return text
 
     def render_turn(
@@ -148,38 +146,32 @@ class Renderer:
             ) from None
 
     def _check_texts(
-        self,
-        messages: list[dict[str, Any]],
-        place: str,
-        tools: Sequence[dict[str, Any]],
-        lost: tuple[int, str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: list[dict[str, Any]], place: str, tools: Sequence[dict[str, Any]], prompt: str | None = None
     ) -> None:
-        """Raise ConfigError if the template always omits a text of the prompt, or of the last message in a whole chat.
+        """Raise ConfigError if the template omits a text of the prompt, or of the last message if there is no prompt.
 
-        `lost` is an omitted text that is known. The actual text could be elsewhere in the prompt by chance. So the
-        conversation is rendered with a marker as each text, once for all conversations of the same form.
+        The actual text could be elsewhere in the prompt by chance. So the conversation is rendered with a marker as
+        each text, once for all conversations of the same form.
         """
         (marked, marked_tools), places = mark_texts(messages, tools)
-        first = -1 if add_generation_prompt else len(messages) - 1
+        first = len(messages) - 1 if prompt is None else -1
         form = hash(json.dumps([marked, len(tools), first]))
         if form not in self._omitted:
             try:
-                text = self._apply_template(marked, place, marked_tools, add_generation_prompt=add_generation_prompt)
+                text = self._apply_template(marked, place, marked_tools, add_generation_prompt=prompt is not None)
             except ConfigError:  # this template depends on the texts, and it accepted the texts of the row
                 text = " ".join(places)
             wanted = (marker for marker, (number, *_) in places.items() if number >= first)
             self._omitted[form] = next((marker for marker in wanted if marker not in text), None)
-        marker = self._omitted[form]
-        if lost := lost or (None if marker is None else places[marker]):
-            number, field, value = lost
-            where = f"message {number} (role {messages[number]['role']!r})" if number >= 0 else "the row"
-            raise ConfigError(
-                f"{place}: the chat template leaves out {'text' if field == 'content' else field} of {where}:"
-                f" {short(value)}; correct the row or the template, or leave data.system_prompt out if it is the system"
-                " message"
-            )
+        for marker, (number, field, value) in places.items():
+            is_content = prompt is not None and field == "content"
+            if marker == self._omitted[form] or (is_content and not _holds_message(prompt, messages[number])):
+                where = f"message {number} (role {messages[number]['role']!r})" if number >= 0 else "the row"
+                raise ConfigError(
+                    f"{place}: the chat template leaves out {'text' if field == 'content' else field} of {where}:"
+                    f" {short(value)}; correct the row or the template, or leave data.system_prompt out if it is the"
+                    " system message"
+                )
 
 
 def _with_argument_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,16 +23,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from decimal import Decimal
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from grpo_mega import http_client
 from grpo_mega.config.data import DataConfig, DataSource
+from grpo_mega.data.files import READERS, DataRow, numbered_rows, one_line, read_json_file
 from grpo_mega.data.messages import (
     Message,
     MessageError,
@@ -43,7 +46,6 @@ from grpo_mega.data.messages import (
     without_nulls,
 )
 from grpo_mega.errors import ConfigError
-from grpo_mega.paths import parse_json
 from grpo_mega.text import find_surrogate
 
 DEFAULT_SPLIT = "train"
@@ -55,14 +57,6 @@ MESSAGES_COLUMN, COMPLETION_COLUMNS = "messages", ("completion", "response")  # 
 TOOLS_COLUMN = "tools"
 # Spellings of missing or infinite numbers by Python, pandas, JSON and other languages, in columns turned into text.
 _NOT_FINITE = re.compile("nan|NaN|NAN|[-+]?(?:inf|Inf|INF|Infinity)")
-
-
-@dataclass(frozen=True)
-class DataRow:
-    index: int
-    place: str  # place for errors: "file:line" or "path, row 7"
-    values: dict[str, Any]
-    is_columnar: bool = False  # a reader that gives each column one type made the values
 
 
 @dataclass(frozen=True)
@@ -149,10 +143,10 @@ def read_rows(path: str) -> Iterator[DataRow]:
         raise ConfigError(f"data set {path} does not exist; name a file, a folder or hub:owner/name")
     if not folder.is_file():
         raise ConfigError(f"data set {path} is not a regular file; name a file, a folder or hub:owner/name")
-    reader = _READERS.get(Path(path).suffix)
+    reader = READERS.get(Path(path).suffix)
     if reader is None:
         raise ConfigError(
-            f"data file {path} has suffix {Path(path).suffix!r}; the formats are {', '.join(_READERS)}, or folders of"
+            f"data file {path} has suffix {Path(path).suffix!r}; the formats are {', '.join(READERS)}, or folders of"
             " them"
         )
     return reader(Path(path))
@@ -255,6 +249,12 @@ def chat_of(
 def answer_of(row: DataRow, column: str) -> str:
     """Return the gold answer as text."""
     value = _value(row, column, "answer_column")
+    if isinstance(value, date) or (row.is_columnar and isinstance(value, float) and 2**53 <= abs(value) < math.inf):
+        raise ConfigError(
+            f"{row.place}: {column}={short(value)} may not be what was written, because a table has one type per"
+            " column: texts become dates, and long integers floats; store answers as text, or name a .jsonl file or a"
+            " folder of such files"
+        )
     if isinstance(value, Real | Decimal) and not isinstance(value, bool):
         if not (value.is_finite() if isinstance(value, Decimal) else -math.inf < value < math.inf):  # type: ignore[operator]
             raise ConfigError(
@@ -334,61 +334,8 @@ def _split_of(path: str) -> tuple[Path, str]:
     return Path(path), DEFAULT_SPLIT
 
 
-def _read_jsonl(path: Path) -> Iterator[DataRow]:
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for index, line in enumerate(lines):
-                place = f"{path}:{index + 1}"
-                if not line.strip():
-                    continue
-                try:
-                    row = parse_json(line)
-                except ValueError as error:
-                    text = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                    raise ConfigError(f"{place} is not JSON ({text}); write one JSON object per line") from None
-                if not isinstance(row, dict):
-                    problem = f"holds a JSON {type(row).__name__}, not an object"
-                    raise ConfigError(f"{place} {problem}; write one JSON object per line")
-                yield DataRow(index, place, row)
-    except OSError as error:
-        raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data file {path} is not UTF-8 ({error.reason}); write it as UTF-8") from None
-
-
-def _read_json(path: Path) -> Iterator[DataRow]:
-    try:
-        rows = parse_json(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"data file {path}: {error.strerror}; name a file that can be read") from None
-    except ValueError as error:  # raised for text that is not JSON or not UTF-8
-        is_jsonl = "Extra data" in str(error)
-        remedy = "name it .jsonl if it holds one object per line" if is_jsonl else "write a list of objects"
-        raise ConfigError(f"data file {path} is not JSON ({error}); {remedy}") from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"data file {path} holds a JSON {type(rows).__name__}; write a list of objects")
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{path}, row {index} is a JSON {type(row).__name__}, not an object; write a list of objects"
-            )
-        yield DataRow(index, f"{path}, row {index}", row)
-
-
-def _read_parquet(path: Path) -> Iterator[DataRow]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            values = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from _numbered(path, values)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"data file {path} is not a readable Parquet file ({_text(error)}); write it again") from None
-
-
 def _read_folder(path: str, folder: Path, split: str) -> Iterator[DataRow]:
-    """Stream the rows, so that `datasets` leaves no copy in its cache."""
+    """Read JSON as from its files. Stream other rows, so that `datasets` leaves no copy in its cache."""
     import datasets
 
     try:
@@ -397,13 +344,20 @@ def _read_folder(path: str, folder: Path, split: str) -> Iterator[DataRow]:
         elif (folder / "state.json").exists():
             rows = datasets.load_from_disk(str(folder))
         else:
+            builder = datasets.load_dataset_builder(str(folder))
+            files = [Path(file) for file in (builder.config.data_files or {}).get(split, ())]
+            opened = [read_json_file(file) for file in files] if builder.name == "json" else []
+            if opened and (of_json := [rows for rows in opened if rows is not None]) and len(of_json) == len(files):
+                for index, row in enumerate(chain.from_iterable(of_json)):
+                    yield DataRow(index, f"{path}, row {index} ({Path(row.place).name})", row.values)
+                return
             rows = datasets.load_dataset(str(folder), split=split, streaming=True)
-        yield from _numbered(path, iter(rows))
+        yield from numbered_rows(path, iter(rows))
     except ConfigError:
         raise
     except Exception as error:  # datasets passes on the errors of its readers
         remedy = "put .parquet, .jsonl or .json files there, or name a split of it as folder@split"
-        raise ConfigError(f"data folder {path} cannot be read ({_text(error)}); {remedy}") from None
+        raise ConfigError(f"data folder {path} cannot be read ({one_line(error)}); {remedy}") from None
 
 
 def _read_hub(path: str) -> Iterator[DataRow]:
@@ -417,22 +371,6 @@ def _read_hub(path: str) -> Iterator[DataRow]:
         rows = datasets.load_dataset(match["name"], match["config"], split=match["split"] or DEFAULT_SPLIT)
     except Exception as error:  # datasets passes on the errors of its loaders and of the network
         remedy = "check name, config, split and network, or download it and name the folder"
-        why = f"{http_client.endpoint()} is not reachable, and the cache lacks it" if is_offline else _text(error)
+        why = f"{http_client.endpoint()} is not reachable, and the cache lacks it" if is_offline else one_line(error)
         raise ConfigError(f"data set {path} cannot be loaded ({why}); {remedy}") from None
-    yield from _numbered(path, iter(rows))
-
-
-def _numbered(path: str | Path, values: Iterator[dict[str, Any]]) -> Iterator[DataRow]:
-    for index, row in enumerate(values):
-        yield DataRow(index, f"{path}, row {index}", row, is_columnar=True)
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-_READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
+    yield from numbered_rows(path, iter(rows))

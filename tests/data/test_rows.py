@@ -3,11 +3,13 @@
 import json
 import math
 import re
+from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -138,6 +140,31 @@ def test_numbers_that_are_not_finite_are_refused_when_a_file_is_read(tmp_path: P
     )
     parquet.write_table(decimals, tmp_path / "decimals.parquet")
     assert read(tmp_path / "decimals.parquet")[0].answer == "12345678901234567890.5"
+
+
+@pytest.mark.parametrize(
+    "value", [datetime(2024, 1, 5), date(2024, 1, 5), 1.2345678901234568e22, -9007199254740992.0], ids=repr
+)
+@pytest.mark.parametrize("form", ["file", "folder", "saved"])
+def test_answers_that_a_table_may_have_changed_are_refused(tmp_path: Path, value: Any, form: str) -> None:
+    table, path = pa.table({"prompt": ["a", "b"], "answer": [value, value]}), tmp_path / "set"
+    if form == "saved":
+        datasets.disable_progress_bars()
+        datasets.Dataset(table).save_to_disk(path)
+    else:
+        path.mkdir()
+        parquet.write_table(table, path / "train.parquet")
+    problem = r"set\S*, row 0: answer=.* may not be what was written, .*; store answers as text, or name a \.jsonl file"
+    with pytest.raises(ConfigError, match=problem) as caught:
+        read(path / "train.parquet" if form == "file" else path)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_numbers_of_a_table_are_answers(tmp_path: Path) -> None:
+    for number, values in enumerate(([2**63 - 1, -7], [0.5, 9007199254740991.0], [Decimal("12345678901234567890.5")])):
+        path = tmp_path / f"{number}.parquet"
+        parquet.write_table(pa.table({"prompt": ["a"] * len(values), "answer": values}), path)
+        assert [one.answer for one in read(path)] == list(map(str, values))
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "jsonl"])

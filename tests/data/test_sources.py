@@ -2,6 +2,7 @@
 remedy.
 """
 
+import gzip
 import json
 import os
 import re
@@ -120,6 +121,83 @@ def test_rows_are_the_same_from_every_source(make: Any, tmp_path: Path, monkeypa
     assert all(row.place.startswith(path) for row in rows)
     copies = list((tmp_path / "cache").rglob("*.arrow"))
     assert bool(copies) == path.startswith("hub:")  # local data is not copied
+
+
+ANSWERS: list[list[Any]] = [
+    [12345678901234567890123, 7],
+    [9007199254740993, 0.5],
+    ["2024-01-05", "2024-02-05"],
+    ["007", 7, "2024-01-05T10:00:00Z"],
+    [{"x": 9007199254740993}, {"x": 0.5, "y": ["2024-01-05"]}],
+    [True, "a\u2028b", None, -0.0, 10**30],
+]
+
+
+def write_lines(folder: Path, rows: list[Any]) -> None:
+    write_jsonl(folder / "train.jsonl", rows)
+
+
+def write_list(folder: Path, rows: list[Any]) -> None:
+    (folder / "train.json").write_text("\n " + json.dumps(rows, indent=1))
+
+
+def write_lines_with_another_suffix(folder: Path, rows: list[Any]) -> None:
+    write_jsonl(folder / "train.json", rows)
+
+
+def write_compressed(folder: Path, rows: list[Any]) -> None:
+    with gzip.open(folder / "train.jsonl.gz", "wt") as file:
+        file.write("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
+
+
+def write_several_files(folder: Path, rows: list[Any]) -> None:
+    (folder / "data").mkdir()
+    write_jsonl(folder / "data/train-00001-of-00002.jsonl", rows[1:])
+    (folder / "data/train-00000-of-00002.json").write_text(json.dumps(rows[:1]))
+    write_jsonl(folder / "data/test.jsonl", [{"prompt": "other", "answer": "x"}])
+
+
+def write_configured_files(folder: Path, rows: list[Any]) -> None:
+    (folder / "parts").mkdir()
+    write_jsonl(folder / "parts/z.jsonl", rows)
+    write_jsonl(folder / "other.jsonl", rows[::-1])
+    files = "[{split: train, path: parts/*.jsonl}, {split: test, path: other.jsonl}]"
+    (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: default, data_files: {files}}}]\n---\n")
+
+
+JSON_FOLDERS = [
+    write_lines,
+    write_list,
+    write_lines_with_another_suffix,
+    write_compressed,
+    write_several_files,
+    write_configured_files,
+]
+
+
+@pytest.mark.parametrize("write", JSON_FOLDERS, ids=lambda f: f.__name__)
+def test_json_has_the_same_values_in_a_folder_as_in_a_file(write: Any, tmp_path: Path) -> None:
+    for number, answers in enumerate(ANSWERS):
+        rows = [{"prompt": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write(folder, rows)
+        found = list(read_rows(str(folder)))
+        assert repr([row.values for row in found]) == repr(rows)
+        assert [row.index for row in found] == list(range(len(rows)))
+        assert found[-1].place.startswith(f"{folder}, row {len(rows) - 1} (") and not found[0].is_columnar
+
+
+def test_a_bad_line_in_a_folder_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n{"a": }\n')
+    with pytest.raises(ConfigError, match=r"/train\.jsonl:2 is not JSON .*; write one JSON object per line$"):
+        rows_of(tmp_path)
+
+
+def test_json_that_is_neither_lines_nor_a_list_is_left_to_datasets(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('{\n"a": [1, 2],\n"b": [3, 4]\n}')
+    (row,) = rows_of(tmp_path)
+    assert row == {"a": [1, 2], "b": [3, 4]}
 
 
 def test_messages_in_parquet_and_in_folders_are_lists_of_mappings(tmp_path: Path) -> None:

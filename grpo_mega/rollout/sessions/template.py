@@ -28,8 +28,6 @@ from grpo_mega.text import well_formed
 
 Tools = list[dict[str, Any]] | None  # descriptions of functions; None: the conversation has none
 ROLES = ("system", "user", "assistant", "tool")
-# Keys that this endpoint or the openai package adds to an answer. They do not belong to the conversation.
-_ANSWER_KEYS = {"invalid_tool_calls", "refusal", "annotations", "audio", "function_call"}
 TAG = re.compile(r"(</?(?:think|thinking|thought|reasoning)>)")  # start or end of a thought
 _CALL_ID = "callqzxv0"  # nine letters and digits, because Mistral's templates require them
 
@@ -49,7 +47,7 @@ def clean(message: Any, place: str) -> Message:
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{place}: must be an object with a role of {', '.join(ROLES)}")
-    given = {key: value for key, value in message.items() if key not in _ANSWER_KEYS}
+    given = {key: value for key, value in message.items() if key != "invalid_tool_calls"}  # of this endpoint's answers
     try:
         found = read_message(given | {"content": message.get("content") or ""})
     except MessageError as error:
@@ -257,7 +255,7 @@ class Template:
             if (place := turn.find(text, end)) < 0:
                 return None
             end = place + len(text)
-        marks = MARK.findall(json.dumps([message["content"] for message in suffix]))
+        marks = MARK.findall(json.dumps([m["content"] if m["role"] == "tool" else m for m in suffix]))
         limit = turn.find(marks[0], end) if marks else len(turn)
         if any(text not in turn[end:] for text in marks):
             return None

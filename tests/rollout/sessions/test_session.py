@@ -1,5 +1,6 @@
 """A session reuses the tokens that were sampled, and trains nothing else."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -274,13 +275,38 @@ def test_calls_of_the_last_possible_turn_end_the_sample_by_its_limit() -> None:
         ([], "must be a list of at least one message"),
         ([{"role": "user"}, {"role": "assistant", "content": "a"}], "must not end with an assistant message"),
         ([{"role": "robot", "content": "a"}], r"messages\[0\]: must be an object with a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\]=.*: must be {\"type\": \"text\""),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"messages\[0\]\.content\[0\]=.*: must be {\"type\": \"text\"",
+        ),
         ([{"role": "user", "content": "a", "tool_calls": [{}]}], r"messages\[0\]\.tool_calls: must be a list in an"),
     ],
 )
 def test_messages_of_another_form_are_refused(messages: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         ChatRequest.read(messages)
+
+
+def test_calls_and_parts_of_any_client_are_one_form() -> None:
+    parts = [{"type": "text", "text": "hel", "annotations": None}, {"type": "text", "text": "lo"}]
+    talk = Dialogue("qwen2.5")
+    first = talk.ask([user("hello")], CALL, tools=TOOLS)
+    (call,) = first.answer["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    reply = {"role": "tool", "content": "4", "tool_call_id": call["id"], "name": call["function"]["name"]}
+    turns = []
+    for given in (arguments, json.dumps(arguments, indent=3)):
+        answer = {"role": "assistant", "tool_calls": [call | {"function": call["function"] | {"arguments": given}}]}
+        turns.append(talk.turn([user("") | {"content": parts}, answer, reply], tools=TOOLS))
+    assert turns[0] is turns[1] and turns[0].parent is first
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_the_template_does_not_show_of_a_message_is_refused(later: bool) -> None:
+    talk, named = Dialogue("qwen2.5"), user("why?") | {"name": "Zoe"}
+    before = [user("hello"), talk.ask([user("hello")], "4").answer] if later else []
+    with pytest.raises(RequestError, match=rf"leaves out name of message {len(before)} \(role 'user'\): 'Zoe'"):
+        talk.turn([*before, named])
 
 
 def test_surrogates_and_line_separators_are_rendered() -> None:
