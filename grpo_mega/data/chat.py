@@ -164,8 +164,8 @@ class Renderer:
             wanted = (marker for marker, (number, *_) in places.items() if number >= first)
             self._omitted[form] = next((marker for marker in wanted if marker not in text), None)
         for marker, (number, field, value) in places.items():
-            is_content = prompt is not None and field == "content"
-            if marker == self._omitted[form] or (is_content and not _holds_message(prompt, messages[number])):
+            is_lost = prompt and field == "content" and not _holds_message(prompt, messages[number])
+            if is_lost or marker == self._omitted[form]:
                 where = f"message {number} (role {messages[number]['role']!r})" if number >= 0 else "the row"
                 raise ConfigError(
                     f"{place}: the chat template leaves out {'text' if field == 'content' else field} of {where}:"

@@ -1,8 +1,8 @@
 """One form of chat messages and tool schemas, whoever wrote them: rows of data sets and clients of agents.
 
-Arguments of calls are values, also if they were JSON text. A thought has all the names that templates read. Keys
-without a value are absent. In arguments and schemas of JSON, null may be a value. In a columnar format it is not one,
-because such formats fill in null for each key that another row has.
+Arguments of calls are values, also if they were JSON text, as in OpenAI's form. A thought has all the names that
+templates read. Keys of null are absent, except for arguments and for the defaults of schemas. In a columnar format all
+keys of null are absent, because such a format fills in the keys of other rows.
 
 `mark_texts` puts a marker in place of each text, so that a rendering shows what a template omits.
 """
@@ -21,6 +21,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _CALL = r"tool_calls\[\d+\]\."
 _NO_TEXT = re.compile(rf"(?:{_CALL})?(?:type|index)|role|{'|'.join(THOUGHTS)}")  # fields of a message
 _ID, _CALLED = re.compile(rf"tool_call_id|(?:{_CALL})?id"), re.compile(rf"{_CALL}function\.name")
+
+_MAX_DEPTH = 99  # functions that call themselves walk over the values
 
 
 class MessageError(Exception):
@@ -74,9 +76,11 @@ def read_tools(value: Any, null_values: Collection[str] = ("default", "const")) 
 
 
 def parse_text(value: Any) -> Any:
-    """Return the value of a JSON text; another text or value as it is."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(value) if isinstance(value, str) else value
+    """Return the value of a JSON text; another value, and a text that is not JSON or nested too deeply, as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            return found if _depth(found) < _MAX_DEPTH else value
     return value
 
 
@@ -91,6 +95,11 @@ def short(value: Any) -> str:
     """Return a value for an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def _read_call(call: Any, field: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Read the rows of a data set, and turn them into messages and gold answers. `read_rows(path)` accepts
 
 - a file: .jsonl (one object per line), .json (a list of objects) or .parquet;
-- a folder of such files, or a folder saved by `datasets`: "folder" or "folder@split";
+- a folder of such files, or a folder saved by `datasets`: "folder" or "folder@split" (JSON is read as from a file);
 - a data set on the Hugging Face hub, downloaded once into its cache: "hub:owner/name[:config][@split]".
 
 The default split is "train". The index of a row is its place in the set from 0 (in JSONL its line, counting blank
@@ -13,8 +13,11 @@ a row with a lone surrogate in these columns, raises ConfigError with its place 
 silently. A run checks all rows before it starts, because this needs no tokenizer.
 
 The content of a message is a text, or a list of text parts, {"type": "text", "text": ...}, which are joined. The
-content may be null in an assistant message with tool calls. A column name may lead into nested values:
-"reward_model.ground_truth".
+content may be null in an assistant message with tool calls. The column `tools` may have the schemas of a row's tools,
+which the chat template writes into the prompt. A column name may lead into nested values: "reward_model.ground_truth".
+
+A reader of tables gives each column one type, so an answer that it may have changed is an error: a date, or a float of
+2**53 or more.
 """
 
 from __future__ import annotations
@@ -302,10 +305,9 @@ def tools_of(row: DataRow) -> list[dict[str, Any]]:
     """Return the tool schemas in the row's column `tools`."""
     value = row.values.get(TOOLS_COLUMN)
     try:
-        tools = read_tools(value, ()) if row.is_columnar else read_tools(value)
+        return read_tools(value, ()) if row.is_columnar else read_tools(value)
     except MessageError as error:
         raise ConfigError(f"{row.place}: {TOOLS_COLUMN}{error}; correct the row, or rename the column") from None
-    return tools
 
 
 def _value(row: DataRow, column: str, key: str) -> Any:

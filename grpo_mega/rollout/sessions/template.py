@@ -47,7 +47,7 @@ def clean(message: Any, place: str) -> Message:
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{place}: must be an object with a role of {', '.join(ROLES)}")
-    given = {key: value for key, value in message.items() if key != "invalid_tool_calls"}  # of this endpoint's answers
+    given = {key: value for key, value in message.items() if key != "invalid_tool_calls"}
     try:
         found = read_message(given | {"content": message.get("content") or ""})
     except MessageError as error:

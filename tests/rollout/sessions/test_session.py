@@ -309,6 +309,13 @@ def test_what_the_template_does_not_show_of_a_message_is_refused(later: bool) ->
         talk.turn([*before, named])
 
 
+def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+    talk, deep = Dialogue("qwen2.5"), '{"a": ' + "[" * 700 + "]" * 700 + "}"
+    answer = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    turn = talk.turn([user("hello"), answer, user("more")])
+    assert "[[[" in decode("qwen2.5", turn.request.context_ids)
+
+
 def test_surrogates_and_line_separators_are_rendered() -> None:
     talk = Dialogue("qwen2.5")
     first = talk.ask([user("hello")], "4")
