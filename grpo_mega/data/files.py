@@ -83,6 +83,10 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
     try:
         with parquet.ParquetFile(path) as file:
             values = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            if b'"Json"' in (file.schema_arrow.metadata or {}).get(b"huggingface", b""):
+                import datasets  # it stores values of several types as JSON text
+
+                values = map(datasets.Features.from_arrow_schema(file.schema_arrow).decode_example, values)
             yield from numbered_rows(path, values)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(

@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -232,6 +233,17 @@ def test_nulls_of_columns_are_absent_at_every_depth(tmp_path: Path) -> None:
     assert None in stored["messages"][1]["tool_calls"][0]["function"]["arguments"].values()
     assert demonstrate(config, "qwen2.5") == demonstrate(write(tmp_path, *rows), "qwen2.5")
     assert [list(one.tools) for one in read_demonstrations(config.train[0], config)] == [rows[0]["tools"]] * 2
+
+
+def test_values_that_datasets_writes_as_json_text_are_read(tmp_path: Path) -> None:
+    """datasets 5 does so where rows differ in their types or keys."""
+    rows = [{"messages": chat({key: 3}), "tools": [tool("weather", key)]} for key in ("city", "day", "hour")]
+    config = write(tmp_path, *rows)
+    datasets.disable_progress_bars()
+    stored = datasets.Dataset.from_json(config.train[0].path, cache_dir=str(tmp_path / "cache"))
+    stored.to_parquet(tmp_path / "rows.parquet")
+    found = demonstrate(config_of(tmp_path / "rows.parquet"), "qwen2.5")
+    assert found == demonstrate(config, "qwen2.5") and '{"day": 3}' in found[1].answer
 
 
 def test_nulls_of_json_are_values_of_arguments_and_defaults(tmp_path: Path) -> None:

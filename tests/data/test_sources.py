@@ -188,6 +188,14 @@ def test_json_has_the_same_values_in_a_folder_as_in_a_file(write: Any, tmp_path:
         assert found[-1].place.startswith(f"{folder}, row {len(rows) - 1} (") and not found[0].is_columnar
 
 
+def test_values_of_several_types_are_the_same_in_parquet_of_datasets(tmp_path: Path) -> None:
+    rows = [{"a": "x", "b": [1]}, {"a": 7, "b": "[1]"}, {"a": None, "b": {"x": '"'}}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path)).to_parquet(tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == rows
+
+
 def test_a_bad_line_in_a_folder_is_named_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n{"a": }\n')
     with pytest.raises(ConfigError, match=r"/train\.jsonl:2 is not JSON .*; write one JSON object per line$"):
