@@ -82,7 +82,7 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            values = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            values: Iterator[Any] = (row for batch in file.iter_batches() for row in batch.to_pylist())
             if b'"Json"' in (file.schema_arrow.metadata or {}).get(b"huggingface", b""):
                 import datasets  # it stores values of several types as JSON text
 
