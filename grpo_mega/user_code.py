@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,8 @@ from grpo_mega.paths import user_path
 from grpo_mega.text import nearest
 
 FORMS = "my_package.my_module.my_function or my_file.py:my_function"
+_IMPORTED = re.compile(r"^[ \t]*(?:from|import)\s+\.*\s*(?:import[\s(]+)?(\w+(?:\s*,\s*\w+)*)", re.MULTILINE)
+_INSTALLED = re.compile(r"-packages$|/python3[^/]*(/lib-dynload)?$|\.zip$")  # folders of sys.path with libraries
 
 
 def is_user_name(name: str) -> bool:
@@ -65,6 +69,31 @@ def load_function(name: str, code_dir: Path | None) -> Callable[..., Any]:
             f"{name!r}: {file} has no function {function_name}; {nearest(function_name, known)}check the name"
         )
     return function
+
+
+def source_files(names: Iterable[str], code_dir: Path | None) -> dict[str, Path]:
+    """Return the files of functions or packages, and the modules that they import, also inside functions. Import
+    nothing.
+
+    The keys are relative paths. A package counts as a whole. Installed packages are left out.
+    """
+    shared = (*_folders(code_dir), *(Path(folder) for folder in sys.path if folder and not _INSTALLED.search(folder)))
+    found: dict[str, Path] = {}
+    paths = [_find_file(name, code_dir) if ":" in name else Path(name.partition(".")[0]) for name in names]
+    todo = {(path.stem, folder) for path in paths for folder in (path.parent, *shared)}
+    done = set[tuple[str, Path]]()
+    while todo:
+        done |= todo
+        files = [file for name, folder in todo for file in (folder / f"{name}.py", *(folder / name).rglob("*.py"))]
+        new = {os.path.relpath(file): file for file in files if file.is_file()}
+        found |= new
+        lines = {
+            (line, file.parent) for file in new.values() for line in _IMPORTED.findall(file.read_text(errors="replace"))
+        }
+        todo = {
+            (name.strip(), folder) for line, parent in lines for name in line.split(",") for folder in (parent, *shared)
+        } - done
+    return dict(sorted(found.items()))
 
 
 def import_file(path: Path) -> ModuleType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,12 +23,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from grpo_mega.config import Config
 from grpo_mega.distributed import device as devices
 from grpo_mega.distributed.messages import shared_key
-from grpo_mega.distributed.rendezvous import EVERYONE, job_store, join_sides
+from grpo_mega.distributed.rendezvous import EVERYONE, Rendezvous, job_store, join_sides
 from grpo_mega.errors import UserError
 from grpo_mega.megatron.loaded_kernels import check_kernels as check_kernels
 from grpo_mega.megatron.precision import forget_fp8_state
 from grpo_mega.preflight.layout import megatron_layout
 from grpo_mega.weights.layout import MegatronLayout
+
+Meet = Callable[[Rendezvous], None]
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,15 @@ class Runtime:
                 raise found from None
 
 
-def start(config: Config) -> Runtime:
-    """Join the ranks and arrange them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set."""
+def start(config: Config, meet: Meet | None = None) -> Runtime:
+    """Join the ranks and arrange them. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT must be set.
+
+    Every rank calls `meet` with the rendezvous of all ranks before it joins a process group.
+    """
     if not config.layout.engine_ranks:
-        return arrange(config, join(config))
+        return arrange(config, join(config, meet))
     device = _select_device(config)
-    with _joining(config) as (store, rank, world_size):
+    with _joining(config, meet) as (store, rank, world_size):
         num_trainers = world_size - config.layout.engine_ranks
         everyone = join_sides(
             device.backend, store, rank, world_size, num_trainers, timedelta(seconds=config.collective_timeout_s)
@@ -129,10 +134,10 @@ def start(config: Config) -> Runtime:
     return replace(runtime, store=store, num_engine_ranks=config.layout.engine_ranks, everyone=everyone)
 
 
-def join(config: Config) -> devices.Device:
+def join(config: Config, meet: Meet | None = None) -> devices.Device:
     """Join the ranks into one process group. Return this rank's device."""
     device = _select_device(config)
-    with _joining(config) as (store, rank, world_size):
+    with _joining(config, meet) as (store, rank, world_size):
         dist.init_process_group(
             device.backend,
             store=store,
@@ -197,11 +202,13 @@ def _select_device(config: Config) -> devices.Device:
 
 
 @contextmanager
-def _joining(config: Config) -> Iterator[tuple[dist.Store, int, int]]:
+def _joining(config: Config, meet: Meet | None) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the job's store, this process's rank and the number of ranks. Inside, all ranks have the same key."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = job_store(rank, timedelta(seconds=config.collective_timeout_s))
     with shared_key(store, rank, world_size, config.run_dir):
+        if meet is not None:
+            meet(Rendezvous(store, rank, world_size, scope="start"))
         yield store, rank, world_size
 
 

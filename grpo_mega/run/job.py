@@ -52,7 +52,7 @@ from grpo_mega.run.engines import (
     open_agents,
     open_conversations,
 )
-from grpo_mega.run.folder import adopt, first_start, trim
+from grpo_mega.run.folder import FirstStart, adopt, trim
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,
@@ -65,11 +65,13 @@ from grpo_mega.run.model_files import (
     training_sampling,
     with_end_token,
 )
+from grpo_mega.run.same_inputs import SameInputs
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
+RunInputs = tuple[ModelFiles, Any, RunData, Sampler]
 _MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
@@ -342,14 +344,18 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
         agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
-        with shown("starting the reward workers"):
+        inputs = SameInputs(config)
+
+        def read(start: FirstStart) -> RunInputs:
+            found = read_inputs(config, start)
             pool.wait_until_ready()
+            return found
+
         with shown("connecting the ranks"):
-            runtime = runtimes.start(config)
+            runtime = runtimes.start(config, partial(inputs.meet, read))
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        with shown("reading the tokenizer and the data"):
-            model, tokenizer, data, sampler = read_inputs(config, rendezvous)
+        model, tokenizer, data, sampler = inputs.found
         with shown("building the engine"):
             engine = build_engine(config, model, runtime, rendezvous)
         stack.callback(engine.close)
@@ -411,19 +417,17 @@ def open_training(
     )
 
 
-def read_inputs(config: Config, rendezvous: Rendezvous) -> tuple[ModelFiles, Any, RunData, Sampler]:
-    """Return the model's files, the tokenizer, the data, and the order of its prompts. All ranks call it.
+def read_inputs(config: Config, start: FirstStart) -> RunInputs:
+    """Return the model's files, the tokenizer, the data, and the order of its prompts.
 
-    The date in the prompts is that of the run's first start, as rank 0 knows it.
+    `start` is the run's first start; its date is that in the prompts.
     """
-    starts = rendezvous.all_gather("the first start", first_start(config.run_dir), config.hang_deadline_s)
-    time, split = starts[0]
     model = read_model_files(config)
     tokenizer = read_tokenizer(model.folder, model.shape.vocab)
-    set_date(tokenizer, time)
+    set_date(tokenizer, start.time)
     stop_ids = training_sampling(config, model, tokenizer).stop_token_ids
     load = partial(load_demonstrations, stop_ids=stop_ids) if config.algorithm.is_sft else None
-    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), split)
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), start.split)
     if problem := find_end_token(tokenizer, stop_ids)[1]:
         data = replace(data, notes=(*data.notes, problem))
     return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)

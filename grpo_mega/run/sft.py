@@ -21,7 +21,6 @@ from grpo_mega.config import Config
 from grpo_mega.data.chat import Demonstration
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
-from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.megatron.runtime import Runtime
@@ -34,6 +33,7 @@ from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
 from grpo_mega.run.job import TrainingJob, open_training, read_inputs
 from grpo_mega.run.model_files import build_policy
+from grpo_mega.run.same_inputs import SameInputs
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
 _OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
@@ -46,12 +46,11 @@ def run(config: Config) -> None:
     """
     with explained(config.run_dir), ExitStack() as stack:  # its end always closes files and process groups
         shown = partial(phase, enabled=config.log.progress and not current_rank())
+        inputs = SameInputs(config)
         with shown("connecting the ranks"):
-            runtime = runtimes.start(config)
+            runtime = runtimes.start(config, partial(inputs.meet, partial(read_inputs, config)))
             stack.callback(runtimes.stop)
-        rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
-        with shown("reading the tokenizer and the data"):
-            model, _, data, sampler = read_inputs(config, rendezvous)
+        model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)
         policy = build_policy(config, model, runtime)
         job = open_training(stack, config, runtime, model, data, sampler, policy, timers)

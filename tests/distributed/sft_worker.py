@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
-from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.megatron import runtime as runtimes
+from grpo_mega.run.folder import first_start
 from grpo_mega.run.job import read_inputs
 from grpo_mega.run.model_files import build_policy
 from grpo_mega.run.sft import mean_loss, pack
@@ -39,7 +39,7 @@ def main(rank: int, world_size: int, folder: Path) -> None:
 
 def compared(name: str, config: Config, gradients: Any, device: Device, rank: int, folder: Path) -> None:
     runtime = runtimes.arrange(config, device)
-    model, _, data, _ = read_inputs(config, Rendezvous(runtime.store, rank, runtime.num_ranks))
+    model, _, data, _ = read_inputs(config, first_start(config.run_dir))
     policy = build_policy(config, model, runtime)
     evaluated = mean_loss(data.train, policy, runtime)
     _, batches = pack(data.train, policy)

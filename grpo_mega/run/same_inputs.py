@@ -1,0 +1,158 @@
+"""Compare what all ranks of a start read, before they join process groups.
+
+A rank compares its variables, and its prompts as rendered. The first rank of each node also compares the settings, the
+installed packages, the code, and the files that the settings name. Files are hashed in full up to 64 MiB. Of a larger
+one 4 MiB are hashed: its start, with the header, and parts at equal distances.
+
+If a value differs, or a rank cannot read its inputs, all ranks end with the same line, which names rank and node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from glob import glob
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+
+from grpo_mega import config as configs
+from grpo_mega.config import Config
+from grpo_mega.distributed.environment import is_one_machine
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import ConfigError, EngineError, UserError
+from grpo_mega.observe.progress import phase
+from grpo_mega.observe.report import as_text
+from grpo_mega.paths import CHECKPOINTS, LATEST
+from grpo_mega.run.folder import FirstStart, first_start
+from grpo_mega.user_code import is_user_name, source_files
+
+# A variable of a library that changes numbers. Paths, secrets and log levels are left out, and so is what differs
+# between ranks.
+_CHANGES_NUMBERS = re.compile(
+    "(?![^=]*(ALLOC|DEBUG|HOST|KEY|LOG|PORT|RANK|THREADS|TIMEOUT|TOKEN|TORCH_NCCL|TRACE|VERBOSE)|[^=]*=/)(NVTE|CUDNN"
+    "|NVIDIA_TF32|CUBLAS|ATEN|ONEDNN|DNNL|MKL|OPENBLAS|PYTORCH|TORCH(INDUCTOR|DYNAMO)?|TRITON|SGL(ANG)?|NCCL_ALGO"
+    "|NCCL_PROTO|FLASH(INFER|_ATTENTION)|DETERMINISTIC)[_=]"
+)
+_WORD = re.compile(r'[^\s",]*\w[^\s",]*')
+_WHOLE = 64 << 20  # bytes; of a larger file, only parts are read
+_PART, _NUM_PARTS = 256 << 10, 16
+
+Inputs = dict[str, dict[str, str]]  # values and digests by name, of a rank and of its node; or an error
+
+
+@dataclass
+class SameInputs:
+    """The inputs of one rank. `data` has the digests of its prompts."""
+
+    config: Config
+    data: dict[str, str] = field(default_factory=dict)
+    error: UserError | None = None
+    found: Any = None
+
+    def meet(self, read: Callable[[FirstStart], Any], ranks: Rendezvous) -> None:
+        """Read the inputs as `found`, all ranks with the first start that rank 0 knows, and compare them."""
+        start = None
+        if ranks.rank == 0:
+            with self.reading():
+                start = first_start(self.config.run_dir)
+        start = ranks.all_gather("the first start", start, self.config.collective_timeout_s)[0]
+        if start is not None:
+            shows = self.config.log.progress and not ranks.rank
+            with self.reading(), phase("reading the tokenizer and the data", shows):
+                self.found = read(start)
+                self.data = self.found[2].digests
+        self.compare(ranks)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep an error of the block for `compare`, so that the other ranks do not wait for this one."""
+        try:
+            yield
+        except UserError as error:
+            self.error = error
+
+    def compare(self, ranks: Rendezvous) -> None:
+        """Raise the same ConfigError on all ranks if two differ, or this rank's error if all have it."""
+        gather = partial(ranks.all_gather, "comparing inputs", deadline_s=self.config.collective_timeout_s)
+        inputs: Inputs = {"rank": read_variables() | self.data}
+        with self.reading():
+            if not is_one_machine(os.environ) and os.environ.get("LOCAL_RANK", "0") == "0":
+                inputs["node"] = read_node(self.config)
+        if self.error:
+            inputs = {"rank": {"error": str(self.error)}}
+        digests = gather({part: hashlib.sha256(repr(inputs[part]).encode()).hexdigest() for part in inputs})
+        if all(one.items() <= ChainMap(*digests).items() for one in digests):
+            if self.error:
+                raise self.error
+            return
+        problem = first_difference(gather([f"rank {ranks.rank} ({socket.gethostname()})", inputs]))
+        with suppress(EngineError, DistError):  # rank 0 may hold the store, so it waits until all have read
+            gather(None)
+        raise ConfigError(*problem.split("\n"))
+
+
+def first_difference(everyone: Sequence[tuple[str, Inputs]]) -> str:
+    """Return an error of a rank, or a line about the first value that differs, of the names and inputs of all ranks."""
+    for name, inputs in everyone:
+        if "error" in inputs["rank"]:
+            return f"{name}: {inputs['rank']['error']}"
+    differences = (
+        f"{key}: must be the same on all ranks, but is {values.get(key, 'absent'):.200} on {name} and"
+        f" {usual.get(key, 'absent'):.200} on {first}; give all nodes the same"
+        for part in ("node", "rank")
+        for first, usual in [next((name, inputs[part]) for name, inputs in everyone if part in inputs)]
+        for name, inputs in everyone
+        for values in [inputs.get(part, usual)]
+        for key in usual | values
+        if usual.get(key) != values.get(key)
+    )
+    return next(differences)
+
+
+def read_variables() -> dict[str, str]:
+    """Return the variables that change numbers."""
+    return {name: value for name, value in sorted(os.environ.items()) if _CHANGES_NUMBERS.match(f"{name}={value}")}
+
+
+def read_node(config: Config) -> dict[str, str]:
+    """Return settings, versions, and digests of files. Causes come before their effects."""
+    # The config may be at another place on each node, an evaluation's run_dir is temporary, and steps may follow from
+    # the data.
+    unlike = {"code_dir", config.checkpoint.interval or "run_dir", config.data.epochs and "steps"}
+    values = {key: as_text(value) for key, value in configs.changed(config).items() if key not in unlike}
+    words = [
+        word
+        for key in values
+        if not key.startswith(("data.", "log.", "run_dir"))
+        for word in _WORD.findall(values[key])
+    ]
+    files = {name: Path(name) for word in words for name in [word, *sorted(glob(f"{word}/*"))] if os.path.isfile(name)}
+    files |= source_files(["grpo_mega", *filter(is_user_name, words)], config.code_dir)
+    files["the last checkpoint"] = config.run_dir / CHECKPOINTS / LATEST
+    values |= {f"package {found.name}": found.version for found in distributions()}
+    return values | {"Python": sys.version} | {name: file_digest(path) for name, path in files.items()}
+
+
+def file_digest(path: Path) -> str:
+    """Return the size and a digest of a file, or why it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest = hashlib.sha256()
+            for number in range(_NUM_PARTS if size > _WHOLE else 1):
+                file.seek(size * number // _NUM_PARTS)
+                digest.update(file.read(_PART if size > _WHOLE else _WHOLE))
+    except OSError as error:
+        return str(error.strerror)
+    return f"{size} bytes, sha256 {digest.hexdigest()}"
