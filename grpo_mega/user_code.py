@@ -22,7 +22,7 @@ from grpo_mega.paths import user_path
 from grpo_mega.text import nearest
 
 FORMS = "my_package.my_module.my_function or my_file.py:my_function"
-_IMPORTED = re.compile(r"^[ \t]*(?:from|import)\s+\.*\s*(?:import[\s(]+)?(\w+(?:\s*,\s*\w+)*)", re.MULTILINE)
+_IMPORTED = re.compile(r"(?:^|[:;])[ \t]*(?:from|import)\s+\.*\s*(?:import[\s(]+)?(\w+(?:\s*,\s*\w+)*)", re.MULTILINE)
 _INSTALLED = re.compile(r"-packages$|/python3[^/]*(/lib-dynload)?$|\.zip$")  # folders of sys.path with libraries
 
 

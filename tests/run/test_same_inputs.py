@@ -1,0 +1,215 @@
+"""Two nodes, as folders in which the ranks start, compare what they read before they join process groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from grpo_mega import config as configs
+from grpo_mega.distributed.rendezvous import Rendezvous
+from grpo_mega.errors import ConfigError, ResumeError, UserError
+from grpo_mega.run import same_inputs
+from grpo_mega.run.same_inputs import SameInputs
+from tests.helpers.ranks import ranks
+
+FILES = {
+    "model/config.json": "{}",
+    "model/tokenizer.json": "{}",
+    "model/chat_template.jinja": "a",
+    "model/model-00002-of-00002.safetensors": "weights",
+    "teacher/model.safetensors": "weights",
+    "adapter/adapter_model.safetensors": "weights",
+    "scores/level.txt": "3",
+    "code/score.py": "import numpy, odd_helper\n\ndef f():\n    from parts.inner import one\n",
+    "code/odd_helper.py": "",
+    "code/parts/inner.py": "from . import near\n",
+    "code/parts/near.py": "",
+    "agents/walk.py": "import json as j\n\nimport elsewhere\n",
+    "path/elsewhere.py": "",
+    "path/odd_tool-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: odd-tool\nVersion: 1\n",
+    "run/checkpoints/latest": "step-5",
+}
+CONFIG = {
+    "run_dir": "run",
+    "steps": 3,
+    "model": {"path": "model", "lora": {"rank": 2}, "adapter": "adapter"},
+    "data": {"train": "rows.jsonl"},
+    "teachers": {"one": {"path": "teacher"}},
+    "algorithm": {"recipe": "opd"},
+    "rewards": {"functions": [{"name": "score.py:f", "options": {"file": "scores/level.txt"}}]},
+    "rollout": {"agent": "agents/walk.py:run"},
+}
+ROWS = "data.train=rows.jsonl"
+
+
+def setting(key: str, value: object) -> Callable[[], None]:
+    def change() -> None:
+        config = yaml.safe_load(Path("code/config.yaml").read_text())
+        section, _, name = key.rpartition(".")
+        (config[section] if section else config)[name] = value
+        Path("code/config.yaml").write_text(json.dumps(config))
+
+    return change
+
+
+def text(path: str) -> Callable[[], object]:
+    """Change a character of a file, or create the file."""
+    return lambda: Path(path).write_text(f"{FILES[path][:-1]}#\n" if path in FILES else "new")
+
+
+def variable(name: str, value: str) -> Callable[[], None]:
+    return lambda: os.environ.update({name: value})
+
+
+def many(*changes: Callable[[], object]) -> Callable[[], None]:
+    def change() -> None:
+        for one in changes:
+            one()
+
+    return change
+
+
+# The change on the second node, and the start of the line that both ranks end with; None: the ranks start.
+CASES: dict[str, tuple[Callable[[], object], str | None]] = {
+    "equal": (lambda: None, None),
+    "setting": (setting("steps", 4), "steps: must be the same on all ranks, but is 4 on rank 1 ("),
+    "absent setting": (setting("seed", 7), "seed: must be the same on all ranks, but is 7 on rank 1 ("),
+    "layout": (setting("layout", {"tp": 2}), "layout.tp: "),
+    "model config": (text("model/config.json"), "model/config.json: "),
+    "tokenizer": (text("model/tokenizer.json"), "model/tokenizer.json: "),
+    "absent tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "model/tokenizer.json: "),
+    "one more file": (text("model/added_tokens.json"), "model/added_tokens.json: "),
+    "template": (text("model/chat_template.jinja"), "model/chat_template.jinja: "),
+    "shard": (text("model/model-00002-of-00002.safetensors"), "model/model-00002-of-00002.safetensors: "),
+    "teacher": (text("teacher/model.safetensors"), "teacher/model.safetensors: "),
+    "adapter": (text("adapter/adapter_model.safetensors"), "adapter/adapter_model.safetensors: "),
+    "file of an option": (text("scores/level.txt"), "scores/level.txt: "),
+    "reward": (text("code/score.py"), "code/score.py: "),
+    "imported module": (text("code/odd_helper.py"), "code/odd_helper.py: "),
+    "module imported in a function": (text("code/parts/inner.py"), "code/parts/inner.py: "),
+    "relative import": (text("code/parts/near.py"), "code/parts/near.py: "),
+    "agent": (text("agents/walk.py"), "agents/walk.py: "),
+    "module on the path": (text("path/elsewhere.py"), "path/elsewhere.py: "),
+    "package": (
+        lambda: Path("path/odd_tool-1.dist-info/METADATA").write_text("Name: odd-tool\nVersion: 1.1\n"),
+        "package odd-tool: must be the same on all ranks, but is 1.1 on rank 1 (",
+    ),
+    "variable": (variable("NVTE_FLASH_ATTN", "0"), "NVTE_FLASH_ATTN: must be the same on all ranks, but is 0 on rank"),
+    "level of the CPU": (variable("ATEN_CPU_CAPABILITY", "avx2"), "ATEN_CPU_CAPABILITY: "),
+    "workspace": (variable("CUBLAS_WORKSPACE_CONFIG", ":16:8"), "CUBLAS_WORKSPACE_CONFIG: "),
+    "attention of the server": (variable("SGLANG_ENABLE_X", "1"), "SGLANG_ENABLE_X: "),
+    "reductions": (variable("NCCL_ALGO", "Tree"), "NCCL_ALGO: "),
+    "variables of a node": (
+        many(
+            variable("TORCHELASTIC_RUN_ID", "7"),
+            variable("SGLANG_PORT", "30001"),
+            variable("SGLANG_API_KEY", "secret"),
+            variable("TRITON_CACHE_DIR", "/other"),
+            variable("CUDNN_HOME", "/opt/cudnn"),
+            variable("CUDA_VISIBLE_DEVICES", "3"),
+            variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+            variable("MKL_NUM_THREADS", "3"),
+            variable("HOSTNAME", "other"),
+        ),
+        None,
+    ),
+    "files that no run reads": (many(text("code/notes.py"), text("model/.cache"), text("path/unused.py")), None),
+    "checkpoint": (text("run/checkpoints/latest"), "the last checkpoint: "),
+    "no checkpoint": (lambda: Path("run/checkpoints/latest").unlink(), "the last checkpoint: "),
+    "missing code": (lambda: Path("agents/walk.py").unlink(), "rank 1 ("),
+}
+
+
+def compare(name: str, rank: int, folder: Path, data: str = "1", error: UserError | None = None) -> Exception | None:
+    """Start this rank in a node of its own, changed on rank 1. Return the error of the comparison."""
+    node = folder / name / f"node{rank}"
+    for path, content in FILES.items():
+        (node / path).parent.mkdir(parents=True, exist_ok=True)
+        (node / path).write_text(content)
+    (node / "code/config.yaml").write_text(json.dumps(CONFIG))
+    before, sys_path, environ = Path.cwd(), [*sys.path], dict(os.environ)
+    try:
+        os.chdir(node)
+        sys.path[:] = [str(node / "path")]  # reading all packages of this machine takes a second
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        if rank == 1:
+            CASES.get(name, (lambda: None, None))[0]()
+        inputs = SameInputs(configs.load(Path("code/config.yaml")))
+        with inputs.reading():
+            if error is not None:
+                raise error
+            inputs.data = {ROWS: data}
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        inputs.compare(Rendezvous(store, rank, 2))
+    except UserError as raised:
+        return raised
+    finally:
+        os.chdir(before)
+        sys.path[:] = sys_path
+        os.environ.clear()
+        os.environ.update(environ)
+    return None
+
+
+def agree(value: object) -> None:
+    values = [None, None]
+    dist.all_gather_object(values, value)  # type: ignore[arg-type]
+    assert values[0] == values[1], values
+
+
+@ranks(2)
+def test_the_first_difference_between_two_nodes_is_one_line(rank: int, folder: Path) -> None:
+    for name, (_, expected) in CASES.items():
+        error = compare(name, rank, folder)
+        agree(str(error))
+        if expected is None:
+            assert error is None, (name, error)
+        else:
+            assert isinstance(error, ConfigError) and len(error.lines) == 1, (name, error)
+            assert error.lines[0].startswith(expected), (name, error)
+            assert "rank 1 (" in error.lines[0], (name, error)
+
+
+@ranks(2)
+def test_other_prompts_and_an_error_of_one_rank_end_both(rank: int, folder: Path) -> None:
+    error = compare("prompts", rank, folder, data=str(rank))
+    agree(str(error))
+    assert str(error).startswith(f"{ROWS}: must be the same on all ranks, but is 1 on rank 1 ("), error
+
+    error = compare("one", rank, folder, error=ConfigError("a=1: no", "b=2: no") if rank == 1 else None)
+    agree(str(error))
+    assert isinstance(error, ConfigError) and len(error.lines) == 2 and str(error).startswith("rank 1 ("), error
+    assert error.lines[0].endswith("): a=1: no") and error.lines[1] == "b=2: no"
+
+    error = compare("both", rank, folder, error=ResumeError("c=3: no"))
+    assert isinstance(error, ResumeError) and str(error) == "c=3: no", error
+
+
+def test_any_change_of_a_large_file_s_header_or_of_a_region_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_inputs, "_WHOLE", 1000)
+    monkeypatch.setattr(same_inputs, "_PART", 5)
+    path = tmp_path / "model.safetensors"
+    content = bytes(range(250)) * 5
+    path.write_bytes(content)
+    digest = same_inputs.file_digest(path)
+    for start in (0, 130, 625, 1110):  # a region of 90 bytes has a part, because parts start every 78 bytes
+        path.write_bytes(content[:start] + bytes(90) + content[start + 90 :])
+        assert same_inputs.file_digest(path) != digest, start
+    for other in (content[:-1], content + b"0"):
+        path.write_bytes(other)
+        assert same_inputs.file_digest(path) != digest
+    path.write_bytes(content)
+    assert same_inputs.file_digest(path) == digest
+    path.write_bytes(content[:1000])
+    digest = same_inputs.file_digest(path)
+    path.write_bytes(content[:998] + b"ab")
+    assert same_inputs.file_digest(path) != digest, "a small file is hashed in full"
