@@ -32,8 +32,9 @@ discard_state() {
     [[ -z "$MADE_RUN_DIR" ]] || rmdir "$RUN_DIR" 2> /dev/null
 }
 
-# Check each node, then all nodes together. Name the nodes that fail and requeue the job without them. If the network of many nodes
-# is below the floor, end the job, because a start on other nodes would probably fail too.
+# Check each node, then all nodes together. Name the nodes that fail and requeue the job without them. End the job if no node could
+# run the check, if all nodes have the same problem, or if the network of many nodes is below the floor. A start on other nodes would
+# probably fail too.
 check_nodes() {
     [[ "${CHECK_NODES:-1}" == 1 ]] || return 0
     local folder="$STATE/checks" all code=0
@@ -45,6 +46,11 @@ check_nodes() {
     wait_for "$STEP_PID" || code=$?
     on_nodes "${NODES[0]}" -- "$PYTHON" tools/check_node.py --compare "$folder" "${NODES[@]}" > "$folder/bad"
     wait_for "$STEP_PID" || code=$?
+    if ((code != 0)) && [[ ! -s "$folder/bad" ]]; then
+        say "not requeued: the check of the nodes failed, and no node is to blame; see above"
+        discard_state
+        exit "$EXIT_CONFIG"
+    fi
     if ((code == 0)) && [[ "${CHECK_ALLREDUCE:-1}" == 1 ]]; then
         on_nodes "$all" --kill-on-bad-exit=0 -- timeout 600 "$PYTHON" tools/check_allreduce.py --ranks "$RANKS_PER_NODE" \
             --node-floor "${ALLREDUCE_FLOOR_GBPS:-0}" --network-floor "${NETWORK_FLOOR_GBPS:-0}" --out "$folder/bad"

@@ -53,6 +53,7 @@ require_arguments() {
 }
 
 settings() {
+    keep_own_variables
     ROOT="$GRPO_MEGA_ROOT"
     cd "$ROOT" || exit "$EXIT_CONFIG"
     MODEL="$1" DATA="$2"
@@ -65,7 +66,6 @@ settings() {
     RUN_DIR="$(realpath -m "${RUN_DIR:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}")"
     STATE="$RUN_DIR/logs/slurm"
     check_mounts
-    RESTARTS="${SLURM_RESTART_COUNT:-0}"
     if [[ -z "${PYTHON:-}" ]]; then # a container has its own Python
         PYTHON=python3
         [[ -n "${CONTAINER:-}" || ! -x "$ROOT/.venv/bin/python" ]] || PYTHON="$ROOT/.venv/bin/python"
@@ -101,6 +101,24 @@ settings() {
     # The ranks of a node share its cores. With a thread per core in each rank they would compete for them. Each rank sets the
     # variables of CUDA, NCCL and gloo itself: grpo_mega/distributed/environment.py.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1
+}
+
+# Give all steps the environment of this script, however sbatch was called: srun reads its options from variables, and with
+# `sbatch --export` one of them keeps PATH and the rest from the steps. If sbatch was called inside another allocation, its variables
+# are still here. So read this job's numbers from Slurm, and keep only variables that Slurm has set for this job.
+keep_own_variables() {
+    local name job
+    job="$(scontrol show job "$SLURM_JOB_ID")"
+    RESTARTS="$(field Restarts "$job")"
+    RESTARTS="${RESTARTS:-${SLURM_RESTART_COUNT:-0}}"
+    CPUS_PER_TASK="$(field CPUs/Task "$job")"
+    for name in "${!SLURM_@}"; do
+        case "$name" in
+            SLURM_JOB_ID | SLURM_JOB_NAME | SLURM_JOB_NUM_NODES | SLURM_JOB_NODELIST | SLURM_CONF | SLURM_CONF_SERVER | SLURM_JWT) ;;
+            *) unset "$name" ;;
+        esac
+    done
+    export SLURM_EXPORT_ENV=ALL PATH # without a PATH in its environment, bash has one but does not pass it on
 }
 
 # Print the IPv4 address of an interface of this node. Print nothing without a name, an address or the program ip.
@@ -172,7 +190,7 @@ on_nodes() {
         *) step+=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$ROOT") ;;
     esac
     # srun does not inherit --cpus-per-task, and would bind every rank of a node to one core.
-    [[ -n "${SLURM_CPUS_PER_TASK:-}" ]] && step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+    [[ "$CPUS_PER_TASK" =~ ^[0-9]+$ ]] && step+=(--cpus-per-task="$CPUS_PER_TASK")
     local count
     count="$(tr ',' '\n' <<< "$nodes" | wc -l)"
     srun --nodelist="$nodes" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 "${step[@]}" "${wrap[@]}" "$@" &

@@ -7,7 +7,8 @@ space. With --nvcc it also checks that nvcc is installed, because SGLang needs i
 with the library that lets a server sleep. On a fit node it prints a
 line with versions; otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also
 writes FOLDER/NODE.json. Then `--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other
-versions than most nodes. This file imports only the standard library, so it runs even if the environment is broken.
+versions than most nodes. It prints none if no node could run the check or all have the same problem. This file imports
+only the standard library, so it runs even if the environment is broken.
 """
 
 from __future__ import annotations
@@ -71,22 +72,31 @@ def user_path(text: str) -> Path:
 
 
 def compare(folder: Path, nodes: list[str]) -> int:
-    """Print the bad nodes, one per line, and the reasons on stderr. Return 1 if there are any."""
+    """Print the bad nodes, one per line, and the reasons on stderr. Return 1 if there are any.
+
+    Return 2 and print no node if none could run the check, or if several nodes all have the same problem.
+    """
     reports = {}
-    bad = {}
+    reasons: dict[str, list[str]] = {}
     for node in nodes:
         try:
             reports[node] = json.loads((folder / f"{node}.json").read_text())
         except (OSError, ValueError):
-            bad[node] = "the check did not end"
+            reasons[node] = ["the check did not end"]
     usual = usual_fingerprint([report["fingerprint"] for report in reports.values()])
     for node, report in reports.items():
         found = [(name, report["fingerprint"].get(name), most) for name, most in usual.items()]
         others = [f"{name} {value} (others: {most})" for name, value, most in found if value != most]
-        if reasons := [*report["problems"], *others]:
-            bad[node] = "; ".join(reasons)
-    for node, reason in bad.items():
-        print(f"node {node}: {reason}", file=sys.stderr, flush=True)
+        reasons[node] = [*report["problems"], *others]
+    bad = {node: found for node, found in reasons.items() if found}
+    for node, found in bad.items():
+        print(f"node {node}: {'; '.join(found)}", file=sys.stderr, flush=True)
+    kinds = [{re.sub(r"[\d.]+", "0", reason.replace(node, "%n")) for reason in reasons[node]} for node in nodes]
+    if not reports or (len(nodes) > 1 and set.intersection(*kinds)):
+        why = "the same is wrong on all nodes" if reports else "no node could run the check"
+        print(f"{why}, so no node is to blame", file=sys.stderr, flush=True)
+        return 2
+    for node in bad:
         print(node)
     return 1 if bad else 0
 

@@ -4,6 +4,7 @@ rank.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -168,6 +169,31 @@ def test_nodes_that_failed_or_are_silent_or_differ_are_named(tmp_path: Path) -> 
     assert "node n3: GPU 0 is gone" in result.stderr and "node n4: the check did not end" in result.stderr
     result = subprocess.run([*command, "n0", "n2"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("problems", "blamed"),
+    [
+        ({"n0": ["/d/n0: 1.5 GB free"], "n1": ["/d/n1: 22 GB free", "GPU 3 is gone"]}, None),
+        ({"n0": ["nvcc is missing"], "n1": ["nvcc is missing"], "n2": ["nvcc is missing"]}, None),
+        ({"n0": None, "n1": None}, None),
+        ({"n0": None}, None),
+        ({"n0": ["nvcc is missing"], "n1": []}, ["n0"]),
+        ({"n0": ["nvcc is missing"], "n1": None}, ["n0", "n1"]),
+        ({"n0": ["nvcc is missing"]}, ["n0"]),
+    ],
+    ids=str,
+)
+def test_a_problem_that_all_nodes_have_blames_none(
+    problems: dict[str, list[str] | None], blamed: list[str] | None, tmp_path: Path
+) -> None:
+    for node, found in problems.items():
+        if found is not None:  # otherwise the check did not end
+            (tmp_path / f"{node}.json").write_text(json.dumps({"problems": found, "fingerprint": {"torch": "2"}}))
+    command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--compare", str(tmp_path), *problems]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, sorted(result.stdout.split())) == (1 if blamed else 2, blamed or []), result
+    assert ("no node is to blame" in result.stderr) == (blamed is None)
 
 
 def test_the_check_of_this_machine_names_missing_parts(tmp_path: Path) -> None:

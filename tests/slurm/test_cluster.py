@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -121,6 +122,81 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     settings = ["--set", f"model.path={model}", "--set", f"data.train={ROOT}/tests/slurm/prompts.jsonl", *SETTINGS]
     kills.finish(kills.start(ROOT / "slurm" / "tiny.yaml", run_dir, settings), run_dir)
     return run_dir
+
+
+STEP = """#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --output={folder}/out
+RANKS_PER_NODE=1 GPUS_PER_NODE=0 CHECK_ALLREDUCE=0 RUN_DIR={folder}/run {settings}
+source "$GRPO_MEGA_ROOT/slurm/job.sh"
+settings model data
+if [[ -n "$CHECK" ]]; then check_nodes && say passed; exit; fi
+on_nodes "$(joined "${{NODES[@]}}")" -- bash -c 'env > {folder}/$SLURMD_NODENAME'
+wait_for "$STEP_PID"
+"""
+# Ways to call sbatch: a command before it, its options, and more variables.
+CALLS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
+    "plain": ([], [], {}),
+    "none": ([], ["--export=NONE"], {}),
+    "one": ([], ["--export=ODD_NAME"], {"ODD_NAME": "1"}),
+    "all and one": ([], ["--export=ALL,ODD_NAME=1"], {}),
+    "variable of sbatch": ([], [], {"SBATCH_EXPORT": "NONE"}),
+    "variable of srun": ([], [], {"SLURM_EXPORT_ENV": "NONE"}),
+    "options of srun": ([], [], {"SLURM_CPUS_PER_TASK": "77", "SLURM_MEM_PER_NODE": "7777777", "SLURM_NTASKS": "7"}),
+    "leftovers": ([], [], {"SLURM_RESTART_COUNT": "5", "SLURM_NTASKS_PER_NODE": "7", "SLURM_OVERLAP": "1"}),
+    "allocation": (["salloc", "--nodes=1", "--nodelist=n2", f"--cpus-per-task={min(2, num_cores())}"], [], {}),
+}
+
+
+def submit(cluster: Cluster, folder: Path, call: str, **settings: str) -> dict[str, str]:
+    """Run STEP on nodes n0 and n1. Return the fields of the job at its end."""
+    folder.mkdir()
+    before, options, more = CALLS[call]
+    script = folder / "job.sh"
+    values = {"GRPO_MEGA_ROOT": str(ROOT), "PYTHON": sys.executable, "CHECK": ""} | settings
+    script.write_text(
+        STEP.format(folder=folder, settings=" ".join(f"{name}={value}" for name, value in values.items()))
+    )
+    command = [*before, "sbatch", "--parsable", "--nodelist=n0,n1", *options, str(script)]
+    done = subprocess.run(command, env=cluster.environ | more, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    is_over = ("COMPLETED", "FAILED", "PENDING")  # a requeued job is pending
+    wait_for(lambda: (folder / "out").exists() and cluster.state_of(job).get("JobState") in is_over, SECONDS)
+    cluster.run("scancel", job, check=False)
+    return cluster.state_of(job)
+
+
+def test_steps_have_the_same_variables_however_sbatch_is_called(cluster: Cluster, tmp_path: Path) -> None:
+    names = {}
+    for call in CALLS:
+        folder = tmp_path / call.replace(" ", "_")
+        state, out = submit(cluster, folder, call), (folder / "out").read_text()
+        assert state["JobState"] == "COMPLETED", (call, out)
+        environs = [dict(re.findall("^(\\w+)=(.*)", (folder / n).read_text(), re.MULTILINE)) for n in ("n0", "n1")]
+        assert all(environ["START"].endswith(".0") and environ["PATH"] for environ in environs), call
+        found = {frozenset(name for name in environ if name.startswith("SLURM")) for environ in environs}
+        names[call] = found | {
+            frozenset(environ.keys() & {"GRPO_MEGA_RUN_KEY", "PATH", "STATE"}) for environ in environs
+        }
+    assert all(found == names["plain"] for found in names.values()), names
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"CHECK_DISKS": "/missing/%n:1"}, "the same is wrong on all nodes, so no node is to blame"),
+        ({"PYTHON": "/missing/python"}, "not requeued: the check of the nodes failed, and no node is to blame"),
+    ],
+    ids=["disks", "python"],
+)
+def test_a_check_that_fails_on_all_nodes_blames_none_and_stops(
+    settings: dict[str, str], said: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    state = submit(cluster, tmp_path / "job", "plain", CHECK="1", **settings)
+    out = (tmp_path / "job" / "out").read_text()
+    assert (state["JobState"], state["Restarts"], state["ExcNodeList"]) == ("FAILED", "0", "(null)"), out
+    assert said in out and "not requeued" in out.splitlines()[-1], out
+    assert not (tmp_path / "job" / "run").exists()
 
 
 @pytest.mark.full
