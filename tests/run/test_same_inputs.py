@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 import yaml
 
 from grpo_mega import config as configs
+from grpo_mega.distributed.launch import free_port
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, ResumeError, UserError
 from grpo_mega.run import same_inputs
 from grpo_mega.run.same_inputs import SameInputs
-from tests.helpers.ranks import ranks
+from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.ranks import ROOT, ranks
 
 FILES = {
     "model/config.json": "{}",
@@ -213,3 +218,83 @@ def test_any_change_of_a_large_file_s_header_or_of_a_region_is_seen(
     digest = same_inputs.file_digest(path)
     path.write_bytes(content[:998] + b"ab")
     assert same_inputs.file_digest(path) != digest, "a small file is hashed in full"
+
+
+def start_nodes(folder: Path, command: list[str]) -> list[tuple[int, str]]:
+    """Start one rank in each of two folders by torchrun. Return exit codes and output of the ranks."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GRPO_MEGA_RUN_KEY": "0f" * 32}
+    port = str(free_port())
+    nodes = []
+    for node in (0, 1):
+        start = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--master-port",
+            port,
+        ]
+        start += ["--nproc-per-node=1", "--master-addr=127.0.0.1", "-m", "grpo_mega.cli", *command]
+        cwd = folder / f"node{node}"
+        nodes.append(subprocess.Popen(start, stdout=PIPE, stderr=STDOUT, env=environment, cwd=cwd, text=True))
+    try:
+        return [(node.wait(), output) for node in nodes for output in [node.communicate(timeout=300)[0]]]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("preloaded_python")
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "eval", "engine ranks", "layout", "resume")),
+    ],
+)
+def test_nodes_that_differ_end_before_the_first_step(program: str, tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen2"), tmp_path / "model")
+    rows: list[dict[str, str]] = [{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(13)]
+    raw: dict[str, Any] = {
+        "run_dir": "run",
+        "steps": 2,
+        "model": {"path": "model", "dtype": "float32"},
+        "layout": {"dp": 2},
+        "data": {"train": "rows.jsonl", "max_prompt_length": 64, "heldout_size": 2},
+        "rollout": {"max_response_length": 4},
+        "algorithm": {"group_size": 2},
+        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
+        "batch": {"prompts_per_step": 4},
+        "log": {"progress": False},
+    }
+    command = [program if program in ("sft", "eval") else "train", "config.yaml"]
+    if program == "engine ranks":
+        raw["layout"], raw["rollout"]["placement"] = {"engine_ranks": 1}, "separate"
+    if program == "sft":
+        raw |= {"data": {"train": "rows.jsonl", "max_length": 64}}
+        del raw["rollout"], raw["algorithm"], raw["rewards"]
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "model").symlink_to(model)
+        if node and program == "layout":
+            raw["layout"] = {"tp": 2}
+        elif node and program != "resume":
+            rows = rows[1:]
+        (tmp_path / f"node{node}" / "config.yaml").write_text(yaml.safe_dump(raw))
+        (tmp_path / f"node{node}" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = {"layout": "layout.dp: ", "resume": "the last checkpoint: "}.get(program, f"{ROWS}: ")
+    if program == "resume":
+        (tmp_path / "node0" / "run").mkdir()
+        (tmp_path / "node1" / "run").symlink_to(tmp_path / "node0" / "run")
+        assert [code for code, _ in start_nodes(tmp_path, command)] == [0, 0]
+        (tmp_path / "node1" / "run").unlink()  # a disk that is not shared after all
+        command += ["--resume", "--set", "steps=3"]
+    ended = start_nodes(tmp_path, command)
+    for number, (code, output) in enumerate(ended):
+        errors = [line for line in output.splitlines() if line.startswith("grpo-mega: error: ")]
+        assert code == 1 and "exitcode: 2" in output.replace(" ", "").replace("exitcode:2", "exitcode: 2"), output
+        assert len(errors) == 1 and expected in errors[0] and " on rank 1 (" in errors[0], output
+        assert "step 1" not in output or program == "resume", number
