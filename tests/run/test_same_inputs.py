@@ -239,7 +239,7 @@ def start_nodes(folder: Path, command: list[str]) -> list[tuple[int, str]]:
         cwd = folder / f"node{node}"
         nodes.append(subprocess.Popen(start, stdout=PIPE, stderr=STDOUT, env=environment, cwd=cwd, text=True))
     try:
-        return [(node.wait(), output) for node in nodes for output in [node.communicate(timeout=300)[0]]]
+        return [(node.wait(), output) for node in nodes for output in [node.communicate(timeout=60)[0]]]
     finally:
         for node in nodes:
             node.kill()
@@ -274,7 +274,8 @@ def test_nodes_that_differ_end_before_the_first_step(program: str, tmp_path: Pat
     if program == "engine ranks":
         raw["layout"], raw["rollout"]["placement"] = {"engine_ranks": 1}, "separate"
     if program == "sft":
-        raw |= {"data": {"train": "rows.jsonl", "max_length": 64}}
+        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        raw["data"] = {"train": "rows.jsonl", "max_length": 64}
         del raw["rollout"], raw["algorithm"], raw["rewards"]
     for node in (0, 1):
         (tmp_path / f"node{node}").mkdir()
@@ -295,6 +296,6 @@ def test_nodes_that_differ_end_before_the_first_step(program: str, tmp_path: Pat
     ended = start_nodes(tmp_path, command)
     for number, (code, output) in enumerate(ended):
         errors = [line for line in output.splitlines() if line.startswith("grpo-mega: error: ")]
-        assert code == 1 and "exitcode: 2" in output.replace(" ", "").replace("exitcode:2", "exitcode: 2"), output
+        assert code == 1 and "exitcode:2" in output.replace(" ", ""), output  # torchrun's code, and its rank's
         assert len(errors) == 1 and expected in errors[0] and " on rank 1 (" in errors[0], output
         assert "step 1" not in output or program == "resume", number
