@@ -88,9 +88,9 @@ def compare(folder: Path, nodes: list[str]) -> int:
         found = [(name, report["fingerprint"].get(name), most) for name, most in usual.items()]
         others = [f"{name} {value} (others: {most})" for name, value, most in found if value != most]
         reasons[node] = [*report["problems"], *others]
-    bad = {node: found for node, found in reasons.items() if found}
-    for node, found in bad.items():
-        print(f"node {node}: {'; '.join(found)}", file=sys.stderr, flush=True)
+    bad = {node: problems for node, problems in reasons.items() if problems}
+    for node, problems in bad.items():
+        print(f"node {node}: {'; '.join(problems)}", file=sys.stderr, flush=True)
     kinds = [{re.sub(r"[\d.]+", "0", reason.replace(node, "%n")) for reason in reasons[node]} for node in nodes]
     if not reports or (len(nodes) > 1 and set.intersection(*kinds)):
         why = "the same is wrong on all nodes" if reports else "no node could run the check"

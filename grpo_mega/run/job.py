@@ -9,16 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 from torch.distributed import PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
-from grpo_mega.data.chat import find_end_token, load_demonstrations, set_date
-from grpo_mega.data.load import RunData, Sampler, load_data
+from grpo_mega.data.load import RunData, Sampler
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
 from grpo_mega.distributed.rendezvous import Rendezvous
@@ -35,7 +33,6 @@ from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
-from grpo_mega.preflight.layout import tool_schemas
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -52,7 +49,8 @@ from grpo_mega.run.engines import (
     open_agents,
     open_conversations,
 )
-from grpo_mega.run.folder import FirstStart, adopt, trim
+from grpo_mega.run.folder import adopt, trim
+from grpo_mega.run.inputs import SameInputs
 from grpo_mega.run.model_files import (
     InputDigests,
     ModelFiles,
@@ -60,18 +58,14 @@ from grpo_mega.run.model_files import (
     decoder,
     export_adapter,
     export_policy,
-    read_model_files,
-    read_tokenizer,
     training_sampling,
     with_end_token,
 )
-from grpo_mega.run.same_inputs import SameInputs
 from grpo_mega.run.saving import SECONDS_FOR_OTHERS, Checkpoints, gather, verify_files
 from grpo_mega.run.tracing import Tracer
 from grpo_mega.types import Prompt, Turn
 
 BuildPolicy = Callable[[Config, ModelFiles, Runtime], Policy]
-RunInputs = tuple[ModelFiles, Any, RunData, Sampler]
 _MOST_SHOWN = 200  # maximum number of characters of a setting at the start
 
 
@@ -344,15 +338,9 @@ def open_job(config: Config, build: BuildPolicy = build_policy) -> Iterator[Job]
         pool = stack.enter_context(RewardPool(config.rewards, code_dir=config.code_dir, has_workers=has_workers))
         agents = stack.enter_context(open_agents(config) if has_workers else nullcontext())
         shown = partial(phase, enabled=config.log.progress and not current_rank())
-        inputs = SameInputs(config)
-
-        def read(start: FirstStart) -> RunInputs:
-            found = read_inputs(config, start)
-            pool.wait_until_ready()
-            return found
-
+        inputs = SameInputs(config, pool.wait_until_ready)
         with shown("connecting the ranks"):
-            runtime = runtimes.start(config, partial(inputs.meet, read))
+            runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
         rendezvous = Rendezvous(runtime.store, runtime.rank, runtime.num_ranks)
         model, tokenizer, data, sampler = inputs.found
@@ -415,22 +403,6 @@ def open_training(
         stop=StopRequest(config.run_dir),
         health=Health(config.max_nonfinite_steps, config.rollout.mismatch_stop),
     )
-
-
-def read_inputs(config: Config, start: FirstStart) -> RunInputs:
-    """Return the model's files, the tokenizer, the data, and the order of its prompts.
-
-    `start` is the run's first start; its date is that in the prompts.
-    """
-    model = read_model_files(config)
-    tokenizer = read_tokenizer(model.folder, model.shape.vocab)
-    set_date(tokenizer, start.time)
-    stop_ids = training_sampling(config, model, tokenizer).stop_token_ids
-    load = partial(load_demonstrations, stop_ids=stop_ids) if config.algorithm.is_sft else None
-    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), start.split)
-    if problem := find_end_token(tokenizer, stop_ids)[1]:
-        data = replace(data, notes=(*data.notes, problem))
-    return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
 
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:

@@ -31,9 +31,9 @@ from grpo_mega.paths import METRICS_FILE
 from grpo_mega.rollout.backlog import Backlog
 from grpo_mega.run.batches import update_policy
 from grpo_mega.run.folder import explained
-from grpo_mega.run.job import TrainingJob, open_training, read_inputs
+from grpo_mega.run.inputs import SameInputs
+from grpo_mega.run.job import TrainingJob, open_training
 from grpo_mega.run.model_files import build_policy
-from grpo_mega.run.same_inputs import SameInputs
 from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 
 _OF_POLICY_LOSS = ("loss/policy", "ratio/", "clip/", "mismatch/")  # metrics without a meaning here
@@ -48,7 +48,7 @@ def run(config: Config) -> None:
         shown = partial(phase, enabled=config.log.progress and not current_rank())
         inputs = SameInputs(config)
         with shown("connecting the ranks"):
-            runtime = runtimes.start(config, partial(inputs.meet, partial(read_inputs, config)))
+            runtime = runtimes.start(config, inputs.meet)
             stack.callback(runtimes.stop)
         model, _, data, sampler = inputs.found
         timers = Timers(take_peak=PeakMemory(runtime.device).take)

@@ -16,7 +16,7 @@ from grpo_mega.config import Config
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.run.folder import first_start
-from grpo_mega.run.job import read_inputs
+from grpo_mega.run.inputs import read_inputs
 from grpo_mega.run.model_files import build_policy
 from grpo_mega.run.sft import mean_loss, pack
 from tests.distributed.layouts_worker import _gradient_differences

@@ -19,8 +19,8 @@ from grpo_mega import config as configs
 from grpo_mega.distributed.launch import free_port
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, ResumeError, UserError
-from grpo_mega.run import same_inputs
-from grpo_mega.run.same_inputs import SameInputs
+from grpo_mega.run import inputs as run_inputs
+from grpo_mega.run.inputs import SameInputs
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.ranks import ROOT, ranks
 
@@ -200,24 +200,24 @@ def test_other_prompts_and_an_error_of_one_rank_end_both(rank: int, folder: Path
 def test_any_change_of_a_large_file_s_header_or_of_a_region_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_inputs, "_WHOLE", 1000)
-    monkeypatch.setattr(same_inputs, "_PART", 5)
+    monkeypatch.setattr(run_inputs, "_WHOLE", 1000)
+    monkeypatch.setattr(run_inputs, "_PART", 5)
     path = tmp_path / "model.safetensors"
     content = bytes(range(250)) * 5
     path.write_bytes(content)
-    digest = same_inputs.file_digest(path)
+    digest = run_inputs.file_digest(path)
     for start in (0, 130, 625, 1110):  # a region of 90 bytes has a part, because parts start every 78 bytes
         path.write_bytes(content[:start] + bytes(90) + content[start + 90 :])
-        assert same_inputs.file_digest(path) != digest, start
+        assert run_inputs.file_digest(path) != digest, start
     for other in (content[:-1], content + b"0"):
         path.write_bytes(other)
-        assert same_inputs.file_digest(path) != digest
+        assert run_inputs.file_digest(path) != digest
     path.write_bytes(content)
-    assert same_inputs.file_digest(path) == digest
+    assert run_inputs.file_digest(path) == digest
     path.write_bytes(content[:1000])
-    digest = same_inputs.file_digest(path)
+    digest = run_inputs.file_digest(path)
     path.write_bytes(content[:998] + b"ab")
-    assert same_inputs.file_digest(path) != digest, "a small file is hashed in full"
+    assert run_inputs.file_digest(path) != digest, "a small file is hashed in full"
 
 
 def start_nodes(folder: Path, command: list[str]) -> list[tuple[int, str]]:

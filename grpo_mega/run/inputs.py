@@ -1,4 +1,4 @@
-"""Compare what all ranks of a start read, before they join process groups.
+"""Read a run's inputs, and compare what all ranks of a start read, before they join process groups.
 
 A rank compares its variables, and its prompts as rendered. The first rank of each node also compares the settings, the
 installed packages, the code, and the files that the settings name. Files are hashed in full up to 64 MiB. Of a larger
@@ -17,7 +17,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import glob
 from importlib.metadata import distributions
@@ -28,13 +28,17 @@ from torch.distributed import DistError
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
+from grpo_mega.data.chat import find_end_token, load_demonstrations, set_date
+from grpo_mega.data.load import RunData, Sampler, load_data
 from grpo_mega.distributed.environment import is_one_machine
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, EngineError, UserError
 from grpo_mega.observe.progress import phase
 from grpo_mega.observe.report import as_text
 from grpo_mega.paths import CHECKPOINTS, LATEST
+from grpo_mega.preflight.layout import tool_schemas
 from grpo_mega.run.folder import FirstStart, first_start
+from grpo_mega.run.model_files import ModelFiles, read_model_files, read_tokenizer, training_sampling
 from grpo_mega.user_code import is_user_name, source_files
 
 # A variable of a library that changes numbers. Paths, secrets and log levels are left out, and so is what differs
@@ -56,12 +60,13 @@ class SameInputs:
     """The inputs of one rank. `data` has the digests of its prompts."""
 
     config: Config
+    wait: Callable[[], None] = lambda: None  # waits for what starts meanwhile
     data: dict[str, str] = field(default_factory=dict)
     error: UserError | None = None
     found: Any = None
 
-    def meet(self, read: Callable[[FirstStart], Any], ranks: Rendezvous) -> None:
-        """Read the inputs as `found`, all ranks with the first start that rank 0 knows, and compare them."""
+    def meet(self, ranks: Rendezvous) -> None:
+        """Read the inputs as `found`, on all ranks with the first start that rank 0 knows, and compare them."""
         start = None
         if ranks.rank == 0:
             with self.reading():
@@ -70,8 +75,9 @@ class SameInputs:
         if start is not None:
             shows = self.config.log.progress and not ranks.rank
             with self.reading(), phase("reading the tokenizer and the data", shows):
-                self.found = read(start)
+                self.found = read_inputs(self.config, FirstStart(*start))
                 self.data = self.found[2].digests
+                self.wait()
         self.compare(ranks)
 
     @contextmanager
@@ -100,6 +106,22 @@ class SameInputs:
         with suppress(EngineError, DistError):  # rank 0 may hold the store, so it waits until all have read
             gather(None)
         raise ConfigError(*problem.split("\n"))
+
+
+def read_inputs(config: Config, start: FirstStart) -> tuple[ModelFiles, Any, RunData, Sampler]:
+    """Return the model's files, the tokenizer, the data, and the order of its prompts.
+
+    `start` is the run's first start; its date is that in the prompts.
+    """
+    model = read_model_files(config)
+    tokenizer = read_tokenizer(model.folder, model.shape.vocab)
+    set_date(tokenizer, start.time)
+    stop_ids = training_sampling(config, model, tokenizer).stop_token_ids
+    load = partial(load_demonstrations, stop_ids=stop_ids) if config.algorithm.is_sft else None
+    data = load_data(config.data, tokenizer, load, tool_schemas(config.rollout, config.code_dir), start.split)
+    if problem := find_end_token(tokenizer, stop_ids)[1]:
+        data = replace(data, notes=(*data.notes, problem))
+    return model, tokenizer, data, data.sampler(config.data, config.batch.prompts_per_step, config.seed, config.rollout)
 
 
 def first_difference(everyone: Sequence[tuple[str, Inputs]]) -> str:
