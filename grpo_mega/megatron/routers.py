@@ -271,9 +271,10 @@ class Replay:
     a fused one. It compares all tokens and layers in the first update of a process, then one layer per update, in turn.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime, num_updates: Callable[[], int]) -> None:
-        """`config` is Megatron's config of the model. `num_updates` returns the optimizer steps of the run so far."""
-        self._runtime, self._num_updates = runtime, num_updates
+    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime) -> None:
+        """`config` is Megatron's config of the model."""
+        self._runtime = runtime
+        self.num_updates = 0  # optimizer steps of the run before the current update
         assert not config.moe_router_fusion, "the fused router does not ask for experts to replay"
         self._cuts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._counts = torch.zeros(shape.num_layers, 3, dtype=torch.int64, device=runtime.device.torch_device)
@@ -298,8 +299,8 @@ class Replay:
         """Return the layers of this update's metric. They depend only on the run, so that a resume changes no
         metric.
         """
-        number = self._num_updates()
-        return self._layers[(number - 1) % len(self._layers) :][:1] if number else self._layers
+        place = (self.num_updates - 1) % len(self._layers)
+        return self._layers[place : place + 1] if self.num_updates else self._layers
 
     def is_compared(self, layer: int) -> bool:
         return not self._has_checked or layer in self._measured

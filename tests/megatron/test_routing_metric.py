@@ -14,13 +14,12 @@ LAYERS, NUM_UPDATES = range(2, 5), 9  # two dense layers come first
 
 def moved_in(first: int, last: int) -> list[float]:
     """Return the metric of the updates of one process. The counts of a layer depend on layer and update."""
-    number = [first]
     megatron: Any = SimpleNamespace(moe_router_fusion=False, tensor_model_parallel_size=1, sequence_parallel=False)
     shape: Any = SimpleNamespace(num_dense=LAYERS.start, num_layers=LAYERS.stop)
     runtime: Any = SimpleNamespace(device=SimpleNamespace(torch_device="cpu"), sum=torch.clone)
-    replay, found = Replay(megatron, shape, runtime, lambda: number[0]), []
+    replay, found = Replay(megatron, shape, runtime), []
     for update in range(first, last):
-        number[0] = update
+        replay.num_updates = update
         compared = [layer for layer in LAYERS if replay.is_compared(layer)]
         assert len(compared) == (3 if update == first else 1), "a process verifies all layers once"
         for layer in compared:
