@@ -147,6 +147,11 @@ class Routers:
         """Let the routers choose the experts inside the context, even if replay is on."""
         return self._replay.off() if self._replay else nullcontext()
 
+    def start_update(self, num_updates: int) -> None:
+        """Prepare for a mini-batch after `num_updates` optimizer steps of the run."""
+        if self._replay:
+            self._replay.num_updates = num_updates
+
     def metrics(self) -> StepMetrics:
         """Return the metrics of the mini-batch, identical on all ranks. Loads are relative to a layer's mean.
 

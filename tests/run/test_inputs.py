@@ -239,7 +239,7 @@ def start_nodes(folder: Path, command: list[str]) -> list[tuple[int, str]]:
         cwd = folder / f"node{node}"
         nodes.append(subprocess.Popen(start, stdout=PIPE, stderr=STDOUT, env=environment, cwd=cwd, text=True))
     try:
-        return [(node.wait(), output) for node in nodes for output in [node.communicate(timeout=60)[0]]]
+        return [(node.wait(), output) for node in nodes for output in [node.communicate(timeout=300)[0]]]
     finally:
         for node in nodes:
             node.kill()
@@ -277,6 +277,8 @@ def test_nodes_that_differ_end_before_the_first_step(program: str, tmp_path: Pat
         rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
         raw["data"] = {"train": "rows.jsonl", "max_length": 64}
         del raw["rollout"], raw["algorithm"], raw["rewards"]
+    if program == "resume":
+        raw["checkpoint"] = {"interval": 1}
     for node in (0, 1):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "model").symlink_to(model)
