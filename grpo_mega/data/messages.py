@@ -17,6 +17,7 @@ from typing import Any
 
 Message = dict[str, Any]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_MAY_BE_EMPTY = {*THOUGHTS, "tool_calls"}  # an empty text stands for none in columns that hold texts only
 
 _CALL = r"tool_calls\[\d+\]\."
 _NO_TEXT = re.compile(rf"(?:{_CALL})?(?:type|index)|role|{'|'.join(THOUGHTS)}")  # fields of a message
@@ -37,6 +38,7 @@ def read_message(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
         raise MessageError(f"={short(message)} is not a message with role and content")
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
+    kept = {key: value for key, value in kept.items() if key not in _MAY_BE_EMPTY or value not in ("", "[]", "null")}
     if "tool_calls" in kept:
         calls = parse_text(kept["tool_calls"])
         if kept["role"] != "assistant" or not isinstance(calls, list):
@@ -62,7 +64,7 @@ def read_tools(value: Any, null_values: Collection[str] = ("default", "const")) 
     Null is a value of the keys in `null_values`.
     """
     tools = []
-    for given in value if isinstance(value := parse_text(value or []), list) else [value]:
+    for given in value if isinstance(value := parse_text(value or []) or [], list) else [value]:
         tool = without_nulls(parse_text(given), null_values)
         if isinstance(tool, dict) and "function" not in tool:
             tool = {"type": "function", "function": {key: item for key, item in tool.items() if key != "type"}}

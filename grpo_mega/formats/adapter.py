@@ -41,8 +41,9 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NEUTRAL = frozenset(  # fields of adapter_config.json that do not change what an adapter computes
     """
-    auto_mapping base_model_name_or_path ensure_weight_tying eva_config inference_mode lora_alpha megatron_core
-    peft_version qalora_group_size r revision runtime_config target_modules target_parameters task_type
+    auto_mapping base_model_name_or_path ensure_weight_tying eva_config exclude_modules inference_mode layers_pattern
+    lora_alpha megatron_core peft_version qalora_group_size r revision runtime_config target_modules
+    target_parameters task_type
     """.split()  # noqa: SIM905
 )
 _ALLOWED = {

@@ -54,7 +54,7 @@ _found = _json.loads(_json.dumps(_function(*_json.loads({arguments!r}))))
 _expected = _json.loads({expected!r})
 assert _found == _expected or [_found] == _expected, "wrong"
 """
-Case = tuple[list[str], str, str | None]  # setup and tests, standard input, expected output (None: tests)
+Case = tuple[str, str, str | None]  # text to add to the program, standard input, expected output (None: asserts)
 
 
 def code(
@@ -77,7 +77,7 @@ def code(
     blocks = _BLOCK.findall(conclusion_of(whole_turn(response, extras)))
     if not blocks:
         return Score(0.0, "wrong")
-    programs = [(blocks[-1], given, *tests) for tests, given, _ in cases]
+    programs = [(f"{blocks[-1]}\n{text}", given) for text, given, _ in cases]
     for num_left in (1, 0):  # if the sandbox itself fails, try again once
         try:
             runs = run_programs(programs, timeout_s, total_s=timeout_s, stops_early=not partial)
@@ -110,14 +110,16 @@ def cases_of(answer: str, extras: Mapping[str, Any]) -> list[Case]:
         except (KeyError, TypeError, ValueError):
             continue
         if cases:
-            return [([setup, *tests] if tests else [], given, expected) for tests, given, expected in cases]
+            return [
+                (f"{setup}\n{text}" if expected is None else text, given, expected) for text, given, expected in cases
+            ]
     return []
 
 
 def _cases(value: Any, extras: Mapping[str, Any]) -> list[Case]:
     if isinstance(value, str):
         entry = f"\ncheck({extras['entry_point']})" if "def check(" in value and "entry_point" in extras else ""
-        return [([value + entry], "", None)] if "assert" in value else []
+        return [(value + entry, "", None)] if "assert" in value else []
     if isinstance(value, list):
         return [case for one in value for case in _cases(one, extras)]
     if not isinstance(value, dict):
@@ -132,10 +134,10 @@ def _cases(value: Any, extras: Mapping[str, Any]) -> list[Case]:
 
 def _pair(given: Any, expected: Any, name: str | None) -> Case:
     if not name:
-        return [], _as_lines(given), _as_lines(expected)
+        return "", _as_lines(given), _as_lines(expected)
     arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
     expected = json.loads(expected) if isinstance(expected, str) else expected
-    return [_CALL.format(name=name, arguments=json.dumps(arguments), expected=json.dumps(expected))], "", None
+    return _CALL.format(name=name, arguments=json.dumps(arguments), expected=json.dumps(expected)), "", None
 
 
 def _verdict(run: Run, expected: str | None) -> str:
@@ -143,7 +145,7 @@ def _verdict(run: Run, expected: str | None) -> str:
         is_assert = expected is None and run.verdict == "error" and run.error.strip().rpartition("\n")[2]
         return "wrong" if is_assert and is_assert.startswith("AssertionError") else run.verdict
     if expected is None:
-        return "correct"
+        return "correct" if run.is_complete else "wrong"
     lines = [[line.strip() for line in text.strip().splitlines()] for text in (run.output, expected)]
     return "correct" if lines[0] == lines[1] else "wrong"
 
@@ -177,25 +179,26 @@ class SandboxFailed(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a program. `output` is its standard output, and `error` the end of its standard error."""
+    """The outcome of a program. `output` is its standard output, and `error` the end of its standard error.
+
+    `is_complete` is True if the program ran to its last line, instead of ending itself before, as os._exit does.
+    """
 
     verdict: str
     output: str
     error: str
+    is_complete: bool
 
 
 def run_programs(
-    programs: Sequence[tuple[str, ...]],
+    programs: Sequence[tuple[str, str]],
     timeout_s: float,
     *,
     total_s: float = math.inf,
     stops_early: bool = False,
     isolates: bool | None = None,
 ) -> list[Run]:
-    """Run programs with their standard input one after another, each in fresh processes, and return the outcomes.
-
-    A program may have two more texts, a setup and tests, which program_main.py runs against it in another process.
-    "finished" then means that the tests ran to their end.
+    """Run pairs of a program and its standard input one after another, each in fresh processes, and return outcomes.
 
     `timeout_s` is for each program, and `total_s` for all of them. With `stops_early` nothing runs after the first
     program that does not finish. `isolates`: whether to use namespaces; None uses them where the kernel allows it.

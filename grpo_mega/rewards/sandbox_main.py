@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
+import errno
 import json
 import math
 import os
 import platform
 import resource
+import secrets
 import select
 import shutil
 import signal
 import sys
 import time
-import types
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,17 +43,15 @@ _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _CAPABILITY_VERSION = 4, 38, 0x20080522
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SOURCE = Path(__file__).with_name("program_main.py").read_text()
-program_main = sys.modules["program_main"] = types.ModuleType("program_main")
-exec(_SOURCE, vars(program_main))
+_OUT_OF_MEMORY, _REFUSED = 71, 72  # exit statuses of a program
 _VERDICTS = {  # by exit status of a program
     0: "finished",
-    program_main.OUT_OF_MEMORY: "memory",
+    _OUT_OF_MEMORY: "memory",
     -signal.SIGKILL: "memory",
-    program_main.REFUSED: "refused",
+    _REFUSED: "refused",
     -signal.SIGXCPU: "timeout",
 }
-_FIRST_FREE = 100  # file descriptors above those of a process, while they are arranged
+_DENIED = {errno.EPERM, errno.EACCES, errno.EROFS, errno.ENETUNREACH, errno.ENETDOWN, errno.EAGAIN}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -124,10 +123,10 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
     runs = []
     if not (problem and request["isolates"]):
         end = time.monotonic() + request.get("total_s", 0.0)
-        for program, given, *tests in request["programs"]:
+        for program, given in request["programs"]:
             _empty_folder(has_namespace=request["isolates"])
             seconds = min(request["timeout_s"], end - time.monotonic())
-            runs.append(_run(program, given, tests, request | {"timeout_s": max(seconds, 0.0)}))
+            runs.append(_run(program, given, request | {"timeout_s": max(seconds, 0.0)}))
             if request["stops_early"] and runs[-1]["verdict"] != "finished":
                 break
     with os.fdopen(answer, "w") as stream:
@@ -192,76 +191,43 @@ def _check(result: int, path: str = "") -> None:
         raise OSError(number, os.strerror(number), path or None)
 
 
-def _run(program: str, given: str, tests: list[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Run a program in a separate process, end everything that it started, and return its outcome.
-
-    `tests`: the text of the setup and of the tests, which run in another process; empty for a program without tests.
-    """
+def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run a program in a separate process, end everything that it started, and return its outcome."""
     streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
     os.write(streams[0], given.encode(errors="surrogateescape"))
     os.lseek(streams[0], 0, os.SEEK_SET)
-    if tests:
-        (answers, reply), (calls, call) = os.pipe(), os.pipe()
-        text = f"{program}\n{tests[0]}"
-        pids = [
-            _start([*streams, calls, reply], ["serve_program", text], request),
-            _start([*streams, answers, call], ["run_tests", *tests], request),
-        ]
-        for fd in (answers, reply, calls, call):
-            os.close(fd)
-    else:
-        pids = [_start(streams, ["", program], request)]
-    status = _wait(pids[-1], request["timeout_s"])
-    if status == program_main.LOST:
-        status = _wait(pids[0], 1.0)
-        if not status:
-            status = 1
-            os.write(streams[2], b"\nAssertionError: the program ended before its tests\n")
-    _kill_others(has_namespace=request["isolates"])
-    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:]]
-    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
-    for fd in streams:
-        os.close(fd)
-    verdict = "output" if is_full else "timeout" if status is None else _VERDICTS.get(status, "error")
-    error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status or 0}")
-    return {"verdict": verdict, "output": texts[0], "error": error}
-
-
-def _start(descriptors: list[int], work: list[str], request: dict[str, Any]) -> int:
-    """Start a process with these file descriptors from 0 on; with a role, a fresh interpreter. Return its id."""
-    role, program = work[0], work[1]
-    if role:
-        descriptors = [*descriptors, os.memfd_create("texts")]
-        os.write(descriptors[-1], json.dumps(work).encode())
-        os.lseek(descriptors[-1], 0, os.SEEK_SET)
+    done_end, done = os.pipe()
+    word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_FREE) for fd in descriptors]
-            for target, fd in enumerate(moved):
+            for target, fd in enumerate(streams):
                 os.dup2(fd, target)
-            os.closerange(len(moved), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            os.dup2(done, 3)
+            os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             _drop_rights(request)
-            if role:
-                with contextlib.suppress(OSError):  # without namespaces this user may not be able to read Python
-                    os.execv(sys.executable, [sys.executable, "-I", "-B", "-c", _SOURCE])
-                program_main.main()
-            os._exit(program_main.execute(program_main.run_program, program))
+            os._exit(_execute(program, word))
         os._exit(1)
-    if role:
-        os.close(descriptors[-1])
-    return pid
-
-
-def _wait(pid: int, timeout_s: float) -> int | None:
-    """Return the exit status of a process; None if it does not end in time."""
-    descriptor = os.pidfd_open(pid)
+    os.close(done)
     with select.epoll() as poll:
+        descriptor = os.pidfd_open(pid)
         poll.register(descriptor, select.EPOLLIN)
-        is_late = not poll.poll(timeout_s)
-    os.close(descriptor)
-    return None if is_late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        is_late = not poll.poll(request["timeout_s"])
+        os.close(descriptor)
+    status = 0 if is_late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _kill_others(has_namespace=request["isolates"])
+    is_done = False
+    os.set_blocking(done_end, False)
+    with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
+        is_done = os.read(done_end, len(word)) == word
+    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:]]
+    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
+    for fd in (*streams, done_end):
+        os.close(fd)
+    verdict = "output" if is_full else "timeout" if is_late else _VERDICTS.get(status, "error")
+    error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status}")
+    return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": verdict == "finished" and is_done}
 
 
 def _kill_others(*, has_namespace: bool) -> None:
@@ -305,6 +271,34 @@ def _drop_rights(request: dict[str, Any]) -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
+
+
+def _execute(program: str, word: bytes) -> int:
+    """Run the program like a script. Return its exit status."""
+    sys.argv[:], names = ["program.py"], {"__name__": "__main__", "__builtins__": __builtins__}
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # the process ends
+    status = 0
+    try:
+        exec(compile(program, "program.py", "exec"), names)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if not isinstance(exit_.code, int | None):
+            with contextlib.suppress(Exception):
+                print(exit_.code, file=sys.stderr)  # like Python
+        word = b""
+    except MemoryError:
+        return _OUT_OF_MEMORY
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        cause = getattr(error, "reason", error)  # the cause of urllib's errors
+        is_denied = type(cause).__name__ == "gaierror" or getattr(cause, "errno", None) in _DENIED
+        status = _REFUSED if is_denied or str(error) == "can't start new thread" else 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if status == 0:
+        os.write(3, word)
+    return status
 
 
 if __name__ == "__main__":

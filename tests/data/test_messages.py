@@ -201,6 +201,15 @@ def test_a_message_of_another_form_is_refused_with_its_field(
     assert problem in refusal(write(tmp_path, {"messages": messages}))
 
 
+def test_empty_texts_of_thoughts_calls_and_tools_stand_for_none(tmp_path: Path) -> None:
+    empty = {"reasoning_content": "", "thinking": "", "tool_calls": "[]"}
+    rows = [{"role": "user", "content": "Tides?"} | empty, {"role": "assistant", "content": "High."} | empty]
+    (plain,) = demonstrate(write(tmp_path, {"messages": [one | dict.fromkeys(empty) for one in rows]}), "qwen2.5")
+    for tools in ("null", "[]", "{}"):
+        (row,) = demonstrate(write(tmp_path, {"messages": rows, "tools": tools}), "qwen2.5")
+        assert (row.text, row.answer) == (plain.text, plain.answer) and "High." in row.answer
+
+
 @pytest.mark.parametrize("empty", ["", None, {}, "{}"], ids=repr)
 def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, empty: Any) -> None:
     (row,) = demonstrate(write(tmp_path, {"messages": chat(empty)}), "qwen2.5")

@@ -174,7 +174,8 @@ def compare_kinds(gold: str, text: str) -> bool | None:
         return number.value == sides[0][0] if sides and number else None
     if is_code(gold):
         # A text such as "3 to 5" is 3:5 here.
-        return text.replace(":", "-") == gold or (_date(gold) or "no date") == _date(text)
+        plain, expected = (one.replace(" ", "").replace(":", "-") for one in (text, gold))
+        return plain == expected or (_date(gold) or "no date") == _date(text)
     gold_brackets, brackets = _SET_OR_TUPLE.fullmatch(gold), _SET_OR_TUPLE.fullmatch(text)
     if gold_brackets and brackets and gold_brackets["set"] != brackets["set"]:
         return False
