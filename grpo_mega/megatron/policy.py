@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ class Policy:
         self.chunks = optimizers.wrap(self.models, config.layout, config.precision, self.lora.finish_gradients)
         self._weights = self.parameters | biases_of(self.models)  # parameters_of leaves out biases: they are buffers
         self.parameters = self._weights | self.lora.parameters
-        replay = Replay(self.models[0].config, shape, runtime) if config.rollout.routing_replay else None
+        replay = Replay(self.models[0].config, shape, runtime, ref(self)) if config.rollout.routing_replay else None
         self.routers = Routers(self.models, config.model.router, runtime, shape.num_layers, replay)
         self.pipeline = Pipeline(self.chunks, uses_te=uses_transformer_engine(runtime), routers=self.routers)
         self._optimizer: Any = None
@@ -266,7 +267,6 @@ class Policy:
         self.nonfinite_samples, self._layer_norms = set(), []
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
-                self.routers.start_update(self.optimizer_step)
                 metrics = self._reduced(self._forward_backward(batches)) | self.routers.metrics()
                 limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # NaN does not stop early

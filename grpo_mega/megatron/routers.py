@@ -147,11 +147,6 @@ class Routers:
         """Let the routers choose the experts inside the context, even if replay is on."""
         return self._replay.off() if self._replay else nullcontext()
 
-    def start_update(self, num_updates: int) -> None:
-        """Prepare for a mini-batch after `num_updates` optimizer steps of the run."""
-        if self._replay:
-            self._replay.num_updates = num_updates
-
     def metrics(self) -> StepMetrics:
         """Return the metrics of the mini-batch, identical on all ranks. Loads are relative to a layer's mean.
 
@@ -276,10 +271,9 @@ class Replay:
     a fused one. It compares all tokens and layers in the first update of a process, then one layer per update, in turn.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime) -> None:
-        """`config` is Megatron's config of the model."""
-        self._runtime = runtime
-        self.num_updates = 0  # optimizer steps of the run before the current update
+    def __init__(self, config: Any, shape: ModelShape, runtime: Runtime, policy: Any) -> None:
+        """`config` is Megatron's config of the model. `policy` is a weak reference, as Megatron keeps routers."""
+        self._runtime, self._policy = runtime, policy
         assert not config.moe_router_fusion, "the fused router does not ask for experts to replay"
         self._cuts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._counts = torch.zeros(shape.num_layers, 3, dtype=torch.int64, device=runtime.device.torch_device)
@@ -304,8 +298,8 @@ class Replay:
         """Return the layers of this update's metric. They depend only on the run, so that a resume changes no
         metric.
         """
-        place = (self.num_updates - 1) % len(self._layers)
-        return self._layers[place : place + 1] if self.num_updates else self._layers
+        number = self._policy().optimizer_step
+        return self._layers[(number - 1) % len(self._layers) :][:1] if number else self._layers
 
     def is_compared(self, layer: int) -> bool:
         return not self._has_checked or layer in self._measured

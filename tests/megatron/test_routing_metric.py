@@ -17,9 +17,10 @@ def moved_in(first: int, last: int) -> list[float]:
     megatron: Any = SimpleNamespace(moe_router_fusion=False, tensor_model_parallel_size=1, sequence_parallel=False)
     shape: Any = SimpleNamespace(num_dense=LAYERS.start, num_layers=LAYERS.stop)
     runtime: Any = SimpleNamespace(device=SimpleNamespace(torch_device="cpu"), sum=torch.clone)
-    replay, found = Replay(megatron, shape, runtime), []
+    policy = SimpleNamespace(optimizer_step=first)
+    replay, found = Replay(megatron, shape, runtime, lambda: policy), []
     for update in range(first, last):
-        replay.num_updates = update
+        policy.optimizer_step = update
         compared = [layer for layer in LAYERS if replay.is_compared(layer)]
         assert len(compared) == (3 if update == first else 1), "a process verifies all layers once"
         for layer in compared:
