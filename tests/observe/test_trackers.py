@@ -48,7 +48,8 @@ def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
     log.warn(f"of a file's name: {HOSTILE}")
     log.close()  # waits until wandb's service has written its file
     (row, *_), (message,) = (read(tmp_path / "run" / f"{name}.jsonl") for name in ("samples", "messages"))
-    assert row["prompt"] == PROMPT + WRITABLE and message["text"] == f"of a file's name: {WRITABLE}"
+    warning = " ".join(f"of a file's name: {WRITABLE}".split())  # one line
+    assert row["prompt"] == PROMPT + WRITABLE and message["text"] == warning
     assert "\ufffd\ufffd \ufffd" in (tmp_path / "run/report.html").read_text(encoding="utf-8")
     (path,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     records = list(wandb_records(path))
@@ -65,7 +66,6 @@ def test_a_run_without_a_key_is_offline_with_names_of_trl_and_verl(
     table = json.loads((path.parent / "files" / logged["completions/path"]).read_text())
     assert table["columns"][:4] == ["step", "prompt", "completion", "answer"]
     assert table["data"][0] == [1, PROMPT + WRITABLE, "AB", "2", 1.0, None, 1.0, 0.5, "stop"]
-    warning = f"of a file's name: {WRITABLE}"
     assert [record.alert.text for record in records if record.HasField("alert")] == [warning]
     summary = {item.key: item.value_json for record in records for item in record.summary.update}
     assert json.loads(summary["warnings"]) == [warning]

@@ -33,7 +33,8 @@ def test_a_reward_that_is_not_finite_is_a_missing_score(value: str) -> None:
         "chat": json.dumps({"choices": [{"message": {"content": f"Score: {'9' * 400}"}}]}),
     }
     for api, reply in replies.items():
-        with serving(lambda path, body: (200, reply)) as url, pytest.raises(NoScore, match="gave the reward"):  # noqa: B023
+        problem = "without a score from 0 to 10" if api == "chat" else "gave the reward"
+        with serving(lambda path, body: (200, reply)) as url, pytest.raises(NoScore, match=problem):  # noqa: B023
             score(url, api=api, model="m")
 
 
