@@ -190,7 +190,8 @@ on_nodes() {
         *) step+=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$ROOT") ;;
     esac
     # srun does not inherit --cpus-per-task, and would bind every rank of a node to one core.
-    [[ "$CPUS_PER_TASK" =~ ^[0-9]+$ ]] && step+=(--cpus-per-task="$CPUS_PER_TASK")
+    # Slurm says 1 also if the job did not ask for a number. Then a step has all of the job's cores.
+    [[ "$CPUS_PER_TASK" =~ ^[0-9]+$ ]] && ((CPUS_PER_TASK > 1)) && step+=(--cpus-per-task="$CPUS_PER_TASK")
     local count
     count="$(tr ',' '\n' <<< "$nodes" | wc -l)"
     srun --nodelist="$nodes" --nodes="$count" --ntasks="$count" --ntasks-per-node=1 "${step[@]}" "${wrap[@]}" "$@" &

@@ -97,7 +97,9 @@ class SameInputs:
                 inputs["node"] = read_node(self.config)
         if self.error:
             inputs = {"rank": {"error": str(self.error)}}
-        digests = gather({part: hashlib.sha256(repr(inputs[part]).encode()).hexdigest() for part in inputs})
+        # Sorted, because each disk lists packages and files in another order.
+        texts = {part: repr(sorted(inputs[part].items())) for part in inputs}
+        digests = gather({part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()})
         if all(one.items() <= ChainMap(*digests).items() for one in digests):
             if self.error:
                 raise self.error
@@ -162,7 +164,8 @@ def read_node(config: Config) -> dict[str, str]:
     files = {name: Path(name) for word in words for name in [word, *sorted(glob(f"{word}/*"))] if os.path.isfile(name)}
     files |= source_files(["grpo_mega", *filter(is_user_name, words)], config.code_dir)
     files["the last checkpoint"] = config.run_dir / CHECKPOINTS / LATEST
-    values |= {f"package {found.name}": found.version for found in distributions()}
+    packages = sorted((str(found.name), str(found.version)) for found in distributions())
+    values |= {f"package {name}": version for name, version in packages}
     return values | {"Python": sys.version} | {name: file_digest(path) for name, path in files.items()}
 
 
