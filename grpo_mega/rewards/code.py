@@ -36,25 +36,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from grpo_mega.errors import ConfigError
 from grpo_mega.processes import kill_session
 from grpo_mega.rewards.api import Extras, NoScore, Score
 from grpo_mega.rewards.math.answer import conclusion_of, whole_turn
+from grpo_mega.rewards.split_tests import split_call, split_tests
 
 TIMEOUT_S = 4.0
 START_S = 4.0  # rewards.deadline_s must exceed the time of the programs by this
 _COLUMNS = ("test_list", "test_cases", "tests", "test")
 _BLOCK = re.compile(r"(?ims)^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```")
-_CALL = """
-import json as _json
-_function = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
-_found = _json.loads(_json.dumps(_function(*_json.loads({arguments!r}))))
-_expected = _json.loads({expected!r})
-assert _found == _expected or [_found] == _expected, "wrong"
-"""
-Case = tuple[str, str, str | None]  # text to add to the program, standard input, expected output (None: asserts)
+
+
+class Program(NamedTuple):
+    """A program, its standard input, and the judge of what it reports; see split_tests.py.
+
+    `whole`: the program with its tests, for reports that cannot be judged.
+    """
+
+    text: str
+    stdin: str = ""
+    judge: str = ""
+    whole: str = ""
+
+
+class Case(NamedTuple):
+    """A test case: asserts to run after the program, or a call of its function, or standard input and output."""
+
+    stdin: str = ""
+    output: str | None = None
+    asserts: str = ""
+    call: tuple[str, str, str] | None = None  # name, and JSON texts of arguments and value
+
+    def program(self, text: str) -> Program:
+        if self.call:
+            inside, judge = split_call(*self.call)
+            return Program(f"{text}\n{inside}", judge=judge)
+        whole = Program(f"{text}\n{self.asserts}", self.stdin)
+        parts = split_tests(self.asserts, text) if self.asserts else None
+        return Program(f"{text}\n{parts[0]}", "", parts[1], whole.text) if parts else whole
 
 
 def code(
@@ -77,7 +99,7 @@ def code(
     blocks = _BLOCK.findall(conclusion_of(whole_turn(response, extras)))
     if not blocks:
         return Score(0.0, "wrong")
-    programs = [(f"{blocks[-1]}\n{text}", given) for text, given, _ in cases]
+    programs = [case.program(blocks[-1]) for case in cases]
     for num_left in (1, 0):  # if the sandbox itself fails, try again once
         try:
             runs = run_programs(programs, timeout_s, total_s=timeout_s, stops_early=not partial)
@@ -85,7 +107,7 @@ def code(
         except SandboxFailed as error:
             if not num_left:
                 raise NoScore(str(error)) from None
-    verdicts = [_verdict(run, expected) for run, (_, _, expected) in zip(runs, cases, strict=False)]
+    verdicts = [_verdict(run, case.output) for run, case in zip(runs, cases, strict=False)]
     failed = [verdict for verdict in verdicts if verdict != "correct"]
     value = 1.0 - len(failed) / len(cases) if partial else float(not failed)
     return Score(value, failed[0] if failed else "correct")
@@ -110,16 +132,14 @@ def cases_of(answer: str, extras: Mapping[str, Any]) -> list[Case]:
         except (KeyError, TypeError, ValueError):
             continue
         if cases:
-            return [
-                (f"{setup}\n{text}" if expected is None else text, given, expected) for text, given, expected in cases
-            ]
+            return [case._replace(asserts=f"{setup}\n{case.asserts}") if case.asserts else case for case in cases]
     return []
 
 
 def _cases(value: Any, extras: Mapping[str, Any]) -> list[Case]:
     if isinstance(value, str):
         entry = f"\ncheck({extras['entry_point']})" if "def check(" in value and "entry_point" in extras else ""
-        return [(value + entry, "", None)] if "assert" in value else []
+        return [Case(asserts=value + entry)] if "assert" in value else []
     if isinstance(value, list):
         return [case for one in value for case in _cases(one, extras)]
     if not isinstance(value, dict):
@@ -134,10 +154,10 @@ def _cases(value: Any, extras: Mapping[str, Any]) -> list[Case]:
 
 def _pair(given: Any, expected: Any, name: str | None) -> Case:
     if not name:
-        return "", _as_lines(given), _as_lines(expected)
+        return Case(_as_lines(given), _as_lines(expected))
     arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
     expected = json.loads(expected) if isinstance(expected, str) else expected
-    return _CALL.format(name=name, arguments=json.dumps(arguments), expected=json.dumps(expected)), "", None
+    return Case(call=(name, json.dumps(arguments), json.dumps(expected)))
 
 
 def _verdict(run: Run, expected: str | None) -> str:
@@ -191,28 +211,27 @@ class Run:
 
 
 def run_programs(
-    programs: Sequence[tuple[str, str]],
+    programs: Sequence[Program],
     timeout_s: float,
     *,
     total_s: float = math.inf,
     stops_early: bool = False,
     isolates: bool | None = None,
 ) -> list[Run]:
-    """Run pairs of a program and its standard input one after another, each in fresh processes, and return outcomes.
+    """Run programs one after another, each in fresh processes, and return their outcomes, or those of their judges.
 
     `timeout_s` is for each program, and `total_s` for all of them. With `stops_early` nothing runs after the first
     program that does not finish. `isolates`: whether to use namespaces; None uses them where the kernel allows it.
     Raises SandboxFailed.
     """
     request: dict[str, Any] = {
-        "programs": list(programs),
         "timeout_s": timeout_s,
         "total_s": min(total_s, len(programs) * timeout_s),
         "stops_early": stops_early,
         "isolates": missing_sandbox() is None if isolates is None else isolates,
         "folders": _python_folders(),
     }
-    answer = _run_sandbox(request, _SANDBOX_START_S + request["total_s"])
+    answer = _run_sandbox(request, programs, _SANDBOX_START_S + request["total_s"])
     if answer["missing"] and request["isolates"]:
         raise SandboxFailed(f"the sandbox failed: {answer['missing']}")
     return [Run(**one) for one in answer["runs"]]
@@ -221,24 +240,27 @@ def run_programs(
 @cache
 def missing_sandbox() -> str | None:
     """Return why programs can use network and files here; None if namespaces isolate them."""
-    request = {"programs": [], "isolates": True, "folders": _python_folders()}
+    request = {"isolates": True, "folders": _python_folders()}
     try:
-        return _run_sandbox(request, _SANDBOX_START_S)["missing"] or None
+        return _run_sandbox(request, [], _SANDBOX_START_S)["missing"] or None
     except SandboxFailed as error:
         return str(error)
 
 
-def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+def _run_sandbox(request: dict[str, Any], programs: Sequence[Program], deadline_s: float) -> dict[str, Any]:
     """Start the sandbox in an empty folder, and return its answer. End everything that it started."""
-    command = [sys.executable, "-I", "-B", str(_PROGRAM), str(_ROOT)]
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    with tempfile.TemporaryDirectory(prefix="grpo-mega-sandbox-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="grpo-mega-sandbox-", ignore_cleanup_errors=True) as folder,
+        os.fdopen(os.memfd_create("request"), "wb") as file,
+    ):
+        command = [sys.executable, "-I", "-B", str(_PROGRAM), str(_ROOT), str(_write_request(file, request, programs))]
         process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=environment, start_new_session=True
+            command, stdin=file, stdout=pipe, stderr=pipe, cwd=folder, env=environment, start_new_session=True
         )
         try:
-            out, problem = process.communicate(json.dumps(request).encode(), deadline_s)
+            out, problem = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             raise SandboxFailed(f"the sandbox did not end within {deadline_s:g} s") from None
         finally:
@@ -251,6 +273,22 @@ def _run_sandbox(request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
     except ValueError:
         last = (problem.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         raise SandboxFailed(f"the sandbox failed: {last}") from None
+
+
+def _write_request(file: BinaryIO, request: dict[str, Any], programs: Sequence[Program]) -> int:
+    """Write the texts of the programs, then the request, and return where the request starts."""
+    entries = []
+    for program in programs:
+        entry: dict[str, Any] = {"stdin": program.stdin}
+        for name in ("text", "judge", "whole"):
+            data = getattr(program, name).encode(errors="surrogatepass")
+            entry[name] = [len(data), file.tell()]
+            file.write(data)
+        entries.append(entry)
+    start = file.tell()
+    file.write(json.dumps(request | {"programs": entries}).encode())
+    file.flush()
+    return start
 
 
 @cache
@@ -270,7 +308,7 @@ def python(code: str) -> str:
     Args:
         code: The program. Only what it prints is returned.
     """
-    (run,) = run_programs([(code, "")], TOOL_TIMEOUT_S)
+    (run,) = run_programs([Program(code)], TOOL_TIMEOUT_S)
     text = run.output if len(run.output) <= _MAX_TOOL_CHARS else f"{run.output[:_MAX_TOOL_CHARS]}..."
     if run.verdict == "finished":
         return text

@@ -1,4 +1,7 @@
-"""The program of the sandbox: it isolates itself, then runs the programs of a request from stdin, one after another.
+"""The program of the sandbox: it isolates itself, then runs the programs of a request, one after another.
+
+Its stdin is a file with the texts of the programs and with the request, whose offset is an argument. The process of a
+program reads its own text only, so that no program finds the text of its judge in its memory.
 
 The first process forks the second, which enters new namespaces, and maps the user ids there. The second forks `init`,
 the first process of the new PID namespace: when it ends, the kernel kills all processes in the namespace. `init` builds
@@ -10,9 +13,11 @@ Without namespaces `init` adopts all orphans, and kills all processes below it i
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import math
 import os
@@ -25,6 +30,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +41,9 @@ NOBODY = 65534
 MAX_PROCESSES, MAX_FILES, FOLDER_BYTES = 64, 64, 64 << 20
 MEMORY_BYTES = 1 << 30  # address space of each process of a program
 OUTPUT_BYTES = 1 << 20  # limit of each output of a program
+FILE_BYTES = 32 << 20  # limit of each file, and of the reports
+_DONE, _REPORTS = 3, 4  # descriptors in a program's process
+_UNDECIDED = "undecided"  # printed by the judge
 _NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
@@ -57,7 +66,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Read a request, run its programs, and write the answer. code.py describes both."""
-    request = json.load(sys.stdin)
+    request = json.loads(os.pread(0, os.fstat(0).st_size, int(sys.argv[2])))
     sys.path.remove(sys.argv[1])
     (answer_end, answer), (ready_end, ready), (go, go_end) = os.pipe(), os.pipe(), os.pipe()
     if (second := os.fork()) == 0:
@@ -122,11 +131,9 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
             problem = f"the root folder: {error}"
     runs = []
     if not (problem and request["isolates"]):
-        end = time.monotonic() + request.get("total_s", 0.0)
-        for program, given in request["programs"]:
-            _empty_folder(has_namespace=request["isolates"])
-            seconds = min(request["timeout_s"], end - time.monotonic())
-            runs.append(_run(program, given, request | {"timeout_s": max(seconds, 0.0)}))
+        request["end"] = time.monotonic() + request.get("total_s", 0.0)
+        for program in request["programs"]:
+            runs.append(_run_and_judge(program, request))
             if request["stops_early"] and runs[-1]["verdict"] != "finished":
                 break
     with os.fdopen(answer, "w") as stream:
@@ -191,29 +198,50 @@ def _check(result: int, path: str = "") -> None:
         raise OSError(number, os.strerror(number), path or None)
 
 
-def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run a program in a separate process, end everything that it started, and return its outcome."""
-    streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr")]
-    os.write(streams[0], given.encode(errors="surrogateescape"))
+def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Run a program, then the judge of its reports, and return the outcome of what ran last.
+
+    If a report cannot be judged, the program runs again with the tests in its own interpreter.
+    """
+    given = program["stdin"].encode(errors="surrogateescape")
+    outcome, reports = _run(program["text"], given, request)
+    if program["judge"][0] and outcome["is_complete"]:
+        outcome, _ = _run(program["judge"], reports, request)
+        if outcome["output"] == _UNDECIDED:
+            is_too_long = not program["whole"][0]
+            outcome = outcome | {"verdict": "output"} if is_too_long else _run(program["whole"], given, request)[0]
+    return outcome
+
+
+def _run(section: list[int], given: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Run a program in a separate process, and end everything that it started. Return its outcome and its reports.
+
+    `section` is the place of its text: size and offset.
+    """
+    _empty_folder(has_namespace=request["isolates"])
+    timeout_s = max(0.0, min(request["timeout_s"], request["end"] - time.monotonic()))
+    streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "reports")]
+    os.write(streams[0], given)
     os.lseek(streams[0], 0, os.SEEK_SET)
     done_end, done = os.pipe()
     word = secrets.token_bytes(16)  # proves that the program reached its end
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
+            text = os.pread(0, *section).decode(errors="surrogatepass")
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            for target, fd in enumerate(streams):
+            for target, fd in zip((0, 1, 2, _REPORTS), streams, strict=True):
                 os.dup2(fd, target)
-            os.dup2(done, 3)
-            os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-            _drop_rights(request)
-            os._exit(_execute(program, word))
+            os.dup2(done, _DONE)
+            os.closerange(_REPORTS + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            _drop_rights(request["isolates"], timeout_s)
+            os._exit(_execute(text, word))
         os._exit(1)
     os.close(done)
     with select.epoll() as poll:
         descriptor = os.pidfd_open(pid)
         poll.register(descriptor, select.EPOLLIN)
-        is_late = not poll.poll(request["timeout_s"])
+        is_late = not poll.poll(timeout_s)
         os.close(descriptor)
     status = 0 if is_late else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     _kill_others(has_namespace=request["isolates"])
@@ -221,13 +249,15 @@ def _run(program: str, given: str, request: dict[str, Any]) -> dict[str, Any]:
     os.set_blocking(done_end, False)
     with contextlib.suppress(BlockingIOError):  # a process that could not be killed has the other end
         is_done = os.read(done_end, len(word)) == word
-    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:]]
-    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:])
+    texts = [os.pread(fd, OUTPUT_BYTES, 0).decode(errors="replace") for fd in streams[1:3]]
+    is_full = any(os.fstat(fd).st_size >= OUTPUT_BYTES for fd in streams[1:3])
+    reports = os.pread(streams[3], FILE_BYTES, 0)
     for fd in (*streams, done_end):
         os.close(fd)
     verdict = "output" if is_full else "timeout" if is_late else _VERDICTS.get(status, "error")
     error = texts[1][-2000:] or ("" if verdict == "finished" else f"the program ended with {status}")
-    return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": verdict == "finished" and is_done}
+    is_complete = verdict == "finished" and is_done
+    return {"verdict": verdict, "output": texts[0], "error": error, "is_complete": is_complete}, reports
 
 
 def _kill_others(*, has_namespace: bool) -> None:
@@ -242,16 +272,16 @@ def _kill_others(*, has_namespace: bool) -> None:
             os.waitpid(-1, 0)
 
 
-def _drop_rights(request: dict[str, Any]) -> None:
-    """Become nobody without capabilities, within the limits of the request."""
+def _drop_rights(isolates: bool, timeout_s: float) -> None:
+    """Become nobody without capabilities, within the limits of a program."""
     is_root, processes = os.geteuid() == 0, MAX_PROCESSES
-    if not request["isolates"] and not is_root:
+    if not isolates and not is_root:
         for folder in Path("/proc").glob("[0-9]*"):  # the limit counts all threads of this user on the machine
             with contextlib.suppress(OSError):
                 processes += len(os.listdir(folder / "task")) if folder.stat().st_uid == os.geteuid() else 0
-    user = NOBODY if request["isolates"] or not is_root else 1_900_000_000 + os.getpid()
+    user = NOBODY if isolates or not is_root else 1_900_000_000 + os.getpid()
     if is_root:
-        if not request["isolates"]:
+        if not isolates:
             os.chown(".", user, user)
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -260,12 +290,12 @@ def _drop_rights(request: dict[str, Any]) -> None:
         header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
         _check(_libc.capset(header, none))
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    seconds = math.ceil(request["timeout_s"]) + 1
+    seconds = math.ceil(timeout_s) + 1
     limits = {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_NPROC: processes,
-        resource.RLIMIT_FSIZE: OUTPUT_BYTES,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: MAX_FILES,
         resource.RLIMIT_CORE: 0,
     }
@@ -276,6 +306,7 @@ def _drop_rights(request: dict[str, Any]) -> None:
 def _execute(program: str, word: bytes) -> int:
     """Run the program like a script. Return its exit status."""
     sys.argv[:], names = ["program.py"], {"__name__": "__main__", "__builtins__": __builtins__}
+    names |= {"__report__": _report, "__reports__": _reports}
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # the process ends
     status = 0
     try:
@@ -297,8 +328,84 @@ def _execute(program: str, word: bytes) -> int:
         with contextlib.suppress(Exception):
             stream.flush()
     if status == 0:
-        os.write(3, word)
+        os.write(_DONE, word)
     return status
+
+
+def _report(number: int, *values: Any) -> None:
+    """Report values of an assert for the judge; see split_tests.py."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        text = json.dumps([number, [_encode(value) for value in values]])
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps([number, None])
+    finally:
+        sys.set_int_max_str_digits(limit)
+    with contextlib.suppress(OSError):  # too long: the judge reads the first part
+        os.write(_REPORTS, text.encode() + b"\n")
+
+
+def _reports() -> Iterator[list[Any]]:
+    """Yield the number and the values of each report. End the program if one has no values."""
+    sys.set_int_max_str_digits(0)
+    for line in sys.stdin:
+        number, values = json.loads(line) if line.endswith("\n") else (0, None)
+        if values is None:
+            print(_UNDECIDED, end="")
+            raise SystemExit
+        yield [number, [_decode(value) for value in values]]
+
+
+_SCALARS = {type(None), bool, int, float, str}
+_PARTS: dict[str, Any] = {  # what each type is made from again; the modules are imported where they are needed
+    **{f"builtins.{kind}": lambda value: [list(value)] for kind in ("tuple", "set", "frozenset", "bytes", "bytearray")},
+    "builtins.dict": lambda value: [list(value.items())],
+    "builtins.complex": lambda value: [value.real, value.imag],
+    "builtins.range": lambda value: [value.start, value.stop, value.step],
+    "collections.deque": lambda value: [list(value)],
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [dict(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "decimal.Decimal": lambda value: [str(value)],
+}
+
+
+def _encode(value: Any) -> Any:
+    """Return a value in JSON: scalars and lists as they are, other types as {name: parts}.
+
+    Raises TypeError for objects. A derived type that is equal to the same values becomes its base.
+    """
+    kind = type(value)
+    if kind in _SCALARS or (kind is list and set(map(type, value)) <= _SCALARS):
+        return value
+    if kind is type and vars(builtins).get(name := str(value.__name__)) is value:
+        return {"type": name}
+    base = next(base for base in kind.__mro__ if base in _SCALARS or base in (list, object) or _name_of(base) in _PARTS)
+    if base is object or (kind.__eq__, kind.__ne__) != (base.__eq__, base.__ne__):
+        raise TypeError
+    if base in _SCALARS:
+        return base(value)
+    parts = [_encode(part) for part in (value if base is list else _PARTS[_name_of(base)](value))]
+    return parts if base is list else {_name_of(base): parts}
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _decode(data: Any) -> Any:
+    if isinstance(data, list):
+        return data if set(map(type, data)) <= _SCALARS else [_decode(part) for part in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, parts),) = data.items()
+    if name == "type":
+        return getattr(builtins, parts)
+    if name not in _PARTS:
+        raise ValueError
+    module, _, kind = name.partition(".")
+    return getattr(importlib.import_module(module), kind)(*map(_decode, parts))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.processes import descendants
-from grpo_mega.rewards.code import missing_sandbox, run_programs
+from grpo_mega.rewards.code import Program, missing_sandbox, run_programs
 from tests.helpers.hostile_programs import programs
 
 pytestmark = [pytest.mark.pool, pytest.mark.waiting]
@@ -51,7 +51,7 @@ def test_hostile_programs_end_alone_and_reach_nothing(number: int, listener: soc
         abstract.bind(f"\0grpo-mega-{port}")
         abstract.listen()
         packets.bind(("127.0.0.1", port))
-        runs = run_programs([(chosen[name], "") for name in names], TIMEOUT_S)
+        runs = run_programs([Program(chosen[name]) for name in names], TIMEOUT_S)
         for one in (listener, abstract):
             one.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -87,7 +87,7 @@ ctypes.CDLL(None).capget(header, found)
 print(list(found), os.getuid(), os.getgid(), os.getgroups() in ([], [65534]), os.listdir("/tmp"))
 print(sorted(os.environ), ctypes.CDLL(None).unshare(0x10000000))
 """
-    (run,) = run_programs([(program, "")], 60)
+    (run,) = run_programs([Program(program)], 60)
     assert run.output.splitlines() == [
         "[True, True, False]",
         "[0, 0, 0, 0, 0, 0] 65534 65534 True []",
@@ -97,7 +97,7 @@ print(sorted(os.environ), ctypes.CDLL(None).unshare(0x10000000))
 
 def test_a_program_does_not_find_the_files_of_an_earlier_one() -> None:
     count = "import os; print(os.listdir('.')); print(len(os.environ))\n"
-    runs = run_programs([("open('left', 'w').write('x')", ""), (count, "")], 30)
+    runs = run_programs([Program("open('left', 'w').write('x')"), Program(count)], 30)
     assert runs[1].output.splitlines()[0] == "[]"
 
 
@@ -105,9 +105,9 @@ def test_a_program_does_not_find_the_files_of_an_earlier_one() -> None:
 def test_without_namespaces_programs_still_end_within_their_limits() -> None:
     names = ("forks in a new session, loops", "daemonizes, sleeps", "starts a shell, loops")
     before = set(descendants(os.getpid()))
-    runs = run_programs([(ALL[name], "") for name in names], TIMEOUT_S, isolates=False)
+    runs = run_programs([Program(ALL[name]) for name in names], TIMEOUT_S, isolates=False)
     assert [run.verdict for run in runs] == ["timeout", "timeout", "timeout"]
     # A busy machine needs some time to fill the output.
-    (flood,) = run_programs([(ALL["floods the errors, loops"], "")], 10 * TIMEOUT_S, isolates=False)
+    (flood,) = run_programs([Program(ALL["floods the errors, loops"])], 10 * TIMEOUT_S, isolates=False)
     assert flood.verdict == "output"
     _wait_for_end_of_new(before)
