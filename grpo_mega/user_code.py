@@ -75,24 +75,30 @@ def source_files(names: Iterable[str], code_dir: Path | None) -> dict[str, Path]
     """Return the files of functions or packages, and the modules that they import, also inside functions. Import
     nothing.
 
-    The keys are relative paths. A package counts as a whole. Installed packages are left out.
+    A key is a path as written in a name, or relative to the folder in which a module is found, so it is the same on
+    nodes with other folders. A package counts as a whole. Installed packages are left out.
     """
-    shared = (*_folders(code_dir), *(Path(folder) for folder in sys.path if folder and not _INSTALLED.search(folder)))
+    shared = [*_folders(code_dir), *(Path(folder) for folder in sys.path if folder and not _INSTALLED.search(folder))]
     found: dict[str, Path] = {}
-    paths = [_find_file(name, code_dir) if ":" in name else Path(name.partition(".")[0]) for name in names]
-    todo = {(path.stem, folder) for path in paths for folder in (path.parent, *shared)}
-    done = set[tuple[str, Path]]()
-    while todo:
-        done |= todo
-        files = [file for name, folder in todo for file in (folder / f"{name}.py", *(folder / name).rglob("*.py"))]
-        new = {os.path.relpath(file): file for file in files if file.is_file()}
-        found |= new
-        lines = {
-            (line, file.parent) for file in new.values() for line in _IMPORTED.findall(file.read_text(errors="replace"))
-        }
-        todo = {
-            (name.strip(), folder) for line, parent in lines for name in line.split(",") for folder in (parent, *shared)
-        } - done
+    todo: list[tuple[str, Path, str]] = []  # a module, its folder, and the start of the key
+    for name in names:
+        if ":" in name:
+            path = _find_file(name, code_dir)
+            todo.append((path.stem, path.parent, os.path.dirname(name)))
+        else:
+            todo += [(name.partition(".")[0], folder, "") for folder in shared]
+    done = set[tuple[str, Path, str]]()
+    for module, folder, start in todo:  # grows in the loop
+        for file in (folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))):
+            key = os.path.normpath(os.path.join(start, file.relative_to(folder)))
+            if key in found or not file.is_file():  # the first folder with a module has the one that is imported
+                continue
+            found[key] = file
+            imported = " ".join(_IMPORTED.findall(file.read_text(errors="replace"))).replace(",", " ").split()
+            folders = [(file.parent, os.path.dirname(key)), *((one, "") for one in shared)]
+            new = dict.fromkeys((name, *one) for name in imported for one in folders)
+            todo += [one for one in new if one not in done]
+            done.update(new)
     return dict(sorted(found.items()))
 
 

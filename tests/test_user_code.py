@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.errors import ConfigError
-from grpo_mega.user_code import check_exists, import_file, is_user_name, load_function
+from grpo_mega.user_code import check_exists, import_file, is_user_name, load_function, source_files
 
 Write = Callable[[str, str], Path]
 
@@ -70,6 +70,18 @@ def test_a_file_imports_the_files_beside_it(write: Write) -> None:
     write("here/deep/beside.py", "")
     write("here/deep/mine.py", "from beside import f as g\nassert g() == 'here'")
     assert load_function("deep/mine.py:f", None)() == "here"
+
+
+def test_of_two_modules_the_source_file_is_the_imported_one(write: Write, tmp_path: Path) -> None:
+    for folder in ("here", "config"):
+        write(f"{folder}/twice.py", "")
+    write("config/deep/mine.py", "from twice import f as g\nassert g() == 'here'")
+    assert load_function("deep/mine.py:f", tmp_path / "config")() == "config"
+    files = source_files(["deep/mine.py:f"], tmp_path / "config")
+    assert files == {
+        "deep/mine.py": tmp_path / "config" / "deep" / "mine.py",
+        "twice.py": tmp_path / "here" / "twice.py",
+    }
 
 
 def test_two_files_of_one_name_are_two_modules(write: Write) -> None:

@@ -73,6 +73,13 @@ def variable(name: str, value: str) -> Callable[[], None]:
     return lambda: os.environ.update({name: value})
 
 
+def move(folder: str, place: str) -> None:
+    """Move a folder, also in sys.path."""
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(folder).rename(place)
+    sys.path[:] = [str(Path(place).absolute()) if path == str(Path(folder).absolute()) else path for path in sys.path]
+
+
 def many(*changes: Callable[[], object]) -> Callable[[], None]:
     def change() -> None:
         for one in changes:
@@ -96,12 +103,12 @@ CASES: dict[str, tuple[Callable[[], object], str | None]] = {
     "teacher": (text("teacher/model.safetensors"), "teacher/model.safetensors: "),
     "adapter": (text("adapter/adapter_model.safetensors"), "adapter/adapter_model.safetensors: "),
     "file of an option": (text("scores/level.txt"), "scores/level.txt: "),
-    "reward": (text("code/score.py"), "code/score.py: "),
-    "imported module": (text("code/odd_helper.py"), "code/odd_helper.py: "),
-    "module imported in a function": (text("code/parts/inner.py"), "code/parts/inner.py: "),
-    "relative import": (text("code/parts/near.py"), "code/parts/near.py: "),
+    "reward": (text("code/score.py"), "score.py: "),
+    "imported module": (text("code/odd_helper.py"), "odd_helper.py: "),
+    "module imported in a function": (text("code/parts/inner.py"), "parts/inner.py: "),
+    "relative import": (text("code/parts/near.py"), "parts/near.py: "),
     "agent": (text("agents/walk.py"), "agents/walk.py: "),
-    "module on the path": (text("path/elsewhere.py"), "path/elsewhere.py: "),
+    "module on the path": (text("path/elsewhere.py"), "elsewhere.py: "),
     "package": (
         lambda: Path("path/odd_tool-1.dist-info/METADATA").write_text("Name: odd-tool\nVersion: 1.1\n"),
         "package odd-tool: must be the same on all ranks, but is 1.1 on rank 1 (",
@@ -126,6 +133,11 @@ CASES: dict[str, tuple[Callable[[], object], str | None]] = {
         None,
     ),
     "files that no run reads": (many(text("code/notes.py"), text("model/.cache"), text("path/unused.py")), None),
+    "other folders for code": (many(lambda: move("code", "own/place/codes"), lambda: move("path", "lib")), None),
+    "other folders and code": (
+        many(text("path/elsewhere.py"), lambda: move("code", "own"), lambda: move("path", "own/lib")),
+        "elsewhere.py: ",
+    ),
     "checkpoint": (text("run/checkpoints/latest"), "the last checkpoint: "),
     "no checkpoint": (lambda: Path("run/checkpoints/latest").unlink(), "the last checkpoint: "),
     "missing code": (lambda: Path("agents/walk.py").unlink(), "rank 1 ("),
@@ -146,7 +158,7 @@ def compare(name: str, rank: int, folder: Path, data: str = "1", error: UserErro
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         if rank == 1:
             CASES.get(name, (lambda: None, None))[0]()
-        inputs = SameInputs(configs.load(Path("code/config.yaml")))
+        inputs = SameInputs(configs.load(next(Path().rglob("config.yaml"))))
         with inputs.reading():
             if error is not None:
                 raise error
