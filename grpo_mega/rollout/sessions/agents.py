@@ -174,7 +174,7 @@ class AgentWorkers(contextlib.AbstractContextManager["AgentWorkers"]):
                 with self._changed:
                     is_overdue = any(end <= time.monotonic() for end in slot.ends.values())
                     if is_overdue or not (slot.ends or slot.most == ANY):
-                        problem, slot.most = "another sample of the worker ignored its deadline", 0
+                        problem, slot.most = f"a sample of {self._name} ignored its deadline; use await", 0
                         break
                 if isinstance(result := worker.receive(_LOOK_S), AgentResult):
                     self._end(slot, result)

@@ -74,7 +74,8 @@ class Conversations(AbstractContextManager["Conversations"]):
         """Check the chat template, and open the endpoint. Raise ConfigError if the template cannot be used.
 
         `max_context`: maximum number of tokens that the engine accepts. `max_tokens`: maximum number of tokens that a
-        micro-batch has for all segments of a sample. `warn` gets the first error of an agent.
+        micro-batch has for all segments of a sample. `warn` gets the first error of an agent, and why samples first
+        start again.
         """
         self.events: queue.SimpleQueue[Asked | Ended | Failed] = queue.SimpleQueue()
         self._template = Template(tokenizer, sampling.stop_token_ids)
@@ -83,7 +84,7 @@ class Conversations(AbstractContextManager["Conversations"]):
         self._max_turns, self._max_context, self._max_tokens = max_turns, max_context, max_tokens
         self._waiting: dict[Any, list[asyncio.Future[TurnResult]]] = {}  # by turn
         self._gateway = Gateway(tokenizer, sampling, self._sample)
-        self._warned_of: set[str] = set()  # kinds of results
+        self._warned_of: set[str] = set()  # kinds of results, and "again"
         self._thread = LoopThread("sessions")
         self._loop = self._thread.loop
         self._forwarding = threading.Thread(target=self._forward_results, name="agent-results", daemon=True)
@@ -187,6 +188,7 @@ class Conversations(AbstractContextManager["Conversations"]):
             if result.kind == "died" and session.num_alone < MAX_ALONE:
                 most = max(1, result.num_sharing // SPARE_WORKERS)
                 self.start(*session.key, session.prompt, session.step, most, session.num_alone)
+                self._warn_once("again", f": samples start again, fewer in a worker, which takes time: {result.error}")
             else:
                 self.events.put(self._event_of(session, result))
         except Exception as error:  # without an event the engine would wait for ever
@@ -206,11 +208,14 @@ class Conversations(AbstractContextManager["Conversations"]):
             sample.verdicts, sample.scores = {AGENT: limit}, {}
         else:
             sample.verdicts, sample.scores = {AGENT: "error"}, {AGENT: 0.0}
-            if result.kind not in self._warned_of:
-                self._warned_of.add(result.kind)
-                what = "raised an error" if result.kind == "raised" else "failed twice"
-                self._warn(f"rollout.agent {what}, so its sample scores 0: {result.error}")
+            what = "raised an error" if result.kind == "raised" else "failed twice"
+            self._warn_once(result.kind, f" {what}, so its sample scores 0: {result.error}")
         return Ended(session.key[0], sample)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned_of:
+            self._warned_of.add(kind)
+            self._warn(f"rollout.agent{text}")
 
 
 def _name(request: TurnRequest) -> tuple[Any, ...]:

@@ -95,7 +95,8 @@ def test_samples_that_end_or_block_their_worker_fail_alone(tmp_path: Path) -> No
         talks,
     ]
     assert [samples[index].verdicts for index in range(12)] == [{"agent": "error"}] * len(bad) + [{}] * len(good)
-    assert len(warnings) == 1 and "failed twice, so its sample scores 0: " in warnings[0]
+    assert len(warnings) == 2 and ": samples start again, fewer in a worker, which takes time: " in warnings[0]
+    assert "failed twice, so its sample scores 0: " in warnings[1]
 
 
 def test_a_sample_that_blocks_after_a_limit_is_an_error_with_advice() -> None:
@@ -107,7 +108,9 @@ def test_a_sample_that_blocks_after_a_limit_is_an_error_with_advice() -> None:
         run.start(prompt_of(NAME, "talks_and_blocks"))
         end = run.end()
     assert isinstance(end, Ended) and (end.sample.finish_reason, end.sample.verdicts) == ("length", {"agent": "error"})
-    assert re.search(r"agent_functions.run blocked its event loop for 1 s \(in _blocks, .*; use await$", warnings[0])
+    for text, warning in zip((": samples start again", " failed twice"), warnings, strict=True):
+        assert warning.startswith(f"rollout.agent{text}"), warning
+        assert re.search(r"agent_functions.run blocked its event loop for 1 s \(in _blocks, .*; use await$", warning)
 
 
 def test_an_abort_ends_agents_that_wait_for_a_turn() -> None:
