@@ -52,17 +52,36 @@ there is. \
 Say why in a sentence, and end with the number alone on a line."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?![\w])")
-# A score of 0 to 10 for the default template: on the last line alone, else N/10, N out of 10 or "score: N", else at the
-# end of the last line after a colon or a verb.
-_SCORE = r"((?<![\w.,/-])[-+]?\d+(?:[.,]\d+)?)"
-_OF_TEN = r"[\s*_`]*(?:/|\bout of\b)[\s*_`]*10(?![\w/]|[.,]\d)"
-_ALONE = re.compile(rf"[\W_]*?(?:boxed\W*)?{_SCORE}(?:{_OF_TEN})?[\W_]*", re.IGNORECASE)
-_LABELLED = re.compile(
-    rf"{_SCORE}{_OF_TEN}|\b(?:scor|rat(?:e|ing)|grad|mark)\w*\W*(?:(?:is|of|as|at|it|this)\b\W*)*{_SCORE}"
-    r"(?![\w/]|[.,]\d|\s*(?:[-–]|(?:to|or|and|of|out of)\b)\s*\d)",  # noqa: RUF001  # a dash between two scores
+# A score of 0 to 10 for the default template is a number alone on the last line. Else it is N/10, N out of 10, or N
+# after a word for a score or "I give". Else it ends the reply, after a colon, a sentence, "a" or "says". A number that
+# belongs to the next word, as in "8 steps" or "8 of 9", is no score. A range is none either.
+_TAG = re.compile(r"</?\w+>")
+_RANGE = re.compile(
+    r"(?<![\d.,])\d[\d.,]*+[^\S\n]*(?:[-–]|\b(?:to|or|and)\b)[^\S\n]*(?:an? )?\d[\d.,]*",  # noqa: RUF001  # two dashes
     re.IGNORECASE,
 )
-_AT_END = re.compile(rf"(?:[:=]|\b(?:is|it|a|says|gives?))[\s*_`]*{_SCORE}[\W_]*\Z", re.IGNORECASE)
+_SCORE = r"((?<![\w.,/-])[-+]?\d+(?:[.,]\d+)?)(?![\w%]|[.,]\d)"
+_OF_TEN = r"(?: points?)?[\s*_`(]*(?:/|\bout of\b)[\s*_`]*10(?![\w/%]|[.,]\d)"
+_NAME = r"scor\w*|rating|rated|grad(?:e|ed|ing)|mark(?:s|ed)?|award\w*|deserves|merits"
+_I_GIVE = r"(?:I|we)\b[\w' ]{0,24}?\b(?:give|gave|assign|award|rate|grade|score|mark|say)"
+_JUDGED = r"(?:for |to |of )?(?:the|this) (?:response|solution|reply)|(?:for the|to the|of the|this) answer"
+_BETWEEN = rf"(?:\([^()]*\)|\W|\b(?:{_JUDGED}|is|was|of|as|at|be|would|an?|it|I|give|assign|this)\b){{0,40}}+"
+_CLAUSE_END = (
+    r"(?![\s*_`(]*(?:/|(?:out )?of\b|[-+=]\s*\d))\s*(?:$|[^\w\s]|(?-i:[A-Z])"
+    r"|(?:points?|marks?|because|for|as|since|and|but|if|with|on|due|overall|given|which)\b)"
+)
+_ALONE = re.compile(
+    rf"[\W_]*?(?:(?:boxed|final answer)\W*)?{_SCORE}(?:{_OF_TEN})?(?: (?:point|mark)s?)?[\W_]*", re.IGNORECASE
+)
+_LABELLED = re.compile(
+    rf"{_SCORE}{_OF_TEN}(?={_CLAUSE_END})|\b(?:{_NAME}|{_I_GIVE}){_BETWEEN}{_SCORE}(?={_CLAUSE_END})", re.IGNORECASE
+)
+_AT_END = re.compile(rf"(?:(?<!\bno)[:.!?]|\b(?:an?|says))[\s*_`]*{_SCORE}[\W_]*\Z", re.IGNORECASE)
+# A sentence that ends with such a word or number, and the number after it, says something else.
+_OTHER = re.compile(
+    r"(?:\b(?:answer|result|solution|value|total|sum|step|question|problem|line|errors?)\b|\b\d)[^.!?]*\Z",
+    re.IGNORECASE,
+)
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -279,13 +298,18 @@ def check_reachable(options: Mapping[str, Any]) -> None:
 
 def _scores_of(reply: str) -> list[str]:
     """Return the score in a judge's reply to the default template, if it has one from 0 to 10, else []."""
-    reply = conclusion_of(reply).strip()
+    reply = _RANGE.sub("_", _TAG.sub(" ", conclusion_of(reply))).strip()
     last = reply.rpartition("\n")[2]
-    *_, labelled = (None, *_LABELLED.finditer(reply))
-    if found := _ALONE.fullmatch(last) or labelled or _AT_END.search(last):
-        score = (found[1] or found[found.lastindex or 1]).replace(",", ".")
-        return [score] if 0 <= float(score) <= 10 else []
-    return []
+    if found := _ALONE.fullmatch(last):
+        scores = {found[1]}
+    else:
+        lines = [{one[1] or one[2] for one in _LABELLED.finditer(line)} for line in reply.split("\n")]
+        scores = next((line for line in reversed(lines) if line), set())
+        found = _AT_END.search(last)
+        if found and not _OTHER.search(last[: found.start(1)]):
+            scores |= {found[1]}
+    numbers = {float(score.replace(",", ".")) for score in scores}
+    return [str(one) for one in numbers if len(numbers) == 1 and 0 <= one <= 10]
 
 
 def _redirects(reply: Reply) -> bool:

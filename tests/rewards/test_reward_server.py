@@ -69,69 +69,118 @@ def test_steps_are_scored_by_the_response_up_to_their_end_in_one_request() -> No
     assert asked[0] == ["ppa", "ppa\n\n\nbcd"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        ("Good: 8", 0.8),
-        ("8/10, so\n**7.5**", 0.75),
-        ("<think>10</think>\nScore: 0.", 0.0),
-        ("gpt4 says 2", 0.2),
-        ("8/10", 0.8),
-        ("I give it **9** / 10.", 0.9),
-        ("It is right.\n7 out of 10\n", 0.7),
-        ("8/10 because 3 of 5 steps hold", 0.8),
-        ("Style: 4/10\n\nOverall score: **6/10**, as rules of 2024 say.", 0.6),
-        ("Score (0-10): 5", 0.5),
-        ('{"score": 7}', 0.7),
-        ("It earns a score of 10.", 1.0),
-        ("\\boxed{8.5}", 0.85),
-        ("7,5", 0.75),
-        ("10/10!", 1.0),
-    ],
-)
-def test_a_judges_score_counts_in_its_usual_forms(reply: str, value: float) -> None:
+SCORES = [
+    ("Good: 8", 0.8),
+    ("8/10, so\n**7.5**", 0.75),
+    ("<think>10</think>\nScore: 0.", 0.0),
+    ("gpt4 says 2", 0.2),
+    ("8/10", 0.8),
+    ("I give it **9** / 10.", 0.9),
+    ("It is right.\n7 out of 10\n", 0.7),
+    ("8/10 because 3 of 5 steps hold", 0.8),
+    ("Style: 4/10\n\nOverall score: **6/10**, as rules of 2024 say.", 0.6),
+    ("Score (0-10): 5", 0.5),
+    ('{"score": 7}', 0.7),
+    ("It earns a score of 10.", 1.0),
+    ("\\boxed{8.5}", 0.85),
+    ("7,5", 0.75),
+    ("10/10!", 1.0),
+    ("8 points", 0.8),
+    ("I would give this 7 points.", 0.7),
+    ("I'd give this response a 7 because one step is missing", 0.7),
+    ("My rating would be 6.", 0.6),
+    ("My rating of the answer is 6, for it is terse.", 0.6),
+    ("8 (out of 10)", 0.8),
+    ("8 points out of 10", 0.8),
+    ("<answer>8</answer>", 0.8),
+    ("<score>8</score>", 0.8),
+    ("I assign 8", 0.8),
+    ("We award the solution 9 marks.", 0.9),
+    ("I'd rate it an 8.", 0.8),
+    ("On a scale of 0 to 10, I would say 8.", 0.8),
+    ("Score (out of 10): 8, because of 2 errors", 0.8),
+    ('{"reason": "the answer is 4", "score": 8}', 0.8),
+    ("The right answer is 4.\nScore: 8", 0.8),
+    ("The response is right, but terse. 8", 0.8),
+    ("It deserves 3.", 0.3),
+    ("This is a 9", 0.9),
+    ("Final answer: 8", 0.8),
+    ("9 out of 10 overall", 0.9),
+]
+NO_SCORES = [
+    "no idea",
+    "11",
+    "-2",
+    "gpt4 says -2",
+    "85",
+    "Score: 80/100",
+    "Score: -1",
+    "Both answers appeared in 2024",
+    "2024",
+    "between 7 and 8",
+    "Score: 7-8",
+    "Score: 7 or 8",
+    "7/5",
+    "Rating: 4/5",
+    "3 of 5 steps are right",
+    "Graded 3 of 5.",
+    "1e1",
+    "12/10",
+    "<think>It is 7/10",
+    "Correct: the answer is 4",
+    "The answer is 4.",
+    "Right answer: 4",
+    "The result is 7",
+    "so x = 4",
+    "I would give the answer 4.",
+    "The rating is low because the answer is 4",
+    "The response gives 4",
+    "I assign 4 to x.",
+    "It fails at step 3.",
+    "Errors: 2",
+    "I give 2 reasons",
+    "It is a grade 5 problem.",
+    "The team scored 8 goals",
+    "The interest rate is 5",
+    "8/10 steps are right",
+    "3 out of 10 steps hold",
+    "Score: 8%",
+    "I'd give it 4 (out of 5)",
+    "a 7 or an 8",
+    "7 or 8 out of 10",
+    "7-8/10",
+    "I would give between 6 and 7 points",
+    "Style 7/10, substance 4/10",
+    "Score: 8\nConfidence: 9",
+    "In 2024: 20",
+    "Why this score:\n1. It is right.",
+    "5 + 3 = 8 points?",
+]
+
+
+def test_a_judges_score_counts_in_its_usual_forms() -> None:
     asked: list[Any] = []
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
+        reply = SCORES[len(asked)][0]
         asked.append((path, body))
         return says(reply)(path, body)
 
     with serving(answer) as url:
-        assert score(url, api="chat", model="judge") == Score(pytest.approx(value), "scored")
-    ((path, body),) = asked
-    assert (path, body["model"]) == ("/v1/chat/completions", "judge")
-    (message,) = body["messages"]
+        for reply, value in SCORES:
+            assert score(url, api="chat", model="judge") == Score(pytest.approx(value), "scored"), reply
     filled = JUDGE_TEMPLATE.replace("{prompt}", "pp").replace("{answer}", "7").replace("{response}", "abc")
-    assert message == {"role": "user", "content": filled}
+    for path, body in asked:
+        assert (path, body["model"]) == ("/v1/chat/completions", "judge")
+        assert body["messages"] == [{"role": "user", "content": filled}]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "no idea",
-        "11",
-        "-2",
-        "gpt4 says -2",
-        "85",
-        "Score: 80/100",
-        "Score: -1",
-        "Both answers appeared in 2024",
-        "2024",
-        "between 7 and 8",
-        "Score: 7-8",
-        "Score: 7 or 8",
-        "7/5",
-        "Rating: 4/5",
-        "3 of 5 steps are right",
-        "Graded 3 of 5.",
-        "1e1",
-        "12/10",
-        "<think>It is 7/10",
-    ],
-)
-def test_numbers_that_are_no_score_of_0_to_10_are_no_score(reply: str) -> None:
-    with serving(says(reply)) as url, pytest.raises(NoScore, match="replied without a score from 0 to 10"):
-        score(url, **CHAT)
+def test_numbers_that_are_no_score_of_0_to_10_are_no_score() -> None:
+    replies = iter(NO_SCORES)
+    with serving(lambda path, body: says(next(replies))(path, body)) as url:
+        for reply in NO_SCORES:
+            with pytest.raises(NoScore, match="replied without a score from 0 to 10"):
+                pytest.fail(f"{reply!r} scores {score(url, **CHAT).value}")
 
 
 def test_any_last_number_counts_with_a_template_of_your_own() -> None:
