@@ -10,9 +10,10 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from functools import partial
 
-from torch.distributed import PrefixStore
+from torch.distributed import DistError, PrefixStore
 
 from grpo_mega import config as configs
 from grpo_mega.config import Config
@@ -267,27 +268,30 @@ class TrainingJob:
             raise type(error)(f"{error}; {where}") from None
 
     def _save_finished(self) -> bool:
-        """Save the finished steps. Return False if this rank failed alone, or has no policy.
+        """Save the finished steps. Return False if this rank failed alone, or has no policy, or the store is gone.
 
-        A rank without a policy waits for the others' save, because the launcher kills them once it exits.
+        A rank without a policy waits for the save of others that fail too, because the launcher kills them once it
+        exits.
         """
-        failed = Rendezvous(
-            PrefixStore("failure", self.runtime.store), self.runtime.rank, self.runtime.layout.world_size
-        )
-        with suppress(EngineError):
+        store, is_saved = PrefixStore("failure", self.runtime.store), False
+        store.set_timeout(timedelta(seconds=SECONDS_FOR_OTHERS))  # limits the search for a store that is gone
+        with suppress(EngineError, DistError):
+            failed = Rendezvous(store, self.runtime.rank, self.runtime.layout.world_size)
             if self.policy is None:
                 self.release()
+                failed.get("failing", SECONDS_FOR_OTHERS)
                 failed.get("saved", self.config.hang_deadline_s)
                 return False
+            failed.set("failing", "")
             is_between_steps = self.policy.optimizer_step == self.optimizer_steps
             states = failed.all_gather("an error", [self.steps_done, is_between_steps], SECONDS_FOR_OTHERS)
             if all(state == [self.steps_done, True] for state in states):
                 self.release()
                 self.save(self.steps_done)
                 self.checkpoints.finish()
-                failed.set("saved", "")
-                return True
-        return False
+                is_saved = True
+            failed.set("saved", "")
+        return is_saved
 
     def release(self) -> None:
         """Free memory that the policy may need to be saved."""

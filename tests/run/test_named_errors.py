@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import NonFiniteError, ResumeError, RewardError
 from grpo_mega.run.job import TrainingJob
 from tests.helpers.runs import run
@@ -118,6 +119,27 @@ def test_a_rank_that_fails_alone_or_within_an_update_saves_nothing(monkeypatch: 
     assert fail_all([(3, 6), (3, 7)], [0, 1]) == [unsaved] * 2, "rank 1 has taken a step of the next update"
     assert fail_all([(3, 6), (2, 4)], [0, 1]) == [unsaved] * 2
     assert fail_all([(0, 0)], [0]) == [unsaved], "no step has finished"
+
+
+def test_an_engine_rank_that_fails_alone_ends_before_a_hang_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mega.run.job.SECONDS_FOR_OTHERS", 0.5)
+    waits: list[tuple[str, float]] = []
+    get = Rendezvous.get
+    monkeypatch.setattr(Rendezvous, "get", lambda *parts: (waits.append(parts[1:]), get(*parts))[1])
+    assert fail_all([(3, 6), (3, None)], [1]) == [("broken", [])]
+    assert waits == [("failing", 0.5)]
+    waits.clear()
+    assert fail_all([(3, 7), (3, None)], [0, 1]) == [("broken", [])] * 2, "rank 0 cannot save, and says so"
+    assert waits == [("failing", 0.5), ("saved", 30.0)]
+
+
+def test_the_first_error_is_kept_when_the_jobs_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mega.run.job.SECONDS_FOR_OTHERS", 0.5)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    other = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
+    del store
+    for taken in (6, None):
+        assert str(fail(make_job(other, 1, 2, 3, taken), RewardError("broken"))) == "broken"
 
 
 def test_an_error_of_the_save_is_reported_beside_the_first_error() -> None:
