@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
@@ -207,6 +209,28 @@ def test_other_prompts_and_an_error_of_one_rank_end_both(rank: int, folder: Path
 
     error = compare("both", rank, folder, error=ResumeError("c=3: no"))
     assert isinstance(error, ResumeError) and str(error) == "c=3: no", error
+
+
+@ranks(2)
+def test_nodes_may_list_packages_and_files_in_other_orders(rank: int, folder: Path) -> None:
+    listed, scanned, found = os.listdir, os.scandir, run_inputs.distributions
+    backwards = partial(sorted, reverse=bool(rank))
+
+    @contextmanager
+    def scandir(path: Any) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scanned(path) as entries:
+            yield iter(backwards(entries, key=lambda entry: entry.name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", lambda *path: backwards(listed(*path)))
+        patch.setattr(os, "scandir", scandir)
+        patch.setattr(run_inputs, "distributions", lambda: backwards(found(), key=lambda one: one.name))
+        patch.setitem(
+            FILES, "path/even_tool-2.dist-info/METADATA", "Metadata-Version: 2.1\nName: even-tool\nVersion: 2\n"
+        )
+        error = compare("orders", rank, folder)
+    agree(str(error))
+    assert error is None, error
 
 
 def test_any_change_of_a_large_file_s_header_or_of_a_region_is_seen(

@@ -143,6 +143,7 @@ CALLS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "variable of srun": ([], [], {"SLURM_EXPORT_ENV": "NONE"}),
     "options of srun": ([], [], {"SLURM_CPUS_PER_TASK": "77", "SLURM_MEM_PER_NODE": "7777777", "SLURM_NTASKS": "7"}),
     "leftovers": ([], [], {"SLURM_RESTART_COUNT": "5", "SLURM_NTASKS_PER_NODE": "7", "SLURM_OVERLAP": "1"}),
+    "exclusive": ([], ["--exclusive"], {}),
     "allocation": (["salloc", "--nodes=1", "--nodelist=n2", f"--cpus-per-task={min(2, num_cores())}"], [], {}),
 }
 
@@ -175,6 +176,8 @@ def test_steps_have_the_same_variables_however_sbatch_is_called(cluster: Cluster
         environs = [dict(re.findall("^(\\w+)=(.*)", (folder / n).read_text(), re.MULTILINE)) for n in ("n0", "n1")]
         assert all(environ["START"].endswith(".0") and environ["PATH"] for environ in environs), call
         found = {frozenset(name for name in environ if name.startswith("SLURM")) for environ in environs}
+        if call == "exclusive":
+            assert [environ["SLURM_CPUS_ON_NODE"] for environ in environs] == [str(num_cores())] * 2, environs
         names[call] = found | {
             frozenset(environ.keys() & {"GRPO_MEGA_RUN_KEY", "PATH", "STATE"}) for environ in environs
         }

@@ -178,6 +178,28 @@ def test_a_requeue_that_slurm_refuses(
     assert not (tmp_path / "show").read_text() and not (tmp_path / "requeue").read_text(), "some calls are missing"
 
 
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [("CPUs/Task=1", []), ("CPUs/Task=6", ["--cpus-per-task=6"]), ("CPUs/Task=N/A", []), ("", [])],
+)
+def test_only_a_job_that_asks_for_cores_limits_its_steps(field: str, expected: list[str]) -> None:
+    """Slurm says 1 also for a job that asks for none, such as an exclusive one, whose steps need all cores."""
+    script = f"""
+        source "{ROOT}/slurm/job.sh"
+        SLURM_JOB_ID=1 ROOT=/none RUN_DIR=/none MODEL=/none DATA=/none
+        scontrol() {{ echo "NumNodes=1 NumCPUs=12 NumTasks=1 {field} Restarts=0"; }}
+        srun() {{ printf '%s\\n' "$@"; }}
+        keep_own_variables
+        on_nodes n0,n1 -- true
+        wait_for "$STEP_PID"
+    """
+    environ = os.environ | {"GRPO_MEGA_ROOT": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    asked = done.stdout.splitlines()
+    assert "--nodes=2" in asked, done
+    assert [word for word in asked if word.startswith("--cpus-per-task")] == expected
+
+
 def _bash(path: Path, arguments: list[str], **more: str) -> tuple[int, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environ |= {"SLURM_SUBMIT_DIR": str(ROOT)} | more
