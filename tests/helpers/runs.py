@@ -1,4 +1,4 @@
-"""Start and stop training runs on this machine, and read their files."""
+"""Write a small run's inputs, start and stop training runs on this machine, and read their files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tools.benchmarks import kills
+
+
+def write_small(folder: Path) -> Path:
+    """Write the data and the config of a run of one step that reads the model in `folder`/model. Return the config.
+
+    The paths in it are relative to the folder.
+    """
+    rows = [json.dumps({"prompt": f"{i}+1=?", "answer": str(i + 1)}) + "\n" for i in range(4)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    raw = {
+        "run_dir": "run",
+        "steps": 1,
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "max_prompt_length": 64},
+        "rollout": {"max_response_length": 4},
+        "algorithm": {"group_size": 2},
+        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
+        "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 256},
+        "log": {"progress": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    return folder / "config.yaml"
 
 
 def start(config: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:

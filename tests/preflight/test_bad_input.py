@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from grpo_mega import cli
 from grpo_mega.distributed.launch import rank_environments
 from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.runs import write_small
 from tests.helpers.spoil import (
     NORM,
     OTHER_NORM,
@@ -400,24 +400,12 @@ def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that works: config.yaml, model, data, and a package of reward functions."""
     folder = tmp_path_factory.mktemp("good")
     save_checkpoint(make_model("qwen2"), folder / "model", max_shard_size="30KB")
-    rows(*[{"prompt": f"{i}+1=?", "answer": str(i + 1)} for i in range(4)])(folder)
+    write_small(folder)
     write("few.jsonl", json.dumps(GOOD) + "\n")(folder)
     (folder / "pack").mkdir()
     write("pack/__init__.py", "")(folder)
     write("pack/broken.py", "raise ValueError('broken\\nmodule')")(folder)
     write("pack/raises.py", "def f(prompt, response, answer, extras):\n    return 1 / 0\n")(folder)
-    raw = {
-        "run_dir": "run",
-        "steps": 1,
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": "train.jsonl", "max_prompt_length": 64},
-        "rollout": {"max_response_length": 4},
-        "algorithm": {"group_size": 2},
-        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
-        "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 256},
-        "log": {"progress": False},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from grpo_mega import cli
 from grpo_mega.commands.train import check_config
 from grpo_mega.config import load
 from tests.helpers.models import make_model, save_checkpoint
+from tests.helpers.runs import write_small
 
 pytestmark = pytest.mark.pool
 
@@ -20,21 +20,7 @@ pytestmark = pytest.mark.pool
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save_checkpoint(make_model("qwen2"), Path("model"))
-    rows = [json.dumps({"prompt": f"{i}+1=?", "answer": str(i + 1)}) + "\n" for i in range(4)]
-    Path("train.jsonl").write_text("".join(rows))
-    raw = {
-        "run_dir": "run",
-        "steps": 1,
-        "model": {"path": "model", "dtype": "float32"},
-        "data": {"train": "train.jsonl", "max_prompt_length": 64},
-        "rollout": {"max_response_length": 4},
-        "algorithm": {"group_size": 2},
-        "rewards": {"functions": [{"name": "format"}], "num_workers": 1},
-        "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 256},
-        "log": {"progress": False},
-    }
-    Path("config.yaml").write_text(yaml.safe_dump(raw))
-    return Path("config.yaml")
+    return write_small(Path())
 
 
 @pytest.mark.parametrize(
