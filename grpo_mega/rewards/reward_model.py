@@ -62,10 +62,10 @@ _RANGE = re.compile(
 )
 _SCORE = r"((?<![\w.,/-])[-+]?\d+(?:[.,]\d+)?)(?![\w%]|[.,]\d)"
 _OF_TEN = r"(?: points?)?[\s*_`(]*(?:/|\bout of\b)[\s*_`]*10(?![\w/%]|[.,]\d)"
-_NAME = r"scor\w*|rating|rated|grad(?:e|ed|ing)|mark(?:s|ed)?|award\w*|deserves|merits"
+_NAME = r"scor\w*|rating|rated|grad(?:e|ed|ing)|mark(?:s|ed)?|award\w*|deserves|earns|merits|evaluation"
 _I_GIVE = r"(?:I|we)\b[\w' ]{0,24}?\b(?:give|gave|assign|award|rate|grade|score|mark|say)"
 _JUDGED = r"(?:for |to |of )?(?:the|this) (?:response|solution|reply)|(?:for the|to the|of the|this) answer"
-_BETWEEN = rf"(?:\([^()]*\)|\W|\b(?:{_JUDGED}|is|was|of|as|at|be|would|an?|it|I|give|assign|this)\b){{0,40}}+"
+_BETWEEN = rf"(?:\([^()]*\)|\W|\b(?:{_JUDGED}|is|was|of|as|at|be|should|would|an?|it|I|give|assign|this)\b){{0,40}}+"
 _CLAUSE_END = (
     r"(?![\s*_`(]*(?:/|(?:out )?of\b|[-+=]\s*\d))\s*(?:$|[^\w\s]|(?-i:[A-Z])"
     r"|(?:points?|marks?|because|for|as|since|and|but|if|with|on|due|overall|given|which)\b)"

@@ -103,6 +103,8 @@ SCORES = [
     ("The right answer is 4.\nScore: 8", 0.8),
     ("The response is right, but terse. 8", 0.8),
     ("It deserves 3.", 0.3),
+    ("So the score should be 7.", 0.7),
+    ("My evaluation is 7, but it earns 7 for its style.", 0.7),
     ("This is a 9", 0.9),
     ("Final answer: 8", 0.8),
     ("9 out of 10 overall", 0.9),
