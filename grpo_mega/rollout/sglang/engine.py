@@ -304,7 +304,9 @@ class SGLangEngine(Engine):
         return self._verify(version)
 
     def _load_adapter(self, request: Callable[[], dict[str, Any]], problems: list[str], version: int) -> list[str]:
-        """Load an adapter that arrived with these problems, unload the previous one, and verify the base again."""
+        """Load an adapter that arrived with these problems, and unload the previous one. Verify the base again, because
+        its copy in host memory may be damaged while the server sleeps (torch_memory_saver#71).
+        """
         if self._session is not None and not problems:
             name, last = f"version-{version}.{self._num_requests}", self._session.adapter
             self._post("loading an adapter", "/load_lora_adapter_from_tensors", {"lora_name": name} | request())
@@ -313,7 +315,10 @@ class SGLangEngine(Engine):
             self._session.adapter = name
         self._differing = problems
         self._post("starting an update", "/begin_weight_update")
-        return self._verify(version)
+        found = self._verify(version)
+        if found and not problems:
+            found[0] = f"its base changed since it was sent (if that repeats, set sync.lora=merged): {found[0]}"
+        return found
 
     def _verify(self, version: int) -> list[str]:
         """Compare the checksums of the weights, and set the version if they are equal."""
