@@ -7,7 +7,8 @@ space. With --nvcc it also checks that nvcc is installed, because SGLang needs i
 with the library that lets a server sleep. On a fit node it prints a
 line with versions; otherwise it prints one line with the node and its problems, and exits with 1. `--out FOLDER` also
 writes FOLDER/NODE.json. Then `--compare FOLDER NODE ...` prints the nodes that failed, did not answer, or have other
-versions than most nodes. It prints none if no node could run the check or all have the same problem. This file imports
+versions than most nodes. It prints none if no node could run the check or all have the same problem. Versions include
+the CUDA libraries that a process really loads, and the environment variables that change numbers. This file imports
 only the standard library, so it runs even if the environment is broken.
 """
 
@@ -42,6 +43,20 @@ ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest driver branch that runs all releases of a CUDA major version
 MEMORY_IN_USE_MIB = 4096  # an idle GPU has a few hundred in use
 SECONDS_FOR_NVIDIA_SMI = 60
+SECONDS_FOR_IMPORTS = 200
+# What a rank imports, so that the same libraries are loaded; see grpo_mega/distributed/libraries.py.
+LOAD = """
+import importlib, importlib.util, json, os, sys
+from grpo_mega.distributed.environment import cudnn_of_torch
+from grpo_mega.distributed.libraries import read_libraries, read_variables
+variables = read_variables()
+if len(sys.argv) > 1:
+    os.environ.setdefault("CUDNN_HOME", str(cudnn_of_torch() or ""))
+    importlib.import_module("torch")
+    if importlib.util.find_spec("transformer_engine"):
+        importlib.import_module("transformer_engine.pytorch")
+print(json.dumps(read_libraries() | variables))
+"""
 
 
 def main() -> int:
@@ -85,7 +100,7 @@ def compare(folder: Path, nodes: list[str]) -> int:
             reasons[node] = ["the check did not end"]
     usual = usual_fingerprint([report["fingerprint"] for report in reports.values()])
     for node, report in reports.items():
-        found = [(name, report["fingerprint"].get(name), most) for name, most in usual.items()]
+        found = [(name, report["fingerprint"].get(name, "none"), most) for name, most in usual.items()]
         others = [f"{name} {value} (others: {most})" for name, value, most in found if value != most]
         reasons[node] = [*report["problems"], *others]
     bad = {node: problems for node, problems in reasons.items() if problems}
@@ -109,8 +124,9 @@ def usual_fingerprint(fingerprints: list[dict[str, str]]) -> dict[str, str]:
 
 def check(num_gpus: int, disks: str, *, needs_nvcc: bool = False) -> tuple[list[str], dict[str, str]]:
     """Return (problems, versions by name)."""
-    problems = disk_problems(disks) + (server_problems(torch_cuda()) if needs_nvcc else [])
-    fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
+    loads, loaded = loaded_libraries(torch_cuda())
+    problems = disk_problems(disks) + (server_problems(torch_cuda()) if needs_nvcc else []) + loads
+    fingerprint = {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES} | loaded
     if num_gpus:
         try:
             gpus = parse_csv(query_gpus(), FIELDS)
@@ -166,6 +182,23 @@ def torch_cuda() -> str | None:
         return None
     found = re.search(r"^cuda\b.*'([\d.]+)'", text, re.MULTILINE)
     return found[1] if found else None
+
+
+def loaded_libraries(cuda: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return (problems, versions) of the CUDA libraries that a process loads, and the variables that change numbers.
+
+    Without a CUDA build of torch there are only variables.
+    """
+    command = [sys.executable, "-c", LOAD, *([cuda] if cuda else [])]
+    root = Path(__file__).resolve().parents[1]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=SECONDS_FOR_IMPORTS)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"torch does not load ({' '.join(str(error).split())[:200]})"], {}
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        return [reason.removeprefix("grpo_mega.errors.ConfigError: ")], {}
+    return [], json.loads(done.stdout.splitlines()[-1])
 
 
 def server_problems(cuda: str | None) -> list[str]:

@@ -59,6 +59,7 @@ from grpo_mega.preflight.precision import (
     card_problems,
     installed_problems,
     latent_problems,
+    variable_problems,
 )
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
 from grpo_mega.rewards import registry
@@ -120,6 +121,7 @@ def find_all(config: Config, machine: Machine, read: Callable[[Config], Model] =
                 f"device=auto: torch is built for CUDA {machine.cuda}, but this machine shows no NVIDIA GPU, so the run"
                 " uses the CPU; device: cuda refuses that, and device: cpu hides this line"
             )
+        findings.take(variable_problems(config))
     findings.take(truncation_problems(config.rollout))
     findings.take(reward_problems(config.rewards, config.code_dir))
     findings.take(agent_problems(config.rollout, config.code_dir))

@@ -7,6 +7,8 @@ tensor's maximum, `blockwise` in blocks of 128 (DeepSeek-V3, arXiv:2412.19437, s
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,20 @@ from grpo_mega.weights.spec import BLOCK, ModelShape, Row, Shard
 
 PRECISION_AWARE: Version = (2, 1)  # first Transformer Engine with Adam moments in other dtypes
 SERVED_CAPABILITY: Version = (8, 9)  # lowest capability if SGLang must compute in FP8 blocks without repacking
+# Settings -> variables that contradict them (Transformer Engine 2.9 to 2.20.0.dev0, SGLang 0.5.21).
+_CONTRADICTIONS = {
+    "NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0": "NVTE_UNFUSED_ATTN=0",  # no attention is left
+    r"model.dtype=float32": r"NVIDIA_TF32_OVERRIDE=(?!0?$).*",
+    # It replaces the recipe's backward pass. Transformer Engine reads it when it defines its recipes.
+    r"precision.fp8=(?!None)\S+ precision.fp8_recipe=\S+": r"NVTE_BACKWARD_OVERRIDE=.*",
+    # Policy and engine would compute with different scales.
+    r"precision.fp8=(?!None)\S+ precision.fp8_recipe=blockwise rollout.quantization=(?!None)\S+": (
+        r"NVTE_FP8_BLOCK_SCALING_FP32_SCALES=(?!1$).*"
+    ),
+    # SGLang would return log-probs at temperature 1.
+    r"rollout.engine=sglang rollout.temperature=(?!1.0 )\S+": r"SGLANG_RETURN_ORIGINAL_LOGPROB=(?i:1|true|yes|y)",
+    r"DETERMINISTIC=1": r"NVTE_ALLOW_NONDETERMINISTIC_ALGO=(?!0$).*|CUBLAS_WORKSPACE_CONFIG=(?!:4096:8$|:16:8$).*",
+}
 LENGTH_MULTIPLE = 16  # without FP8, tokens per tensor-parallel rank in a micro-batch are padded to this multiple
 
 
@@ -77,6 +93,22 @@ def environment(config: Config) -> dict[str, str]:
         # Otherwise scales are powers of two, and policy and engine would compute with different weights.
         return {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
     return {}
+
+
+def variable_problems(config: Config) -> Iterator[str]:
+    """Yield variables of a shell that contradict the config or each other. They would change numbers silently."""
+    settings = (
+        f"model.dtype={config.model.resolved_dtype} DETERMINISTIC={os.environ.get('DETERMINISTIC')}"
+        f" precision.fp8={config.precision.fp8} precision.fp8_recipe={config.precision.fp8_recipe}"
+        f" rollout.quantization={config.rollout.quantization} rollout.engine={config.rollout.engine}"
+        f" rollout.temperature={config.rollout.temperature}"
+        f" NVTE_FLASH_ATTN={os.environ.get('NVTE_FLASH_ATTN')} NVTE_FUSED_ATTN={os.environ.get('NVTE_FUSED_ATTN')}"
+    )
+    for pattern, variable in _CONTRADICTIONS.items():
+        setting = re.search(pattern, settings)
+        for name, value in os.environ.items():
+            if setting and re.fullmatch(variable, f"{name}={value}"):
+                yield f"{name}={value}: contradicts {setting[0]}; unset it"
 
 
 def installed_problems(config: Config, machine: Machine) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Read a run's inputs, and compare what all ranks of a start read, before they join process groups.
 
-A rank compares its variables, and its prompts as rendered. The first rank of each node also compares the settings, the
-installed packages, the code, and the files that the settings name. Files are hashed in full up to 64 MiB. Of a larger
-one 4 MiB are hashed: its start, with the header, and parts at equal distances.
+A rank compares its variables, its CUDA libraries, and its prompts as rendered. The first rank of each node also
+compares the settings, the installed packages, the code, and the files that the settings name. Files are hashed in full
+up to 64 MiB. Of a larger one 4 MiB are hashed: its start, with the header, and parts at equal distances.
 
 If a value differs, or a rank cannot read its inputs, all ranks end with the same line, which names rank and node.
 """
@@ -31,6 +31,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.chat import find_end_token, load_demonstrations, set_date
 from grpo_mega.data.load import RunData, Sampler, load_data
 from grpo_mega.distributed.environment import is_one_machine
+from grpo_mega.distributed.libraries import read_libraries, read_variables
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.errors import ConfigError, EngineError, UserError
 from grpo_mega.observe.progress import phase
@@ -41,13 +42,6 @@ from grpo_mega.run.folder import FirstStart, first_start
 from grpo_mega.run.model_files import ModelFiles, read_model_files, read_tokenizer, training_sampling
 from grpo_mega.user_code import is_user_name, source_files
 
-# A variable of a library that changes numbers. Paths, secrets and log levels are left out, and so is what differs
-# between ranks.
-_CHANGES_NUMBERS = re.compile(
-    "(?![^=]*(ALLOC|DEBUG|HOST|KEY|LOG|PORT|RANK|THREADS|TIMEOUT|TOKEN|TORCH_NCCL|TRACE|VERBOSE)|[^=]*=/)(NVTE|CUDNN"
-    "|NVIDIA_TF32|CUBLAS|ATEN|ONEDNN|DNNL|MKL|OPENBLAS|PYTORCH|TORCH(INDUCTOR|DYNAMO)?|TRITON|SGL(ANG)?|NCCL_ALGO"
-    "|NCCL_PROTO|FLASH(INFER|_ATTENTION)|DETERMINISTIC)[_=]"
-)
 _WORD = re.compile(r'[^\s",]*\w[^\s",]*')
 _WHOLE = 64 << 20  # bytes; of a larger file, only parts are read
 _PART, _NUM_PARTS = 256 << 10, 16
@@ -93,6 +87,7 @@ class SameInputs:
         gather = partial(ranks.all_gather, "comparing inputs", deadline_s=self.config.collective_timeout_s)
         inputs: Inputs = {"rank": read_variables() | self.data}
         with self.reading():
+            inputs["rank"] |= read_libraries()
             if not is_one_machine(os.environ) and os.environ.get("LOCAL_RANK", "0") == "0":
                 inputs["node"] = read_node(self.config)
         if self.error:
@@ -142,11 +137,6 @@ def first_difference(everyone: Sequence[tuple[str, Inputs]]) -> str:
         if usual.get(key) != values.get(key)
     )
     return next(differences)
-
-
-def read_variables() -> dict[str, str]:
-    """Return the variables that change numbers."""
-    return {name: value for name, value in sorted(os.environ.items()) if _CHANGES_NUMBERS.match(f"{name}={value}")}
 
 
 def read_node(config: Config) -> dict[str, str]:

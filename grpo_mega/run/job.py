@@ -20,6 +20,7 @@ from grpo_mega.config import Config
 from grpo_mega.data.load import RunData, Sampler
 from grpo_mega.distributed.device import PeakMemory
 from grpo_mega.distributed.launch import current_rank
+from grpo_mega.distributed.libraries import describe
 from grpo_mega.distributed.rendezvous import Rendezvous
 from grpo_mega.distributed.watchdog import HangWatch, StopRequest, recorder
 from grpo_mega.errors import EngineError, ResumeError, UserError
@@ -412,8 +413,8 @@ def open_training(
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
-    Log the kernels in use, the settings that differ from the defaults, notes on the data, and the settings that a
-    resume changed.
+    Log the kernels in use, the loaded libraries and the variables that change numbers, the settings that differ from
+    the defaults, notes on the data, and the settings that a resume changed.
     """
     changes: list[str] = []
     if runtime.rank == 0:
@@ -421,7 +422,7 @@ def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
         trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)
-    for message in (in_use(runtime.device).line(), changed_settings(config), *notes, *changes):
+    for message in (in_use(runtime.device).line(), describe(), changed_settings(config), *notes, *changes):
         log.message(message)
     return log
 

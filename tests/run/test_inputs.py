@@ -82,6 +82,17 @@ def move(folder: str, place: str) -> None:
     sys.path[:] = [str(Path(place).absolute()) if path == str(Path(folder).absolute()) else path for path in sys.path]
 
 
+def libraries(found: dict[str, str] | ConfigError) -> Callable[[], None]:
+    """Let this rank find these libraries, or an error."""
+
+    def read() -> dict[str, str]:
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    return lambda: setattr(run_inputs, "read_libraries", read)
+
+
 def many(*changes: Callable[[], object]) -> Callable[[], None]:
     def change() -> None:
         for one in changes:
@@ -118,6 +129,17 @@ CASES: dict[str, tuple[Callable[[], object], str | None]] = {
     "variable": (variable("NVTE_FLASH_ATTN", "0"), "NVTE_FLASH_ATTN: must be the same on all ranks, but is 0 on rank"),
     "level of the CPU": (variable("ATEN_CPU_CAPABILITY", "avx2"), "ATEN_CPU_CAPABILITY: "),
     "workspace": (variable("CUBLAS_WORKSPACE_CONFIG", ":16:8"), "CUBLAS_WORKSPACE_CONFIG: "),
+    "workspace of another library": (variable("CUBLASLT_WORKSPACE_SIZE", "0"), "CUBLASLT_WORKSPACE_SIZE: "),
+    "kernel of the server": (variable("SGLANG_SUPPORT_CUTLASS_BLOCK_FP8", "1"), "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8: "),
+    "another cuDNN": (
+        libraries({"cudnn nvidia/cudnn/lib/libcudnn.so.9": "91002"}),
+        "cudnn nvidia/cudnn/lib/libcudnn.so.9: must be the same on all ranks, but is 91002 on rank 1 (",
+    ),
+    "cuDNN of the login shell": (
+        libraries({"cudnn /opt/cudnn/libcudnn.so.9": "91400"}),
+        "cudnn nvidia/cudnn/lib/libcudnn.so.9: must be the same on all ranks, but is absent on rank 1 (",
+    ),
+    "two cuDNN": (libraries(ConfigError("cudnn: two versions are loaded")), "rank 1 ("),
     "attention of the server": (variable("SGLANG_ENABLE_X", "1"), "SGLANG_ENABLE_X: "),
     "reductions": (variable("NCCL_ALGO", "Tree"), "NCCL_ALGO: "),
     "variables of a node": (
@@ -158,6 +180,7 @@ def compare(name: str, rank: int, folder: Path, data: str = "1", error: UserErro
         os.chdir(node)
         sys.path[:] = [str(node / "path")]  # reading all packages of this machine takes a second
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        libraries({"cudnn nvidia/cudnn/lib/libcudnn.so.9": "91400"})()  # this machine has none
         if rank == 1:
             CASES.get(name, (lambda: None, None))[0]()
         inputs = SameInputs(configs.load(next(Path().rglob("config.yaml"))))

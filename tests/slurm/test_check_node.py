@@ -171,6 +171,40 @@ def test_nodes_that_failed_or_are_silent_or_differ_are_named(tmp_path: Path) -> 
     assert (result.returncode, result.stdout) == (0, "")
 
 
+def test_nodes_that_load_other_libraries_or_have_other_variables_are_named(tmp_path: Path) -> None:
+    """Each node has a torch that loads a library with a version. On n3 it loads two."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    versions = {"n0": [91400], "n1": [91400], "n2": [91002], "n3": [91400, 91002], "n4": [91400], "n5": [91400]}
+    for node, found in versions.items():
+        torch = tmp_path / node / "torch"
+        (tmp_path / node / "torch-9.dist-info").mkdir(parents=True)
+        (tmp_path / node / "torch-9.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9\n")
+        for number, version in enumerate(found):
+            library = torch / f"lib {number}" / "libcudnn.so.9"
+            library.parent.mkdir(parents=True)
+            (torch / "a.c").write_text(f"long cudnnGetVersion(void) {{ return {version}; }}")
+            subprocess.run([compiler, "-shared", "-fPIC", str(torch / "a.c"), "-o", str(library)], check=True)
+        (torch / "version.py").write_text("cuda: str = '13.0'\n")
+        loads = "[ctypes.CDLL(str(path)) for path in sorted(pathlib.Path(__file__).parent.glob('*/*.so.9'))]"
+        (torch / "__init__.py").write_text(f"import ctypes, pathlib\n{loads}\n" if node != "n5" else "1 / 0")
+        environment = {"PYTHONPATH": str(tmp_path / node), "SLURMD_NODENAME": node, "PATH": os.environ["PATH"]}
+        environment |= {"NVTE_FUSED_ATTN": "0"} if node == "n4" else {}
+        command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--out", str(tmp_path)]
+        subprocess.run(command, env=environment, capture_output=True)
+    command = [sys.executable, str(ROOT / "tools" / "check_node.py"), "--compare", str(tmp_path), *versions]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.split() == ["n2", "n3", "n4", "n5"], result
+    lines = result.stderr.splitlines()
+    assert lines[0] == "node n2: cudnn torch/lib 0/libcudnn.so.9 91002 (others: 91400)"
+    assert lines[1].startswith(
+        "node n3: cudnn: two versions are loaded, cudnn torch/lib 0/libcudnn.so.9=91400 and cudnn"
+    )
+    assert lines[2] == "node n4: NVTE_FUSED_ATTN 0 (others: none)"
+    assert lines[3].startswith("node n5: ZeroDivisionError: division by zero")
+
+
 @pytest.mark.parametrize(
     ("problems", "blamed"),
     [
