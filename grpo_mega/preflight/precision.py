@@ -98,7 +98,7 @@ def environment(config: Config) -> dict[str, str]:
 def variable_problems(config: Config) -> Iterator[str]:
     """Yield variables of a shell that contradict the config or each other. They would change numbers silently."""
     settings = (
-        f"model.dtype={config.model.resolved_dtype} DETERMINISTIC={os.environ.get('DETERMINISTIC')}"
+        f"model.dtype={config.model.dtype} DETERMINISTIC={os.environ.get('DETERMINISTIC')}"
         f" precision.fp8={config.precision.fp8} precision.fp8_recipe={config.precision.fp8_recipe}"
         f" rollout.quantization={config.rollout.quantization} rollout.engine={config.rollout.engine}"
         f" rollout.temperature={config.rollout.temperature}"

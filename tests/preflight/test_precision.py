@@ -22,6 +22,7 @@ from grpo_mega.preflight.precision import (
     moments_problems,
     resolve_dtype,
     transformer_engine_problems,
+    variable_problems,
 )
 from grpo_mega.weights.spec import ModelShape
 
@@ -350,3 +351,63 @@ def test_lengths_are_multiples_of_whole_blocks_on_every_tp_rank() -> None:
 
     assert of() == 64
     assert [of(fp8="e4m3", fp8_recipe=recipe) for recipe in ("tensorwise", "blockwise", "mxfp8")] == [64, 512, 128]
+
+
+FP8 = {"model": {"path": "m", "dtype": "bfloat16"}, "precision": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
+BLOCKS = FP8 | {"precision": {"fp8": "hybrid", "fp8_recipe": "blockwise"}}
+FLOAT32 = {"model": {"path": "m", "dtype": "float32"}}
+SERVED = {"model": {"path": "m", "dtype": "bfloat16"}, "rollout": {"engine": "sglang", "temperature": 0.7}}
+SERVED_BLOCKS = BLOCKS | {"rollout": {"engine": "sglang", "quantization": "fp8"}}
+NO_ATTENTION = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "variables", "line"),
+    [
+        (SERVED, NO_ATTENTION, "NVTE_UNFUSED_ATTN=0: contradicts NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0; unset it"),
+        (SERVED, NO_ATTENTION | {"NVTE_FUSED_ATTN": "1"}, None),
+        (FLOAT32, {"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1: contradicts model.dtype=float32; unset it"),
+        (FLOAT32, {"NVIDIA_TF32_OVERRIDE": "0"}, None),
+        (FLOAT32, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}, None),
+        (FP8, {"NVIDIA_TF32_OVERRIDE": "1"}, None),
+        (
+            FP8,
+            {"NVTE_BACKWARD_OVERRIDE": "dequantized"},
+            "NVTE_BACKWARD_OVERRIDE=dequantized: contradicts precision.fp8=hybrid precision.fp8_recipe=tensorwise;"
+            " unset it",
+        ),
+        (
+            SERVED_BLOCKS,
+            {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"},
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0: contradicts precision.fp8=hybrid precision.fp8_recipe=blockwise"
+            " rollout.quantization=fp8; unset it",
+        ),
+        (SERVED_BLOCKS, {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, None),
+        (BLOCKS, {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}, None),
+        (
+            SERVED,
+            {"SGLANG_RETURN_ORIGINAL_LOGPROB": "True"},
+            "SGLANG_RETURN_ORIGINAL_LOGPROB=True: contradicts rollout.engine=sglang rollout.temperature=0.7; unset it",
+        ),
+        (SERVED, {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}, None),
+        (SERVED_BLOCKS, {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}, None),  # the temperature is 1
+        (
+            SERVED,
+            {"DETERMINISTIC": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"},
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=1: contradicts DETERMINISTIC=1; unset it",
+        ),
+        (
+            SERVED,
+            {"DETERMINISTIC": "1", "CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+            "CUBLAS_WORKSPACE_CONFIG=:0:0: contradicts DETERMINISTIC=1; unset it",
+        ),
+        (SERVED, {"DETERMINISTIC": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, None),
+        (SERVED, {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}, None),
+    ],
+)
+def test_a_variable_that_contradicts_the_config_is_refused(
+    raw: dict[str, object], variables: dict[str, str], line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert list(variable_problems(validate(RAW | raw))) == ([line] if line else [])

@@ -25,6 +25,8 @@ from grpo_mega.run import inputs as run_inputs
 from grpo_mega.run.inputs import SameInputs
 from tests.helpers.models import make_model, save_checkpoint
 from tests.helpers.ranks import ROOT, ranks
+from tests.helpers.runs import run
+from tools.benchmarks import kills
 
 FILES = {
     "model/config.json": "{}",
@@ -360,3 +362,23 @@ def test_nodes_that_differ_end_before_the_first_step(program: str, tmp_path: Pat
         assert code == 1 and "exitcode:2" in output.replace(" ", ""), output  # torchrun's code, and its rank's
         assert len(errors) == 1 and expected in errors[0] and " on rank 1 (" in errors[0], output
         assert "step 1" not in output or program == "resume", number
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("preloaded_python")
+def test_a_run_names_its_variables_and_refuses_contradictory_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run_dir = kills.write_inputs(tmp_path, "tp=1"), tmp_path / "run"
+    settings = ("--set", "steps=1", "--set", "eval.interval=0", "--set", "checkpoint.interval=0")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    code, output = run(path, run_dir, *settings)
+    line = "NVIDIA_TF32_OVERRIDE=1: contradicts model.dtype=float32; unset it"
+    assert code == 2 and f"grpo-mega: error: {line}" in output.splitlines() and not run_dir.exists(), output
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    monkeypatch.setenv("NVTE_FLASH_ATN", "0")
+    code, output = run(path, run_dir, *settings)
+    rows = [json.loads(line) for line in (run_dir / "messages.jsonl").read_text().splitlines()]
+    (text,) = [row["text"] for row in rows if row["text"].startswith("libraries and variables that change numbers: ")]
+    assert code == 0 and "NVIDIA_TF32_OVERRIDE=0" in text and text in output, output
+    assert "NVTE_FLASH_ATN=0 (unknown, check the name)" in text
