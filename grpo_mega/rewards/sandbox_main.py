@@ -17,9 +17,11 @@ import builtins
 import contextlib
 import ctypes
 import errno
+import functools
 import importlib
 import json
 import math
+import operator
 import os
 import platform
 import resource
@@ -43,7 +45,8 @@ MEMORY_BYTES = 1 << 30  # address space of each process of a program
 OUTPUT_BYTES = 1 << 20  # limit of each output of a program
 FILE_BYTES = 32 << 20  # limit of each file, and of the reports
 _DONE, _REPORTS = 3, 4  # descriptors in a program's process
-_UNDECIDED = "undecided"  # printed by the judge
+_NO_DATA = b"null\n"  # ends the reports if a value is none
+SPARE_S = 2.0
 _NAMESPACES = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000  # user, mount, PID, network, IPC
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 _SYS_MOUNT_SETATTR, _SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
@@ -131,7 +134,7 @@ def _init(request: dict[str, Any], problem: str, answer: int) -> NoReturn:
             problem = f"the root folder: {error}"
     runs = []
     if not (problem and request["isolates"]):
-        request["end"] = time.monotonic() + request.get("total_s", 0.0)
+        request |= {"end": time.monotonic() + request.get("total_s", 0.0), "spare_s": SPARE_S}
         for program in request["programs"]:
             runs.append(_run_and_judge(program, request))
             if request["stops_early"] and runs[-1]["verdict"] != "finished":
@@ -201,16 +204,29 @@ def _check(result: int, path: str = "") -> None:
 def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """Run a program, then the judge of its reports, and return the outcome of what ran last.
 
-    If a report cannot be judged, the program runs again with the tests in its own interpreter.
+    If a report is no data, the program runs again with its tests in its own interpreter. The time of the judge and of
+    the first run is not the program's, up to SPARE_S.
     """
-    given = program["stdin"].encode(errors="surrogateescape")
+    given, start = program["stdin"].encode(errors="surrogateescape"), time.monotonic()
     outcome, reports = _run(program["text"], given, request)
-    if program["judge"][0] and outcome["is_complete"]:
-        outcome, _ = _run(program["judge"], reports, request)
-        if outcome["output"] == _UNDECIDED:
-            is_too_long = not program["whole"][0]
-            outcome = outcome | {"verdict": "output"} if is_too_long else _run(program["whole"], given, request)[0]
+    if not program["judge"][0]:
+        return outcome
+    if reports.endswith(_NO_DATA) or reports[-1:] not in (b"", b"\n"):
+        if not program["whole"][0]:
+            return outcome | {"verdict": "output", "is_complete": False}
+        _add_time(request, time.monotonic() - start)
+        return _run(program["whole"], given, request)[0]
+    if outcome["is_complete"]:
+        start = time.monotonic()
+        outcome, _ = _run(program["judge"], reports, request | {"end": start + max(request["spare_s"], 0.5)})
+        _add_time(request, time.monotonic() - start)
     return outcome
+
+
+def _add_time(request: dict[str, Any], seconds: float) -> None:
+    seconds = min(seconds, request["spare_s"])
+    request["spare_s"] -= seconds
+    request["end"] += seconds
 
 
 def _run(section: list[int], given: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
@@ -306,11 +322,11 @@ def _drop_rights(isolates: bool, timeout_s: float) -> None:
 def _execute(program: str, word: bytes) -> int:
     """Run the program like a script. Return its exit status."""
     sys.argv[:], names = ["program.py"], {"__name__": "__main__", "__builtins__": __builtins__}
-    names |= {"__report__": _report, "__reports__": _reports}
+    names |= {"__report__": _report, "__value__": _Value, "__reports__": _reports}
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # the process ends
     status = 0
     try:
-        exec(compile(program, "program.py", "exec"), names)
+        exec(compile(program, "program.py", "exec", dont_inherit=True), names)
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if not isinstance(exit_.code, int | None):
@@ -328,32 +344,51 @@ def _execute(program: str, word: bytes) -> int:
         with contextlib.suppress(Exception):
             stream.flush()
     if status == 0:
+        _write_reports()
         os.write(_DONE, word)
     return status
 
 
+_pending: list[bytes] = []  # lines of reports
+
+
 def _report(number: int, *values: Any) -> None:
     """Report values of an assert for the judge; see split_tests.py."""
-    limit = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
+    data = [value.data if type(value) is _Value else _Value(value).data for value in values]
     try:
-        text = json.dumps([number, [_encode(value) for value in values]])
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps([number, None])
-    finally:
-        sys.set_int_max_str_digits(limit)
-    with contextlib.suppress(OSError):  # too long: the judge reads the first part
-        os.write(_REPORTS, text.encode() + b"\n")
+        _pending.append(json.dumps([number, data], ensure_ascii=False).encode() + b"\n")
+    except ValueError:  # a surrogate, or an integer of thousands of digits in a list
+        _give_up()
+    if len(_pending) > 999 or len(_pending[-1]) > 99999:
+        _write_reports()
+
+
+class _Value:
+    """A value as it is now, because the program may change it before it is reported."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self.data = _encode(value)
+        except (TypeError, RecursionError):
+            _give_up()
+
+
+def _give_up() -> NoReturn:
+    """End the program, because a value is no data."""
+    os.write(_REPORTS, _NO_DATA)
+    os._exit(1)
+
+
+def _write_reports() -> None:
+    with contextlib.suppress(OSError), open(_REPORTS, "ab", closefd=False) as file:  # too long: the end is missing
+        file.write(b"".join(_pending))
+    _pending.clear()
 
 
 def _reports() -> Iterator[list[Any]]:
-    """Yield the number and the values of each report. End the program if one has no values."""
-    sys.set_int_max_str_digits(0)
+    """Yield the number and the values of each report."""
     for line in sys.stdin:
-        number, values = json.loads(line) if line.endswith("\n") else (0, None)
-        if values is None:
-            print(_UNDECIDED, end="")
-            raise SystemExit
+        number, values = json.loads(line)
         yield [number, [_decode(value) for value in values]]
 
 
@@ -367,45 +402,53 @@ _PARTS: dict[str, Any] = {  # what each type is made from again; the modules are
     "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [dict(value)],
     "fractions.Fraction": lambda value: [value.numerator, value.denominator],
-    "decimal.Decimal": lambda value: [str(value)],
 }
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, depth: int = 0) -> Any:
     """Return a value in JSON: scalars and lists as they are, other types as {name: parts}.
 
-    Raises TypeError for objects. A derived type that is equal to the same values becomes its base.
+    Raises TypeError for what is not the same when it is read back.
     """
-    kind = type(value)
-    if kind in _SCALARS or (kind is list and set(map(type, value)) <= _SCALARS):
-        return value
-    if kind is type and vars(builtins).get(name := str(value.__name__)) is value:
-        return {"type": name}
-    base = next(base for base in kind.__mro__ if base in _SCALARS or base in (list, object) or _name_of(base) in _PARTS)
-    if base is object or (kind.__eq__, kind.__ne__) != (base.__eq__, base.__ne__):
+    kind, name = type(value), _name_of(type(value))
+    if kind in _SCALARS:
+        if value != value:
+            raise TypeError  # NaN is equal to itself only as the same object
+        return {"int": hex(value)} if kind is int and value.bit_length() > 4096 else value
+    if kind is list and (kinds := set(map(type, value))) <= _SCALARS:
+        if float in kinds and any(map(operator.ne, value, value)):
+            raise TypeError
+        return list(value)
+    if isinstance(value, type) and vars(builtins).get(title := str(value.__qualname__)) is value:
+        return {"type": title}
+    if depth > 99 or (kind is not list and name not in _PARTS):
         raise TypeError
-    if base in _SCALARS:
-        return base(value)
-    parts = [_encode(part) for part in (value if base is list else _PARTS[_name_of(base)](value))]
-    return parts if base is list else {_name_of(base): parts}
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    parts = [_encode(part, depth + 1) for part in (value if kind is list else _PARTS[name](value))]
+    return parts if kind is list else {name: parts}
 
 
 def _decode(data: Any) -> Any:
     if isinstance(data, list):
-        return data if set(map(type, data)) <= _SCALARS else [_decode(part) for part in data]
+        return [_decode(part) if type(part) in (list, dict) else part for part in data]
     if not isinstance(data, dict):
         return data
     ((name, parts),) = data.items()
-    if name == "type":
-        return getattr(builtins, parts)
-    if name not in _PARTS:
-        raise ValueError
-    module, _, kind = name.partition(".")
-    return getattr(importlib.import_module(module), kind)(*map(_decode, parts))
+    if name == "int":
+        return int(parts, 16)
+    return _type(f"builtins.{parts}") if name == "type" else _type(name)(*map(_decode, parts))
+
+
+@functools.cache
+def _type(name: str) -> type:
+    module, _, kind = name.rpartition(".")
+    found = getattr(importlib.import_module(module), kind)
+    if not isinstance(found, type) or not (name in _PARTS or module == "builtins"):
+        raise TypeError  # a false report
+    return found
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,7 @@ def cost(x): return decimal.Decimal(x) / 10
 def big(n): return math.factorial(n)
 def cycle(): a = [1]; a.append(a); return a
 def same(x): return x
+def map(xs): return [2 * x for x in xs]
 async def later(): return 5
 """
 TESTS = [  # each is right for ORDINARY
@@ -94,6 +96,23 @@ TESTS = [  # each is right for ORDINARY
     "z = 1\nassert [f(z) for f in (same,)] == [1] and (lambda q: same(q))(2) == 2 and same(1) if z else False",
     "import os\nopen('left', 'w').write('x')\nassert os.path.exists(same('left')) and open('left').read() == 'x'",
     "calls = []\nassert same(calls.append)(4) is None and calls == [4] and same.__name__ == 'same'",
+    "assert not same(0) and not same([]) and same(Node(1)) and not not same(1)",
+    "g = squares(3)\nassert list(zip(g, 'ab')) == [(0, 'a'), (1, 'b')]\ntry:\n    next(g)\n    assert False\n"
+    "except StopIteration:\n    pass",
+    "class C(str, enum.Enum):\n    RED = 'red'\nassert same(C.RED) == 'red'",
+    "assert '%s' % (same(Pair(1, 2)),) == 'Pair(x=1, y=2)'",
+    "class M(list):\n    def __mul__(self, n): return [n]\nassert same(M([1])) * 2 == [2] and 4 in same(M([4]))",
+    "a = [1, 2]\nassert a + [4] == (a.append(4) or a) and a * 2 == [1, 2, 4] + (a.pop() and a + [4])",
+    "a = [1, 2]\nassert [x + 1 for x in a] == [x + 1 for x in (a.clear() or [1, 2])]\nassert a == sort(a) or a == []",
+    "import math\nassert same([1, math.nan]) == [1, math.nan] and same(math.nan) in [math.nan]",
+    "n = 2\nassert sorted(same([3, 4]), key=lambda t, n=n: t % n, reverse=True) == [3, 4]",
+    "def deep(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x\nassert len(same(deep(600))) == 1",
+    "assert same('\\ud83d\\ude00') != '\\U0001F600' and len(same('\\ud83d\\ude00')) == 2",
+    "assert decimal.Decimal(2).sqrt() == same(decimal.Decimal(2)).sqrt()\nassert same(2**30000) == 2**30000",
+    "def bad():\n    assert same(1) == 3\ntry:\n    bad()\nexcept AssertionError:\n    bad = None\nassert bad is None",
+    "assert same('Yes') is 'Yes'[:] and f\"{'\u200b'.join(['a', 'b'])}\" == same('a\u200bb')",
+    "x = [1, 2]\nassert map(x) == [2, 4]",
+    "assert 1" + " + 1" * 700 + " == same(701)",
 ]
 WRONG = [  # each is wrong for ORDINARY
     "assert same(1) == 2", "assert not same(1)", "assert same(1) is None", "assert same((1, 2)) == [1, 2]",
@@ -112,12 +131,14 @@ def score(program: str, *tests: str, answer: str = "x") -> Score:
     return code.code("", response, answer, {"test_list": list(tests)}, timeout_s=60.0)
 
 
-def test_tests_decide_as_in_one_interpreter() -> None:
+def test_tests_decide_as_in_one_interpreter(tmp_path: Path) -> None:
     for test in TESTS + WRONG:
-        plain = subprocess.run([sys.executable, "-c", f"{ORDINARY}\n{test}"], capture_output=True, text=True)
+        plain = subprocess.run(
+            [sys.executable, "-c", f"{ORDINARY}\n{test}"], capture_output=True, text=True, cwd=tmp_path
+        )
         assert (plain.returncode == 0) == (test in TESTS), (test, plain.stderr)
     parts = [split_tests(test, ORDINARY) for test in TESTS + WRONG]
-    assert sum(part is None for part in parts) <= 2, "the others have an assert to split"
+    assert sum(part is None for part in parts) <= 5, "the others have an assert to split"
     runs = run_programs([code.Case(asserts=test).program(ORDINARY) for test in TESTS + WRONG], 60)
     for test, run in zip(TESTS + WRONG, runs, strict=True):
         assert run.is_complete == (test in TESTS), (test, run)
@@ -200,6 +221,14 @@ CHEATS = {  # each pretends to pass asserts or a call
         import builtins
         builtins.abs = builtins.sum = builtins.all = lambda *a: 0
         def abs(x): return 0
+        def double(x): return 5""",
+    "equal values for both sides": """
+        def double(x): return None
+        def check(*_): return True
+        def __report__(number, *values): __builtins__.__dict__["real"](number, *[0 for _ in values])""",
+    "code for the judge": """
+        import os
+        os.write(4, b'[0, [["1"], {"type": "exec"}]]\\n[0, [{"x": [1]}]]\\n')
         def double(x): return 5""",
     "reports of its own": """
         import os
