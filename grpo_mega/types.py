@@ -249,6 +249,12 @@ class PackedBatch:
     importance_mean: float = 1.0
     # [T, MoE layers, experts per token] expert ids (see Routes); None if no token has recorded routes
     routes: Tensor | None = None
+    # What passes would wait for the device to learn, from batching.layout.to_device.
+    num_loss_tokens: int | None = None  # tokens with loss_mask 1
+    segment_ids: Tensor | None = None  # [T] int64, see layout.segments
+    sequence_ids: Tensor | None = None  # [T] int64, see layout.sequences
+    padded_lengths: Tensor | None = None  # [len(lengths) + 1] int64: `lengths`, and 0 for padding
+    has_gradients: bool = False  # every token in the loss has a gradient, unless the loss clips or drops it
 
     @property
     def num_tokens(self) -> int:

@@ -110,7 +110,8 @@ def vocab_parallel_kl(
 
     teacher_hidden_NG holds the N needed tokens. The other arguments are as in `vocab_parallel_logprobs`.
     """
-    shard, index_N = shard_of(weight_VH, vocab_size, temperature, tp_group, tile), needed_T.nonzero().squeeze(1)
+    shard = shard_of(weight_VH, vocab_size, temperature, tp_group, tile)
+    index_N = torch.nonzero_static(needed_T, size=len(teacher_hidden_NG)).squeeze(1)
     teacher = (teacher_hidden_NG, teacher_weight_VG)
     kl_N = _VocabKL.apply(hidden_TH[index_N], weight_VH, *teacher, weight_grad_VH, shard, is_reverse)
     return torch.zeros_like(needed_T, dtype=kl_N.dtype).index_copy(0, index_N, kl_N)

@@ -35,6 +35,8 @@ def vocab_parallel_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     needed_T: Tensor | None = None,
+    num_needed: int | None = None,
+    skips_zeros: bool = True,
     weight_grad_VH: Tensor | None = None,
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -46,17 +48,21 @@ def vocab_parallel_logprobs(
     are never read, and their gradient is 0. targets_T: [T] int64, each in 0 .. vocab_size - 1. Tokens with `needed_T`
     (bool) False return 0 and cost nothing. Logits of -inf have probability 0. A row of only such logits has no softmax
     and returns NaN. Returns logprobs_T and entropy_T (nats; None without `with_entropy`), float32 (float64 for float64
-    weights). All ranks of the group must call with the same T and needed_T.
+    weights). All ranks of the group must call with the same T and needed_T. Without `num_needed`, the number of tokens
+    in needed_T, the host waits for the device to count them.
 
     Both have gradients. The gradient of hidden_TH is this rank's part. The operation that made hidden_TH the same on
     all ranks must add the parts up in its backward, like the input of a column-parallel linear layer. The gradient of
     the weight is summed in float32. It is returned in the weight's dtype, or with `weight_grad_VH` ([width, H]) added
-    to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward.
+    to that tensor, and the weight gets none. Tokens whose upstream gradients are 0 are skipped in the backward with
+    `skips_zeros`; the host waits for the device to find them.
     """
-    others = weight_grad_VH, shard_of(weight_VH, vocab_size, temperature, tp_group, tile), with_entropy
-    index_N = None if needed_T is None else needed_T.nonzero().squeeze(1)
-    if needed_T is None or index_N is None or len(index_N) == len(needed_T):  # no copy of the hidden states
+    others = weight_grad_VH, shard_of(weight_VH, vocab_size, temperature, tp_group, tile), with_entropy, skips_zeros
+    if needed_T is not None and num_needed is None:
+        num_needed = int(needed_T.sum())
+    if needed_T is None or num_needed is None or num_needed == len(needed_T):  # no copy of the hidden states
         return _Logprobs.apply(hidden_TH, weight_VH, targets_T, *others)
+    index_N = torch.nonzero_static(needed_T, size=num_needed).squeeze(1)
     logprobs_N, entropy_N = _Logprobs.apply(hidden_TH.index_select(0, index_N), weight_VH, targets_T[index_N], *others)
     zeros_T = torch.zeros_like(needed_T, dtype=logprobs_N.dtype)
     logprobs_T = zeros_T.index_copy(0, index_N, logprobs_N)
@@ -123,6 +129,7 @@ class _Logprobs(torch.autograd.Function):
         weight_grad_VH: Tensor | None,
         shard: VocabShard,
         with_entropy: bool,
+        skips_zeros: bool,
     ) -> tuple[Tensor, Tensor | None]:
         max_T, sums_kT = statistics(hidden_TH, weight_VH, targets_T, shard, with_entropy)
         target_T, sum_exp_T = sums_kT[0], sums_kT[1]
@@ -130,7 +137,7 @@ class _Logprobs(torch.autograd.Function):
         # Both terms of the entropy are >= 0, so nothing cancels: log sum e^y - sum y e^y / sum e^y with y = x - max <=
         # 0.
         entropy_T = log_sum_T - sums_kT[2] / sum_exp_T if with_entropy else None
-        ctx.shard, ctx.weight_grad_VH = shard, weight_grad_VH
+        ctx.shard, ctx.weight_grad_VH, ctx.skips_zeros = shard, weight_grad_VH, skips_zeros
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, max_T, sum_exp_T, entropy_T)
         return (target_T - max_T) - log_sum_T, entropy_T
@@ -141,10 +148,12 @@ class _Logprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, max_T, sum_exp_T, entropy_T = ctx.saved_tensors
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(max_T)
-        is_moved_T = grad_logprobs_T != 0
-        if grad_entropy_T is not None:
-            is_moved_T |= grad_entropy_T != 0
-        index_N = is_moved_T.nonzero().squeeze(1)
+        index_N = torch.arange(len(hidden_TH), device=hidden_TH.device)
+        if ctx.skips_zeros:
+            is_moved_T = grad_logprobs_T != 0
+            if grad_entropy_T is not None:
+                is_moved_T |= grad_entropy_T != 0
+            index_N = is_moved_T.nonzero().squeeze(1)
         # With y = x - max and p = e^y / sum e^y: d logprob / dx_j = [j = target] - p_j, and d entropy / dx_j = -p_j
         # (log p_j + entropy). Both are multiples of e^y, except at the target: e^y (slope y + offset - grad) + [j =
         # target] grad sum_exp.
@@ -183,7 +192,7 @@ class _Logprobs(torch.autograd.Function):
             grad_hidden_NH = grad_hidden_NH.to(hidden_TH.dtype)  # here, because the tiles' memory is free again
             if hidden_NH is not hidden_TH:
                 grad_hidden_NH = torch.zeros_like(hidden_TH).index_copy_(0, index_N, grad_hidden_NH)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
 def statistics(

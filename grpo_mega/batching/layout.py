@@ -123,20 +123,31 @@ def routes_row(batch: PackedBatch, samples: Sequence[Sample]) -> Tensor | None:
 
 def segments(batch: PackedBatch) -> Tensor:
     """Return [T] int64: the index of each token's segment. Padding is the last segment."""
-    return _on_segments(batch, torch.arange(batch.num_segments))
+    return _on_segments(batch, torch.arange(batch.num_segments)) if batch.segment_ids is None else batch.segment_ids
 
 
 def sequences(batch: PackedBatch) -> Tensor:
     """Return [T] int64: for each token the index of its sample's first segment. Other segments are as in `segments`."""
+    if batch.sequence_ids is not None:
+        return batch.sequence_ids
     first: dict[int, int] = {}
     of_samples = [first.setdefault(index, segment) for segment, index in enumerate(batch.sample_indices)]
     return _on_segments(batch, torch.tensor([*of_samples, *range(len(of_samples), batch.num_segments)]))
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """Return the batch with its tensors on `device`."""
-    moved: dict[str, Any] = {name: v.to(device) for name, v in _tensors(batch).items()}
-    return replace(batch, **moved)
+    """Return the batch with its tensors on `device`, and with what passes would otherwise wait for the device to
+    learn.
+    """
+    known = replace(
+        batch,
+        num_loss_tokens=int((batch.loss_mask > 0).sum()),
+        segment_ids=segments(batch),
+        sequence_ids=sequences(batch),
+        padded_lengths=torch.tensor([*batch.lengths, 0]),
+    )
+    moved: dict[str, Any] = {name: v.to(device) for name, v in _tensors(known).items()}
+    return replace(known, **moved)
 
 
 def _on_segments(batch: PackedBatch, values_S: Tensor) -> Tensor:

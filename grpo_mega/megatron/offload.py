@@ -377,6 +377,7 @@ class Teacher:
                 temperature=self._temperature,
                 tp_group=self._runtime.tp_group,
                 needed_T=batch.loss_mask > 0,
+                num_needed=batch.num_loss_tokens,
             )[0]
 
         with self._on_device():
@@ -391,7 +392,9 @@ class Teacher:
 
         def taught(hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
             is_taught_T = is_taught(batch)
-            return is_taught_T, hidden_TH[is_taught_T].cpu()
+            kept_NG = hidden_TH[is_taught_T].cpu()
+            # The update copies pinned memory without waiting.
+            return is_taught_T, kept_NG.pin_memory() if hidden_TH.is_cuda else kept_NG
 
         with self._on_device():
             return self._pipeline.evaluate(mini_batches, taught)

@@ -27,6 +27,7 @@ from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy
 from grpo_mega.batching.layout import segments, sequences, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
+from grpo_mega.config.algorithm import CorrectionConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
@@ -265,6 +266,7 @@ class Policy:
         algorithm = self._config.algorithm
         passes: list[StepMetrics] = []
         self.nonfinite_samples, self._layer_norms = set(), []
+        self._note_gradients([batch for batches in mini_batches for batch in batches])
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 metrics = self._reduced(self._forward_backward(batches)) | self.routers.metrics()
@@ -276,6 +278,19 @@ class Policy:
                 passes.append(metrics)
         self._heads = {}
         return passes
+
+    def _note_gradients(self, batches: Sequence[PackedBatch]) -> None:
+        """Set `has_gradients` of the batches, here because no pass should wait for the device."""
+        if not batches:
+            return
+        lacking = [(batch.loss_mask > 0) & (batch.advantages == 0) for batch in batches]
+        if self.algorithm.positive_nll > 0:
+            lacking = [
+                mask_T if batch.nll_weights is None else mask_T & (batch.nll_weights == 0)
+                for mask_T, batch in zip(lacking, batches, strict=True)
+            ]
+        for batch, lacks in zip(batches, torch.stack([mask_T.any() for mask_T in lacking]).tolist(), strict=True):
+            batch.has_gradients = not lacks
 
     @property
     def can_repeat_passes(self) -> bool:
@@ -372,8 +387,18 @@ class Policy:
             batch.targets,
             with_entropy=self._config.algorithm.calculate_entropy,
             needed_T=batch.loss_mask > 0,
+            num_needed=batch.num_loss_tokens,
+            skips_zeros=self._may_skip(batch),
             **self._vocab_arguments(weight_VH),
         )
+
+    def _may_skip(self, batch: PackedBatch) -> bool:
+        """Return True if tokens in the loss may have no gradient, so that it pays to wait for the device to find them.
+
+        With old_logprobs from before the update a ratio may be clipped.
+        """
+        is_corrected = self.algorithm.correction != CorrectionConfig()
+        return batch.old_logprobs is not None or is_corrected or not batch.has_gradients
 
     def _vocab_arguments(self, weight_VH: Any) -> dict[str, Any]:
         return {
@@ -396,7 +421,7 @@ class Policy:
                 vocab_parallel_kl(
                     hidden_TH,
                     weight_VH,
-                    teacher_hidden_NG.to(hidden_TH.device),
+                    teacher_hidden_NG.to(hidden_TH.device, non_blocking=True),
                     self._heads[name],
                     is_reverse=self.algorithm.distill_kl == "reverse",
                     needed_T=is_taught_T,
