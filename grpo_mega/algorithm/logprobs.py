@@ -168,11 +168,11 @@ class _Logprobs(torch.autograd.Function):
         def to_logits(x_nv: Tensor, spare: Tensor, tokens: slice, columns: slice) -> Tensor:
             """Replace a tile's logits with their gradient."""
             target_n1, is_here_n1 = ctx.shard.targets(targets_N[tokens], columns)
-            y_nv = x_nv.sub_(max_N[tokens, None])
             grad_n1 = grad_N[tokens, None]
             if slope_N is None or offset_N is None:
-                grad_nv = y_nv.exp_().mul_(-grad_n1)
+                grad_nv = times_exp(x_nv, max_N[tokens], -grad_n1)
             else:
+                y_nv = x_nv.sub_(max_N[tokens, None])
                 exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
                 grad_nv = torch.addcmul(offset_N[tokens, None] - grad_n1, y_nv, slope_N[tokens, None], out=y_nv)
                 grad_nv.mul_(exp_nv)
@@ -221,11 +221,10 @@ def statistics(
             max_n = torch.maximum(max_T[tokens], x_nv.amax(dim=1))
             _shift(sums_kT[:, tokens], max_T[tokens] - max_n)
             max_T[tokens] = max_n
-            y_nv = x_nv.sub_(max_n[:, None])
             if spare is None:
-                exp_nv = y_nv.exp_()
-                sums_kT[1, tokens] += exp_nv.sum(dim=1)
+                sums_kT[1, tokens] += exp_sum(x_nv, max_n)
             else:
+                y_nv = x_nv.sub_(max_n[:, None])
                 exp_nv = torch.exp(y_nv.clamp_(min=LOG_ZERO), out=_tile_of(spare, *y_nv.shape))
                 sums_kT[1, tokens] += exp_nv.sum(dim=1)
                 sums_kT[2, tokens] += y_nv.mul_(exp_nv).sum(dim=1)
@@ -273,6 +272,16 @@ def gradients(
         if sink_vH is not None and sum_vH is not None and sum_vH is not sink_vH:
             sink_vH += sum_vH
     return grad_hidden_NH, sink_VH if weight_grad_VH is None else None
+
+
+def exp_sum(x_nv: Tensor, max_n: Tensor) -> Tensor:
+    """Return the sums [n] of e^(x - max). x is overwritten."""
+    return x_nv.sub_(max_n[:, None]).exp_().sum(dim=1)
+
+
+def times_exp(x_nv: Tensor, max_n: Tensor, factor_n1: Tensor) -> Tensor:
+    """Return factor e^(x - max) in place of x."""
+    return x_nv.sub_(max_n[:, None]).exp_().mul_(factor_n1)
 
 
 def _shift(sums_kT: Tensor, delta_T: Tensor) -> None:

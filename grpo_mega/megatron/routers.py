@@ -118,7 +118,7 @@ class Routers:
         self._sums_LC.zero_()
         if self._config.aux_loss_coeff or self._config.z_loss_coeff:
             lengths, layout = [n for batch in batches for n in batch.lengths], self._runtime.layout
-            mine = self._totals.new_tensor([len(lengths), sum(lengths)])
+            mine = torch.stack([self._totals.new_full((), count) for count in (len(lengths), sum(lengths))])
             self._totals = self._runtime.sum(mine) / (layout.tp * layout.cp * layout.pp)  # so many ranks share samples
         self._is_updating = True
         try:

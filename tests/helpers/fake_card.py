@@ -38,6 +38,8 @@ class Watch(TorchDispatchMode):
         self.num_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # asks for a tensor's device
+            return func(*args, **(kwargs or {}))
         name, tensors = func.overloadpacket.__name__, list(_tensors((args, kwargs)))
         places = {tensor.device.type for tensor in tensors} | {str(d.type) for d in [(kwargs or {}).get("device")] if d}
         self.num_operations += "card" in places

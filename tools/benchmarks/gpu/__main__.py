@@ -9,6 +9,10 @@
            also the free memory of the device in each phase, next to the plan's
  lora      the same step with an adapter                                        (lora.py)
 
+--only mfu --profile profiles a step in bf16: the ten largest kernels, the time without a kernel, and the time with a
+matrix product, as shares of the step (kernels.py). --only mfu --try NAME compares a step with the same step after a
+change that is not in the config, because nobody has measured it (trials.py).
+
 Each section runs in a separate process. It prints a line for each case that it skips because a package or memory is
 missing. --only selects sections. --quick uses smaller batches and one model, and takes some minutes. --tiny uses tiny
 sizes to try the code on any machine, even without a GPU; its figures mean nothing. At the end comes a Markdown table of
@@ -36,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `python tool
 from grpo_mega.distributed.environment import library_environment
 from tools.benchmarks import harness
 from tools.benchmarks.gpu.rank import run_sections, value_text
+from tools.benchmarks.gpu.trials import TRIALS
 
 SECTIONS = ("mfu", "logprobs", "engine", "turns", "memory", "step", "lora")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "trl")
@@ -62,9 +67,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"sections among {','.join(SECTIONS)}")
     parser.add_argument("--quick", action="store_true", help="smaller batches and one model")
     parser.add_argument("--tiny", action="store_true", help="try the code; its figures mean nothing")
+    parser.add_argument("--profile", action="store_true", help="with --only mfu: the kernels of one step")
+    parser.add_argument("--try", dest="trial", metavar="NAME", default="", help=f"with --only mfu: {', '.join(TRIALS)}")
     options = parser.parse(arguments)
     if unknown := [name for name in options.only.split(",") if name not in SECTIONS]:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(SECTIONS)}")
+    if (options.profile or options.trial) and options.only != "mfu":
+        parser.error("--profile and --try need --only mfu")
+    if options.trial and options.trial not in TRIALS:
+        parser.error(f"--try: {options.trial!r} is none of {', '.join(TRIALS)}")
     if not options.tiny and not torch.cuda.is_available():
         parser.error("there is no GPU here; use one, or --tiny to try the code")
     return options
@@ -74,7 +85,8 @@ def in_child(sections: list[str], options: argparse.Namespace) -> tuple[list[dic
     """Run sections in a child process. Return rows, and the sections that failed."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         try:
-            return child.submit(run_sections, sections, options.quick, options.tiny).result()
+            more = options.profile, options.trial
+            return child.submit(run_sections, sections, options.quick, options.tiny, *more).result()
         except BrokenExecutor:  # the process died
             return [], sections
 

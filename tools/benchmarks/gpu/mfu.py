@@ -10,7 +10,8 @@ not fit, it gets fewer layers, and the case says how many.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,12 +27,14 @@ from grpo_mega.errors import ConfigError
 from grpo_mega.megatron import runtime as runtimes
 from grpo_mega.megatron.policy import Policy
 from grpo_mega.planner.state import count_flops
-from grpo_mega.types import PackedBatch, Prompt, Sample
+from grpo_mega.types import PackedBatch, Prompt, Sample, StepMetrics
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.spec import ModelShape
+from tools.benchmarks.gpu.kernels import profiled
 from tools.benchmarks.gpu.models import hf_config_of, layers_that_fit, peak_tflops, shape_of
 from tools.benchmarks.gpu.rank import Figure, Options, config_of, seconds_of
+from tools.benchmarks.gpu.trials import TRIALS, no_more
 
 MFU_TARGET, FP8_TARGET = 50.0, 1.3
 # Sections of the config by case. The first word is the precision.
@@ -75,7 +78,10 @@ def run(options: Options) -> Iterator[Figure]:
         config = config_of(Path("unused"), {"path": "unused", "dtype": "bfloat16"})
         device = runtimes.join(config)
         try:
-            for model in models[:1] if options.quick else models:
+            for model in models[:1] if options.quick or options.profile or options.trial else models:
+                if options.profile or options.trial:
+                    yield from _closer(model, work, device, options)
+                    continue
                 yield from _model(model, work, device, options)
         finally:
             runtimes.stop()
@@ -121,6 +127,44 @@ def _recomputed(model: str, layers: int, rate: float, work: Work, device: Any, o
         yield Figure("mfu", f"{model}, recompute {name}", "throughput against none", share, "times")
 
 
+def _closer(model: str, work: Work, device: Any, options: Options) -> Iterator[Figure]:
+    """Profile a step in bf16, or compare it with a trial's."""
+    layers, _ = _fitting(model, None, work, {}, device, 1)
+    case = f"{model}, {layers} of {shape_of(model).num_layers} layers, bf16"
+    if options.profile:
+        yield from profiled(_step(model, layers, work, _config(work), device)[1], device.torch_device).figures(case)
+        return
+    trial, found = TRIALS[options.trial], []
+    for change, prepare in ((nullcontext, no_more), (trial.change, trial.prepare)):
+        try:
+            with change():
+                policy, act = _step(model, layers, work, _config(work), device)
+                norm = act()[0]["grad_norm"]
+                prepare(policy, work.tokens)
+                found.append((norm, seconds_of(act, device.torch_device, options.repeat)))
+        except ConfigError as error:
+            options.say(f"mfu: {case}, {options.trial} skipped: {error}")
+            return
+        del policy, act
+        gc.collect()
+    (norm, seconds), (norm_then, seconds_then) = found
+    case, note = f"{case}, {options.trial}", f"{trial.what}: {seconds_then:.4g} s, without {seconds:.4g} s"
+    yield Figure("mfu", case, "time against the product's", seconds_then / seconds, "times", note=note)
+    note = f"{norm_then:.6g}, without {norm:.6g}; of a first step"
+    yield Figure("mfu", case, "difference of the gradient's norm", 100 * abs(norm_then / norm - 1), "%", 1.0, note=note)
+
+
+def _config(work: Work, model: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Config:
+    return config_of(
+        Path("unused"),
+        {"path": "unused", "dtype": "bfloat16"} | dict(model),
+        data={"train": "unused", "max_prompt_length": work.prompt_tokens},
+        rollout={"max_response_length": work.segment_tokens - work.prompt_tokens},
+        batch={"tokens_per_micro_batch": work.tokens},
+        **settings,
+    )
+
+
 def _fitting(
     model: str, layers: int | None, work: Work, settings: dict[str, Any], device: Any, repeat: int
 ) -> tuple[int, float]:
@@ -149,21 +193,21 @@ def _measure(
     recompute: Mapping[str, Any] = MappingProxyType({}),
 ) -> float | None:
     """Return the median seconds of a step; None if memory runs out."""
-    config = config_of(
-        Path("unused"),
-        {"path": "unused", "dtype": "bfloat16"} | dict(recompute),
-        data={"train": "unused", "max_prompt_length": work.prompt_tokens},
-        rollout={"max_response_length": work.segment_tokens - work.prompt_tokens},
-        batch={"tokens_per_micro_batch": work.tokens},
-        **settings,
-    )
-    runtime = runtimes.arrange(config, device)
+    config = _config(work, recompute, **settings)
     try:
-        policy = random_policy(hf_config_of(model, layers), config, runtime)
-        batches = policy.attach_logprobs(make_batches(policy, shape_of(model).vocab, work))
-        return seconds_of(lambda: policy.update(batches), device.torch_device, repeat)
+        return seconds_of(_step(model, layers, work, config, device)[1], device.torch_device, repeat)
     except torch.OutOfMemoryError:
         return None
+
+
+def _step(
+    model: str, layers: int, work: Work, config: Config, device: Any
+) -> tuple[Policy, Callable[[], list[StepMetrics]]]:
+    """Return a new policy, and a function that runs one optimizer step of it."""
+    policy = random_policy(hf_config_of(model, layers), config, runtimes.arrange(config, device))
+    [batches] = policy.attach_logprobs(make_batches(policy, shape_of(model).vocab, work))
+    # An update notes its log-probs in a batch.
+    return policy, lambda: policy.update([[replace(batch) for batch in batches]])
 
 
 def random_policy(hf_config: Any, config: Config, runtime: runtimes.Runtime) -> Policy:

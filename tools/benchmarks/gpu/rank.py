@@ -55,18 +55,22 @@ class Options:
     quick: bool
     tiny: bool
     say: Callable[[str], None]  # prints a line about a skipped case, with the reason
+    profile: bool = False  # mfu: profile one step instead
+    trial: str = ""  # mfu: compare with a change from trials.py instead
 
     @property
     def repeat(self) -> int:
         return 2 if self.tiny else 3 if self.quick else 7
 
 
-def run_sections(sections: Sequence[str], quick: bool, tiny: bool) -> tuple[list[dict[str, Any]], list[str]]:
+def run_sections(
+    sections: Sequence[str], quick: bool, tiny: bool, profile: bool = False, trial: str = ""
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Run the sections, and print each figure at once. If one fails, keep its figures and continue with the next.
 
     Return rows, and the sections that failed.
     """
-    options = Options(quick, tiny, partial(print, flush=True))
+    options = Options(quick, tiny, partial(print, flush=True), profile, trial)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for section in sections:
