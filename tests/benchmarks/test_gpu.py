@@ -156,6 +156,10 @@ def test_memory_is_not_measured_without_a_gpu() -> None:
     ("arguments", "message"),
     [
         ("--tiny --only mfu,mfus", "--only: 'mfus' is none of mfu, logprobs, engine, turns, memory, step"),
+        ("--tiny --profile", "--profile and --try need --only mfu"),
+        ("--tiny --only mfu,step --try tiles", "--profile and --try need --only mfu"),
+        ("--tiny --only mfu --try tile", "--try: 'tile' is none of bf16-gradients, graphs, tiles, fused-passes"),
+        pytest.param("--only mfu --profile", "there is no GPU here; use one, or --tiny to", marks=needs_no_gpu),
         pytest.param("--quick", "there is no GPU here; use one, or --tiny to try the code", marks=needs_no_gpu),
     ],
 )
@@ -166,3 +170,25 @@ def test_invalid_arguments_are_refused_in_one_line(
         bench_gpu.main(arguments.split())
     [line] = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and message in line
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ("--profile", ["time without a kernel", "time with a matrix product"]),
+        ("--try bf16-gradients", ["time against the product's", "difference of the gradient's norm"]),
+        ("--try fused-passes", ["time against the product's", "difference of the gradient's norm"]),
+        ("--try tiles", ["time against the product's", "difference of the gradient's norm"]),
+        ("--try graphs", []),
+    ],
+)
+def test_a_step_can_be_profiled_and_compared_with_a_trial(options: str, names: list[str]) -> None:
+    command = [sys.executable, str(TOOL), "--tiny", "--only", "mfu", *options.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    found = [row["name"] for row in rows if not row["name"].startswith("kernel ")]
+    assert found == names and len(rows) - len(found) == 10 * (options == "--profile")
+    assert all(row["met"] for row in rows if row["target"] is not None)
+    assert bool(names) or "graphs skipped: CUDA graphs need a GPU" in result.stdout

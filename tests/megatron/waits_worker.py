@@ -60,6 +60,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     if zeros:
         samples[3].advantages = torch.zeros(samples[3].response_len)
     [packed] = pack_mini_batches([samples], [[1 / 300] * len(samples)], policy.packing)
+    if config.algorithm.positive_nll:
+        for batch in packed:
+            batch.nll_weights, batch.advantages = batch.loss_mask / 300, torch.zeros_like(batch.advantages)
     batches = [to_device(batch, HOST) for batch in packed]
     assert len(batches) > 2
     policy._note_gradients(batches)
