@@ -254,7 +254,7 @@ class PackedBatch:
     segment_ids: Tensor | None = None  # [T] int64, see layout.segments
     sequence_ids: Tensor | None = None  # [T] int64, see layout.sequences
     padded_lengths: Tensor | None = None  # [len(lengths) + 1] int64: `lengths`, and 0 for padding
-    has_gradients: bool = False  # every token in the loss has a gradient, unless the loss clips or drops it
+    has_gradients: bool = False  # every token in the loss has a gradient, see layout.note_gradients
 
     @property
     def num_tokens(self) -> int:

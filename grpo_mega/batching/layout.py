@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_mega.config.algorithm import AlgorithmConfig, CorrectionConfig
 from grpo_mega.types import PackedBatch, Sample, Segment, unknown_expert
 
 
@@ -148,6 +149,21 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     )
     moved: dict[str, Any] = {name: v.to(device) for name, v in _tensors(known).items()}
     return replace(known, **moved)
+
+
+def note_gradients(batches: Sequence[PackedBatch], a: AlgorithmConfig) -> None:
+    """Set `has_gradients` of an update's batches on the device, before the update, because this waits for the device.
+
+    Ratios to old_logprobs may be clipped, and a correction may drop tokens.
+    """
+    lacking = []
+    for batch in batches:
+        lacking_T = (batch.loss_mask > 0) & (batch.advantages == 0)
+        if a.positive_nll > 0 and batch.nll_weights is not None:
+            lacking_T &= batch.nll_weights == 0
+        lacking.append(lacking_T.any())
+    for batch, lacks in zip(batches, torch.stack(lacking).tolist() if lacking else (), strict=True):
+        batch.has_gradients = not lacks and batch.old_logprobs is None and a.correction == CorrectionConfig()
 
 
 def _on_segments(batch: PackedBatch, values_S: Tensor) -> Tensor:

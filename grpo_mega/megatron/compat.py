@@ -190,6 +190,18 @@ def transfer_class() -> Any:
     return P2PCommunicator
 
 
+def graph_helper() -> Any:
+    """Return Megatron's class that captures CUDA graphs. A benchmark tries it. It asks for the number of
+    micro-batches.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)  # it decides only how often to warm up
+    return TECudaGraphHelper
+
+
 @functools.cache
 def allow_fused_weight_gradients() -> None:
     """Allow fused weight gradients without Apex.

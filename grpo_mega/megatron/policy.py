@@ -24,10 +24,9 @@ from grpo_mega.algorithm.inputs import LossInputs
 from grpo_mega.algorithm.kl import adapted_beta, vocab_parallel_kl
 from grpo_mega.algorithm.logprobs import vocab_parallel_logprobs
 from grpo_mega.algorithm.losses import LossOutputs, accumulate, finalize, policy_loss
-from grpo_mega.batching.layout import segments, sequences, to_device
+from grpo_mega.batching.layout import note_gradients, segments, sequences, to_device
 from grpo_mega.batching.pack import PackingSpec
 from grpo_mega.config import AlgorithmConfig, Config
-from grpo_mega.config.algorithm import CorrectionConfig
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.megatron import optimizer as optimizers
 from grpo_mega.megatron import state as checkpoint
@@ -263,14 +262,13 @@ class Policy:
         self.memory.onload()
         device = self._runtime.device.torch_device
         self._heads = {name: one.head_VG.to(device, non_blocking=True) for name, one in self.teachers.items()}
-        algorithm = self._config.algorithm
+        limit = self._config.algorithm.early_stop_imp_ratio
         passes: list[StepMetrics] = []
         self.nonfinite_samples, self._layer_norms = set(), []
-        self._note_gradients([batch for batches in mini_batches for batch in batches])
+        note_gradients([batch for batches in mini_batches for batch in batches], self.algorithm)
         for _ in range(self._config.batch.epochs):
             for batches in mini_batches:
                 metrics = self._reduced(self._forward_backward(batches)) | self.routers.metrics()
-                limit = algorithm.early_stop_imp_ratio
                 if limit is not None and metrics["ratio/mean"] > limit:  # NaN does not stop early
                     metrics |= {"dropped_mini_batches": 1.0, "nonfinite_mini_batches": 0.0}
                 else:
@@ -278,19 +276,6 @@ class Policy:
                 passes.append(metrics)
         self._heads = {}
         return passes
-
-    def _note_gradients(self, batches: Sequence[PackedBatch]) -> None:
-        """Set `has_gradients` of the batches, here because no pass should wait for the device."""
-        if not batches:
-            return
-        lacking = [(batch.loss_mask > 0) & (batch.advantages == 0) for batch in batches]
-        if self.algorithm.positive_nll > 0:
-            lacking = [
-                mask_T if batch.nll_weights is None else mask_T & (batch.nll_weights == 0)
-                for mask_T, batch in zip(lacking, batches, strict=True)
-            ]
-        for batch, lacks in zip(batches, torch.stack([mask_T.any() for mask_T in lacking]).tolist(), strict=True):
-            batch.has_gradients = not lacks
 
     @property
     def can_repeat_passes(self) -> bool:
@@ -373,9 +358,7 @@ class Policy:
         return set().union(*by_rank)
 
     def _evaluate(self, mini_batches: Sequence[Sequence[PackedBatch]]) -> list[tuple[PackedBatch, Tensor]]:
-        """Return each batch with its log-probs [T] under the current weights; an empty list except on the last
-        stage.
-        """
+        """Return each batch with its log-probs [T] under the current weights; nothing except on the last stage."""
         return self.pipeline.evaluate(mini_batches, lambda hidden_TH, batch: self._logprobs(hidden_TH, batch)[0])
 
     def _logprobs(self, hidden_TH: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
@@ -388,17 +371,9 @@ class Policy:
             with_entropy=self._config.algorithm.calculate_entropy,
             needed_T=batch.loss_mask > 0,
             num_needed=batch.num_loss_tokens,
-            skips_zeros=self._may_skip(batch),
+            skips_zeros=not batch.has_gradients,
             **self._vocab_arguments(weight_VH),
         )
-
-    def _may_skip(self, batch: PackedBatch) -> bool:
-        """Return True if tokens in the loss may have no gradient, so that it pays to wait for the device to find them.
-
-        With old_logprobs from before the update a ratio may be clipped.
-        """
-        is_corrected = self.algorithm.correction != CorrectionConfig()
-        return batch.old_logprobs is not None or is_corrected or not batch.has_gradients
 
     def _vocab_arguments(self, weight_VH: Any) -> dict[str, Any]:
         return {

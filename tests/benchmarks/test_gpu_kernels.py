@@ -1,4 +1,4 @@
-"""What `tools/benchmarks/gpu --only mfu --profile` reads from a trace. The events are shaped as torch's on an H100."""
+"""Test what `tools/benchmarks/gpu --only mfu --profile` reads from a trace. Events are shaped as torch's on an H100."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The host never waits for the device between the micro-batches of an update, so a card always has work.
 
-The passes run on a card that is not there (helpers/fake_card.py), one process for all models. What waits on purpose: Megatron's counts of tokens per expert, which its products need, and the
-search for tokens without a gradient, which are then not computed.
+The passes run on a card that is not there (helpers/fake_card.py), one process for all models. What waits on purpose:
+Megatron's counts of tokens per expert, which its products need, and the search for tokens without a gradient, which
+are then not computed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mega.batching.layout import to_device
+from grpo_mega.batching.layout import note_gradients, to_device
 from grpo_mega.batching.pack import pack_mini_batches
 from grpo_mega.distributed.device import Device
 from grpo_mega.megatron import rehearsal
@@ -65,14 +65,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             batch.nll_weights, batch.advantages = batch.loss_mask / 300, torch.zeros_like(batch.advantages)
     batches = [to_device(batch, HOST) for batch in packed]
     assert len(batches) > 2
-    policy._note_gradients(batches)
+    if has_old:
+        for batch in batches:
+            batch.old_logprobs = torch.zeros_like(batch.advantages)
+    note_gradients(batches, policy.algorithm)
     params = [policy.pipeline.packed_seq_params_of(batch) for batch in batches]
     found: dict[str, Any] = {"num_micro_batches": len(batches)}
     for name in ("logprobs", "update"):
         with fake_card.fake_tensors():
             moved: list[PackedBatch] = [fake_card.on_card(batch) for batch in batches]
-            for batch in moved if has_old else ():
-                batch.old_logprobs = torch.empty_like(batch.advantages)
             if config.algorithm.kl_beta:
                 moved = [replace(batch, ref_logprobs=torch.empty_like(batch.advantages)) for batch in moved]
             of_batch = dict(zip(map(id, moved), fake_card.on_card(params), strict=True))

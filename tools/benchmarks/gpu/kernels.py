@@ -1,5 +1,5 @@
-"""What a device did during a step, from the events of torch.profiler: its largest kernels, the time without a kernel,
-and the time of matrix products.
+"""Summarize what a device did during a step, from the events of torch.profiler: its largest kernels, the time without
+a kernel, and the time of matrix products.
 
 Kernels of several streams overlap, so shares of the step come from the union of their times. Copies and fills count as
 kernels: the device is not idle.

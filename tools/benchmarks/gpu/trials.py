@@ -57,12 +57,9 @@ def graphs() -> Iterator[None]:
 
 def capture(policy: Any, num_tokens: int) -> None:
     """Capture the MLP of each layer, as Megatron's training loop does after its first steps."""
-    from megatron.core import num_microbatches_calculator as calculator
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+    from grpo_mega.megatron.compat import graph_helper
 
-    calculator.unset_num_microbatches_calculator()
-    calculator.init_num_microbatches_calculator(0, None, 1, 1, 1)  # it decides only how often to warm up
-    helper = TECudaGraphHelper(policy.chunks, policy.models[0].config, num_tokens, 1, [policy._optimizer])
+    helper = graph_helper()(policy.chunks, policy.models[0].config, num_tokens, 1, [policy._optimizer])
     helper.create_cudagraphs()
     helper.cuda_graph_set_manual_hooks()
 
