@@ -56,7 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"model": DENSE, "settings": {"recompute": "full"}},
     "linear attention": {"model": HYBRID},
 }
-SEARCHES = {"clipped": {"old_logprobs": True}, "without advantage": {"zeros": True}}
+SEARCHES: dict[str, dict[str, Any]] = {"clipped": {"old_logprobs": True}, "without advantage": {"zeros": True}}
+SEARCHES["dropped by a correction"] = {"algorithm": {"correction": {"importance": "icepop"}}}
 ALL = CASES | {name: {"model": DENSE} | more for name, more in SEARCHES.items()}
 USUAL = ("dense", "experts", "clipped")  # the other cases are for the full suite
 
