@@ -184,8 +184,9 @@ class Routers:
     def _tokens_of(self, batch: PackedBatch) -> _Tokens:
         (all_samples, all_tokens), num_samples = self._totals.unbind(), len(batch.lengths)
         groups_T = segments(batch).clamp(max=num_samples)
-        assert batch.padded_lengths is not None, "the batch comes from layout.to_device"
         lengths_G = batch.padded_lengths  # the last group is padding
+        if lengths_G is None:  # not from layout.to_device
+            lengths_G = torch.tensor([*batch.lengths, 0], device=groups_T.device)
         is_real_T = batch.position_ids < lengths_G[groups_T]
         groups_T, weights_G = groups_T.where(is_real_T, num_samples), (lengths_G > 0) / all_samples
         if self._config.balancing == "aux_loss":
