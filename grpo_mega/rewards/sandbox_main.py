@@ -202,10 +202,10 @@ def _check(result: int, path: str = "") -> None:
 
 
 def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """Run a program, then the judge of its reports, and return the outcome of what ran last.
+    """Run a program, then the judge of its reports, and return the outcome of the last run.
 
-    If a report is no data, the program runs again with its tests in its own interpreter. The time of the judge and of
-    the first run is not the program's, up to SPARE_S.
+    If a report is no data, the program runs again with its tests in its own interpreter. Up to SPARE_S of the time of
+    the judge and of the first run is not the program's.
     """
     given, start = program["stdin"].encode(errors="surrogateescape"), time.monotonic()
     outcome, reports = _run(program["text"], given, request)
@@ -214,19 +214,18 @@ def _run_and_judge(program: dict[str, Any], request: dict[str, Any]) -> dict[str
     if reports.endswith(_NO_DATA) or reports[-1:] not in (b"", b"\n"):
         if not program["whole"][0]:
             return outcome | {"verdict": "output", "is_complete": False}
-        _add_time(request, time.monotonic() - start)
+        _spare(request, start)
         return _run(program["whole"], given, request)[0]
     if outcome["is_complete"]:
         start = time.monotonic()
         outcome, _ = _run(program["judge"], reports, request | {"end": start + max(request["spare_s"], 0.5)})
-        _add_time(request, time.monotonic() - start)
+        _spare(request, start)
     return outcome
 
 
-def _add_time(request: dict[str, Any], seconds: float) -> None:
-    seconds = min(seconds, request["spare_s"])
-    request["spare_s"] -= seconds
-    request["end"] += seconds
+def _spare(request: dict[str, Any], start: float) -> None:
+    seconds = min(time.monotonic() - start, request["spare_s"])
+    request |= {"spare_s": request["spare_s"] - seconds, "end": request["end"] + seconds}
 
 
 def _run(section: list[int], given: bytes, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
@@ -393,7 +392,7 @@ def _reports() -> Iterator[list[Any]]:
 
 
 _SCALARS = {type(None), bool, int, float, str}
-_PARTS: dict[str, Any] = {  # what each type is made from again; the modules are imported where they are needed
+_PARTS: dict[str, Any] = {  # the arguments that make an equal value
     **{f"builtins.{kind}": lambda value: [list(value)] for kind in ("tuple", "set", "frozenset", "bytes", "bytearray")},
     "builtins.dict": lambda value: [list(value.items())],
     "builtins.complex": lambda value: [value.real, value.imag],
@@ -410,7 +409,7 @@ def _encode(value: Any, depth: int = 0) -> Any:
 
     Raises TypeError for what is not the same when it is read back.
     """
-    kind, name = type(value), _name_of(type(value))
+    kind, name = type(value), f"{type(value).__module__}.{type(value).__qualname__}"
     if kind in _SCALARS:
         if value != value:
             raise TypeError  # NaN is equal to itself only as the same object
@@ -445,10 +444,6 @@ def _type(name: str) -> type:
     if not isinstance(found, type) or not (name in _PARTS or module == "builtins"):
         raise TypeError  # a false report
     return found
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 if __name__ == "__main__":

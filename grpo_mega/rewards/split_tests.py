@@ -1,4 +1,4 @@
-"""Split the tests of a program in two, so that what decides runs outside the program's interpreter.
+"""Split the tests of a program in two, so that they are decided outside the program's interpreter.
 
     assert abs(area(2) - 12.56) < 0.01
 
@@ -24,9 +24,9 @@ _PURE = {"math", "cmath", "fractions", "collections", "itertools", "functools", 
 _IMPURE = {"eval", "exec", "globals", "locals", "vars", "dir", "id", "hash", "input", "open", "print", "exit", "quit"}
 _IMPURE |= {"breakpoint", "super", "object", "__import__", "setattr", "delattr", "next"}
 _BUILT_IN = set(dir(builtins)) - _IMPURE
-_STARRED = {"abs", "all", "any", "max", "min", "pow", "round", "sum"}  # what `from numpy import *` changes
+_STARRED = {"abs", "all", "any", "max", "min", "pow", "round", "sum"}  # changed by `from numpy import *`
 _SPLIT = ast.Compare | ast.Call | ast.List | ast.Tuple | ast.BinOp | ast.UnaryOp | ast.Starred | ast.keyword
-_KEPT = ast.Constant | ast.List | ast.Set | ast.Dict | ast.Compare | ast.Not  # what the program must not know
+_KEPT = ast.Constant | ast.List | ast.Set | ast.Dict | ast.Compare | ast.Not  # not for the program to know
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _JUDGE = """
 _counts = dict.fromkeys(_checks, 0)
@@ -58,7 +58,7 @@ def split_tests(tests: str, program: str) -> tuple[str, str] | None:
     The judge wants a report, one of each assert that always runs, and one for each item in a loop over known items.
     """
     if "AssertionError" in tests or "expectedFailure" in tests:
-        return None  # the error of an assert may be what is expected
+        return None  # the error of an assert may be expected
     try:
         splitter = _Splitter(tree := ast.parse(tests), ast.parse(program))
         inside = splitter.visit(tree)
@@ -87,7 +87,7 @@ class _Splitter(ast.NodeTransformer):
         if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in program.body):
             self.known -= _STARRED
         if (own - _BUILT_IN).isdisjoint(node.id for node in nodes if isinstance(node, ast.Name)):
-            self.known -= own  # a built-in function of its own is what is tested, not a way to change a comparison
+            self.known -= own  # its own built-in function is tested, and is no way to change a comparison
         self.checks: list[str] = []
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt | list[ast.stmt]:
@@ -137,7 +137,7 @@ class _Splitter(ast.NodeTransformer):
         return [ast.Expr(ast.Call(ast.Name("__report__", ast.Load()), [number, *values], []))]
 
     def _split(self, node: ast.AST, values: list[ast.expr], computes: bool = False) -> ast.AST:
-        """Return what the judge computes, and append the parts for the program's interpreter to `values`.
+        """Return the expression of the judge, and append the parts for the program's interpreter to `values`.
 
         `computes`: whether the judge computes with them, and the program must not change them in the meantime.
         """
@@ -172,7 +172,7 @@ class _Splitter(ast.NodeTransformer):
 
 
 def _free(node: ast.AST) -> Iterator[str]:
-    """Yield the names that an expression takes from outside, and "" for what changes or waits for something."""
+    """Yield the names that an expression takes from outside, and "" for one that assigns or waits."""
     if isinstance(node, ast.Name):
         yield node.id
         return
