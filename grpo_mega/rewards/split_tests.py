@@ -164,7 +164,7 @@ class _Splitter(ast.NodeTransformer):
         """Return whether only the program's interpreter can compute it: its functions, and `is`, except `is None`."""
         if isinstance(node, ast.Compare) and any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
             sides = (node.left, *node.comparators)
-            return not any(isinstance(one, ast.Constant) and one.value in (None, True, False) for one in sides)
+            return not any(isinstance(one, ast.Constant) and isinstance(one.value, bool | None) for one in sides)
         return isinstance(node, ast.Call) and self._needs_program(node.func)
 
     def _needs_program(self, node: object) -> bool:

@@ -167,27 +167,21 @@ check(same)
 
 
 CALLS = json.dumps({"inputs": ["2", "3"], "outputs": ["4", "[6]"], "fn_name": "double"})
+WRITE_WORD = """
+import os
+def write_word():
+    import os, sys
+    frame = sys._getframe()
+    while frame:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, bytes) and len(value) == 16:
+                os.write(3, value)
+        frame = frame.f_back
+    os._exit(0)
+"""
 CHEATS = {  # each pretends to pass asserts or a call
-    "the word of the end": """
-        import os, sys
-        frame = sys._getframe()
-        while frame:
-            for value in list(frame.f_locals.values()):
-                if isinstance(value, bytes):
-                    os.write(3, value)
-            frame = frame.f_back
-        os._exit(0)""",
-    "the word of the end after one right value": """
-        import os, sys
-        def double(x):
-            if x == 2: return 4
-            frame = sys._getframe()
-            while frame:
-                for value in list(frame.f_locals.values()):
-                    if isinstance(value, bytes):
-                        os.write(3, value)
-                frame = frame.f_back
-            os._exit(0)""",
+    "the word of the end": f"{WRITE_WORD}\nwrite_word()",
+    "the word of the end after one right value": f"{WRITE_WORD}\ndef double(x): return 4 if x == 2 else write_word()",
     "expected values in frames": """
         import re, sys
         def double(x):
@@ -221,14 +215,6 @@ CHEATS = {  # each pretends to pass asserts or a call
         import builtins
         builtins.abs = builtins.sum = builtins.all = lambda *a: 0
         def abs(x): return 0
-        def double(x): return 5""",
-    "equal values for both sides": """
-        def double(x): return None
-        def check(*_): return True
-        def __report__(number, *values): __builtins__.__dict__["real"](number, *[0 for _ in values])""",
-    "code for the judge": """
-        import os
-        os.write(4, b'[0, [["1"], {"type": "exec"}]]\\n[0, [{"x": [1]}]]\\n')
         def double(x): return 5""",
     "reports of its own": """
         import os
@@ -284,6 +270,26 @@ def test_a_program_cannot_pretend_to_pass(name: str) -> None:
         assert score(CHEATS[name], "\n".join(tests)).value == 0.0, tests
     assert score(CHEATS[name], "for x in (2, 3):\n    assert double(x) == 2 * x").value == 0.0
     assert score(CHEATS[name], answer=CALLS).value == 0.0
+
+
+def test_reports_bring_the_judge_no_function_that_runs_code() -> None:
+    program = f"""{WRITE_WORD}
+import json
+def double(x): return [{WRITE_WORD + "write_word()"!r}]
+def rank(x): return x
+def __value__(value): return {{"type": "exec"}} if value is rank else value
+def __report__(number, *values): os.write(4, json.dumps([number, values]).encode() + b"\\n")
+"""
+    assert score(program, "assert max(double(3), key=rank, default=0) == 6").value == 0.0
+
+
+def test_values_that_both_come_from_the_program_can_be_forged() -> None:
+    program = """
+real = __report__
+def __report__(number, *values): real(number, *[0 for _ in values])
+def double(x): return None"""
+    assert score(program, "for x in (2, 3):\n    assert double(x) == 2 * x").value == 1.0, "the README says so"
+    assert score(program, "assert double(2) == 4").value == 0.0
 
 
 def test_an_object_that_equals_everything_still_passes() -> None:
