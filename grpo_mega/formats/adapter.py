@@ -252,4 +252,4 @@ def _merge(out: Path, model: ModelConfig, family: Family, shape: ModelShape, ten
                 content[name] = weight.contiguous()
             content = joined(content, {name: stored[name] for name in chosen})
             save_file(content, partial / file, metadata={"format": "pt"})
-    publish_folder(partial, out, side_contents(model.path) | index_of(shards, num_bytes))
+    publish_folder(partial, out, side_contents(model.path, model.resolved_dtype) | index_of(shards, num_bytes))

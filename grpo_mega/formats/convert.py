@@ -33,6 +33,7 @@ from grpo_mega.errors import ConfigError, WeightMappingError
 from grpo_mega.formats.dcp_read import COMMON, FORMAT, METADATA
 from grpo_mega.formats.detect import Checkpoint, find_checkpoint
 from grpo_mega.formats.hf_files import (
+    dtype_fields,
     extra_names,
     folder_tensors,
     header_of,
@@ -45,7 +46,15 @@ from grpo_mega.formats.hf_weights import HfWeights, check_shapes, check_tied
 from grpo_mega.formats.megatron_weights import MegatronWeights, stored_extra, stored_tensors
 from grpo_mega.formats.output import Frame, Item, OutputPlan, Report, check_free, write
 from grpo_mega.formats.reader import torch_dtype
-from grpo_mega.formats.slices import ITEM_BYTES, STORAGE_NAMES, TORCH_NAMES, known_dtype, target_of
+from grpo_mega.formats.slices import (
+    ITEM_BYTES,
+    STORAGE_NAMES,
+    TORCH_NAMES,
+    Weights,
+    known_dtype,
+    main_dtype,
+    target_of,
+)
 from grpo_mega.weights.boxes import Index, LocalTensor, alone, whole
 from grpo_mega.weights.spec import ModelShape
 
@@ -139,7 +148,7 @@ def megatron_plan(checkpoint: Checkpoint, weights: HfWeights, dtype: str | None)
             saved.append(SavedPiece(stored.keys, full, start, chunk, target.dtype, file, offset, length))
             offset += -(-length // _ALIGNMENT) * _ALIGNMENT
             sizes[file] = offset
-    last = _side_contents(checkpoint, was_quantised=weights.is_quantised, dtype=dtype) | {
+    last = _side_contents(checkpoint, weights, dtype) | {
         COMMON: common_bytes(),
         STATE_FILE: state_bytes(),
         METADATA: metadata_bytes(saved, shape),
@@ -173,22 +182,18 @@ def hf_plan(checkpoint: Checkpoint, weights: MegatronWeights, max_shard_bytes: i
         headers[file], offsets = header_of((name, targets[name].dtype, shapes[name]) for name in names)
         items += [Item(file, offset, targets[name]) for name, offset in zip(names, offsets, strict=True)]
         sizes[file] = offsets[-1] + num_bytes[names[-1]]
-    last = _side_contents(checkpoint, was_quantised=False, dtype=dtype) | index_of(shards, num_bytes)
+    last = _side_contents(checkpoint, weights, dtype) | index_of(shards, num_bytes)
     return OutputPlan(sizes, items, headers, last, weights.files, f"to Hugging Face {max_shard_bytes} {dtype}")
 
 
-def _side_contents(checkpoint: Checkpoint, *, was_quantised: bool, dtype: str | None) -> dict[str, bytes | Path]:
+def _side_contents(checkpoint: Checkpoint, weights: Weights, dtype: str | None) -> dict[str, bytes | Path]:
     """Return the files that accompany the weights. Adapt config.json to another dtype or to removed quantisation."""
-    contents = side_contents(checkpoint.side)
-    config = checkpoint.config()
-    changed = dict(config)
-    if was_quantised:
-        changed.pop("quantization_config", None)
+    config, written = checkpoint.config(), TORCH_NAMES[dtype] if dtype else main_dtype(weights)
+    if isinstance(weights, HfWeights) and weights.is_quantised:
+        config.pop("quantization_config", None)
     if dtype is not None:
-        changed["torch_dtype" if "torch_dtype" in config else "dtype"] = TORCH_NAMES[dtype]
-    if changed != config:
-        contents["config.json"] = (json.dumps(changed, indent=2) + "\n").encode()
-    return contents
+        config |= dtype_fields(config, written)
+    return side_contents(checkpoint.side, written, config)
 
 
 STATE_FILE = "__1_0.distcp"

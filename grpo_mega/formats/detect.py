@@ -18,10 +18,10 @@ from typing import Any
 
 from grpo_mega.errors import ResumeError, WeightMappingError
 from grpo_mega.formats.dcp_read import is_distributed_checkpoint, read_metadata
-from grpo_mega.formats.hf_files import BIN, INDEX, SINGLE, adapter_problem, has_weights
+from grpo_mega.formats.hf_files import BIN, INDEX, SINGLE, adapter_problem, has_weights, with_old_fields
 from grpo_mega.formats.hf_weights import HfWeights
 from grpo_mega.formats.megatron_weights import MegatronWeights
-from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, Files, Weights, target_of
+from grpo_mega.formats.slices import ITEM_BYTES, TORCH_NAMES, Files, Weights, main_dtype, target_of
 from grpo_mega.observe.progress import progress
 from grpo_mega.paths import (
     CHECKPOINTS,
@@ -272,9 +272,13 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint, workers: int = 2, show_pro
     """Compare config, names, and every tensor bit by bit. Raise WeightMappingError if a checkpoint is damaged."""
     from grpo_mega.formats.reader import Streamer
 
-    fields, others = ({_SAME.get(k, k): v for k, v in c.config().items() if k not in _IGNORED} for c in (a, b))
-    changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
     ours, theirs = a.open(), b.open()
+    # Fields that an export adds make no difference.
+    fields, others = (
+        {_SAME.get(k, k): v for k, v in with_old_fields(c.config(), main_dtype(w)).items() if k not in _IGNORED}
+        for c, w in ((a, ours), (b, theirs))
+    )
+    changed = [k for k in sorted({*fields, *others}) if fields.get(k) != others.get(k)]
     shapes, other_shapes = _without_derived(ours, a), _without_derived(theirs, b)
     common, other = [], []
     for name in (n for n in shapes if n in other_shapes):

@@ -19,6 +19,7 @@ from grpo_mega.errors import WeightMappingError
 from grpo_mega.formats.slices import ITEM_BYTES
 from grpo_mega.paths import EXPORT_FILE, check_regular, read_json
 from grpo_mega.weights.boxes import Index
+from grpo_mega.weights.hf_config import SINGLE_ROPE_FIELDS, resolve_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -110,16 +111,44 @@ def index_of(shards: Mapping[str, list[str]], num_bytes: Mapping[str, int]) -> d
     return {INDEX: (json.dumps(index, indent=2) + "\n").encode()}
 
 
-def side_contents(folder: Path) -> dict[str, bytes | Path]:
+def dtype_fields(config: Mapping[str, Any], dtype: str) -> dict[str, str]:
+    """Return the fields of a config that name the tensors' dtype, with torch's name `dtype`."""
+    return {name: dtype for name in ("dtype", "torch_dtype") if name in config} or {"dtype": dtype}
+
+
+def with_old_fields(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Add the rotary embedding's fields of transformers 4 to a config that has only those of transformers 5.
+
+    Without them transformers 4 uses its defaults and does not warn. `dtype`: torch's name of the tensors' dtype, which
+    a changed config gets. A config that needs no field stays as it is.
+    """
+    if not (parameters := config.get("rope_parameters")):
+        return dict(config)
+    rope = resolve_config(config)["rope_parameters"]
+    old = {name: rope[name] for name in SINGLE_ROPE_FIELDS if name in rope}
+    if rope.get("rope_type") != "default":
+        old["rope_scaling"] = {name: parameters[name] for name in parameters if name not in old}
+    added = {name: old[name] for name in old if config.get(name) is None}
+    if added:
+        added |= dtype_fields(config, dtype)
+    return {**config, **added}
+
+
+def side_contents(folder: Path, dtype: str, config: Mapping[str, Any] | None = None) -> dict[str, bytes | Path]:
     """Return config, generation config, tokenizer and all other files of a model, by name in the folder.
 
-    Weights are left out, and the step of a run's policy too, because it does not describe weights that are converted
-    or trained further.
+    They are copied byte for byte. Only config.json changes, if transformers 4 needs more fields, or to `config`.
+    Weights are left out, and the step of a run's policy too, because it does not describe weights that are converted or
+    trained further. `dtype`: torch's name of the tensors' dtype.
     """
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.endswith(WEIGHT_SUFFIXES)]
     files = [p for p in files if p.name not in (ADAPTER_CONFIG, EXPORT_FILE)]
     files += sorted(p for p in folder.glob(f"{TEMPLATES}/*.jinja") if p.is_file())
-    return {str(path.relative_to(folder)): path for path in files}
+    contents: dict[str, bytes | Path] = {str(path.relative_to(folder)): path for path in files}
+    stored = read_json(folder / "config.json")
+    if (changed := with_old_fields(config or stored, dtype)) != stored:
+        contents["config.json"] = json.dumps(changed, indent=2).encode() + b"\n"
+    return contents
 
 
 def adapter_problem(folder: Path) -> str | None:
@@ -161,7 +190,10 @@ def extra_names(names: Iterable[str]) -> list[str]:
 
 def may_have_extra(config: Mapping[str, Any]) -> bool:
     """Return True if a model with this config.json may have such parts."""
-    return any(config.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "text_config"))
+    return any(
+        config.get(name)
+        for name in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "text_config")
+    )
 
 
 def experts_in(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Index, int]]:

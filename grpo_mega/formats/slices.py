@@ -119,6 +119,12 @@ class Weights(Protocol):
     def close(self) -> None: ...
 
 
+def main_dtype(weights: Weights) -> str:
+    """Return torch's name of the largest tensor's dtype."""
+    sizes = ((prod(shape), weights.dtype(name)) for name, shape in weights.shapes.items())
+    return TORCH_NAMES[max(sizes, default=(0, "F32"))[1]]
+
+
 class SliceCopy(NamedTuple):
     """`extent[row : row + rows, column : column + columns]` goes to `[to_row, to_column]` of the target."""
 

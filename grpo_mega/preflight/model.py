@@ -173,11 +173,10 @@ def architecture_problems(fields: dict[str, Any]) -> Iterator[str]:
                 f"config.json has {name}={value!r}; only {supported!r} is supported for {model_type}, so name another"
                 " model"
             )
-    rope_type = _rope_type(rope) or "default"
     static = LATENT_ROPE if model_type in _LATENT_REQUIRED else STATIC_ROPE
-    if rope_type not in static:
+    if rope["rope_type"] not in static:
         supported = ", ".join(sorted(static))
-        yield f"config.json has rope_type {rope_type!r}, which is not supported; supported are {supported}"
+        yield f"config.json has rope_type {rope['rope_type']!r}, which is not supported; supported are {supported}"
 
 
 def experts_per_token(fields: dict[str, Any]) -> int:
@@ -333,15 +332,12 @@ def num_positions(fields: dict[str, Any]) -> int | None:
     positions, rope = fields.get("max_position_embeddings"), _rope(fields)
     if not isinstance(positions, int):
         return None
-    return int(positions * rope.get("factor", 1)) if _rope_type(rope) == "linear" else positions
+    return int(positions * rope.get("factor", 1)) if rope["rope_type"] == "linear" else positions
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-
-
-def _rope_type(rope: dict[str, Any]) -> str | None:
-    return rope.get("rope_type") or rope.get("type")
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return {"rope_type": rope.get("type", "default"), **rope}
 
 
 class KnownModel(NamedTuple):

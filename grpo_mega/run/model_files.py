@@ -43,6 +43,7 @@ from grpo_mega.formats.hf_files import (
     side_contents,
     split_into_shards,
     weight_files,
+    with_old_fields,
 )
 from grpo_mega.formats.megatron_weights import MegatronWeights
 from grpo_mega.formats.output import make_partial, publish_folder
@@ -211,7 +212,8 @@ def with_end_token(config: Config, model: ModelFiles) -> dict[str, bytes]:
     if token is None or token in ids:
         return {}
     name = GENERATION_CONFIG if (model.folder / GENERATION_CONFIG).exists() else "config.json"
-    values = read_json(model.folder / name) | {"eos_token_id": [*sorted(ids), token]}
+    values = with_old_fields(read_json(model.folder / name), config.model.resolved_dtype)
+    values |= {"eos_token_id": [*sorted(ids), token]}
     return {name: json.dumps(values, indent=2).encode() + b"\n"}
 
 
@@ -298,7 +300,8 @@ def export_policy(
     `record`: further files of the folder by name, such as the step of the policy.
 
     Rank 0 gathers and writes one shard at a time. The folder appears only when it is complete. Config and tokenizer are
-    copied byte for byte from the start model, because libraries rewrite fields when they save a config.
+    copied byte for byte from the start model (except as in `side_contents`), because libraries rewrite fields when they
+    save a config.
     """
     is_writer = dist.get_rank() == 0
     family, shape, tensors, world_size = model.family, model.shape, policy.tensors(), policy.shards.world_size
@@ -328,7 +331,8 @@ def export_policy(
             bar.advance(sum(num_bytes[name] for name in names))
     if partial:
         shutil.rmtree(folder, ignore_errors=True)
-        publish_folder(partial, folder, side_contents(model.folder) | index_of(shards, num_bytes) | dict(record))
+        side = side_contents(model.folder, str(model.dtype).removeprefix("torch."))
+        publish_folder(partial, folder, side | index_of(shards, num_bytes) | dict(record))
     dist.barrier()
 
 

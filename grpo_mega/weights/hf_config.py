@@ -32,7 +32,7 @@ _OF = {
         kv_lora_rank:int=512 q_lora_rank:int?=1536 n_group:int?=null n_routed_experts:int=64 n_shared_experts:int=2
         qk_nope_head_dim:int=128 qk_rope_head_dim:int=64 routed_scaling_factor:float=1.0 topk_group:int?=null
         topk_method:str?="greedy" norm_topk_prob:bool?=false v_head_dim:int=128 num_experts_per_tok:int?=null
-        moe_intermediate_size:int=1407
+        moe_intermediate_size:int=1407 output_router_logits:bool=false
     """,
     "deepseek_v3": """
         vocab_size:int=129280 hidden_size:int=7168 intermediate_size:int=18432 moe_intermediate_size:int=2048
@@ -42,6 +42,7 @@ _OF = {
         num_experts_per_tok:int?=8 first_k_dense_replace:int?=3 norm_topk_prob:bool?=true
         max_position_embeddings:int=4096 rms_norm_eps:float=1e-06 bos_token_id:int?=0 eos_token_id:ids?=1
         pretraining_tp:int?=1 rope_interleave:bool?=true attention_bias:bool=false attention_dropout:number?=0.0
+        output_router_logits:bool=false num_mtp_layers:int=1
     """,
     "glm4_moe": """
         vocab_size:int=151552 hidden_size:int=4096 intermediate_size:int=10944 num_hidden_layers:int=46
@@ -49,7 +50,7 @@ _OF = {
         attention_bias:bool=false attention_dropout:number=0.0 moe_intermediate_size:int=1408 num_experts_per_tok:int=8
         n_shared_experts:int=1 n_routed_experts:int=128 routed_scaling_factor:float=1.0 n_group:int=1 topk_group:int=1
         first_k_dense_replace:int=1 norm_topk_prob:bool=true use_qk_norm:bool=false bos_token_id:int?=null
-        eos_token_id:ids?=null
+        eos_token_id:ids?=null output_router_logits:bool=false num_mtp_layers:int=1
     """,
     "glm4_moe_lite": """
         vocab_size:int=154880 hidden_size:int=2048 intermediate_size:int=10240 moe_intermediate_size:int=1536
@@ -59,6 +60,7 @@ _OF = {
         num_experts_per_tok:int=4 norm_topk_prob:bool=true max_position_embeddings:int=202752 rms_norm_eps:float=1e-05
         bos_token_id:int?=0 eos_token_id:ids?=1 pretraining_tp:int=1 rope_interleave:bool=true
         mlp_layer_types:texts?=null attention_bias:bool=false attention_dropout:number=0.0
+        output_router_logits:bool=false
     """,
     "llama": """
         vocab_size:int=32000 hidden_size:int=4096 intermediate_size:int=11008 num_hidden_layers:int=32
@@ -123,14 +125,17 @@ HYBRID = (*MULTIMODAL, *MULTIMODAL.values())  # model types with layers of linea
 HYBRID_MOE = ("qwen3_5_moe", "qwen3_5_moe_text")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # model types with multi-latent attention (MLA)
 # Aliases of fields. If a file has both names, transformers uses the alias.
+_MTP_ALIAS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
-    "glm4_moe": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v3": _MTP_ALIAS,
+    "glm4_moe": _MTP_ALIAS,
     "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
-ROPE_THETA: Mapping[str, float] = {"mixtral": 1e6}  # defaults other than 10,000
+ROPE_THETA = {"mixtral": 1e6}  # defaults other than 10,000
+ROTARY_SHARE = {"glm4_moe": 0.5, **dict.fromkeys(HYBRID, 0.25)}  # defaults other than 1
+SINGLE_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor")  # transformers 5 moves them into rope_parameters
 
 
 @dataclass(frozen=True)
@@ -233,16 +238,20 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         if raw.get(other_names.get(name, name)) is None:
             raise WeightMappingError(f"config.json has no field {name!r}; is it the config of a causal language model?")
     for name, field in {**declared, **SHARED_FIELDS}.items():
-        fields.setdefault(name, field.default)
+        fields.setdefault(name, raw.get(aliases.get(name, name), field.default))
         given = other_names.get(name, name)
         if given in raw and (must_be := field.refuses(raw[given])):
             raise _wrong(given, raw[given], must_be)
     for name in ("id2label", "label2id", "rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name), dict | None):
             raise _wrong(name, fields[name], "an object or null")
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    # Since transformers 5.20 files have the rotated share of a head only in rope_parameters.
+    if (share := rope.get("partial_rotary_factor", ROTARY_SHARE.get(model_type))) is not None:
+        fields.setdefault("partial_rotary_factor", share)
     _check_numbers(fields)
     for alias, name in aliases.items():
-        fields[alias] = fields[name] = fields.get(alias, fields[name])
+        fields[alias] = fields[name] = fields.get(alias, fields.get(name))
     heads = fields["num_attention_heads"]
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = heads
@@ -258,8 +267,6 @@ def resolve_config(raw: Mapping[str, Any]) -> Fields:
         fields["sliding_window"] = None
     if "mlp_only_layers" in declared and fields["mlp_only_layers"] is None:
         fields["mlp_only_layers"] = []
-    if model_type == "glm4_moe":
-        fields.setdefault("partial_rotary_factor", 0.5)
     if model_type == "glm4_moe_lite":
         _resolve_layer_types(fields)
     if model_type in HYBRID:
@@ -286,9 +293,7 @@ def _language_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _resolve_attention_types(fields: Fields) -> None:
-    """Set which layers of a hybrid model have linear attention, and the rotated share of a head."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    fields.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25))
+    """Set which layers of a hybrid model have linear attention."""
     if fields["layer_types"] is None:
         interval = fields.get("full_attention_interval", 4)
         if not _is_int(interval) or interval < 1:
@@ -382,27 +387,24 @@ def _check_numbers(fields: Fields) -> None:
 def _rope(fields: Fields, default_theta: float) -> Fields:
     """Return the rotary embedding's parameters from `rope_parameters`, `rope_scaling` and single fields."""
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    if scaling and parameters and dict(scaling) != dict(parameters):
+    single = {name: fields[name] for name in SINGLE_ROPE_FIELDS if fields.get(name) is not None}
+    if scaling and parameters and single | scaling != single | parameters:
         raise WeightMappingError(
             f"config.json has rope_scaling={_shown(scaling)}, which contradicts rope_parameters={_shown(parameters)}; "
             "remove one of them"
         )
     rope = dict(scaling or parameters or {})
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if fields.get(name) is not None and name in rope and rope[name] != fields[name]:
+    for name, value in single.items():
+        if rope.setdefault(name, value) != value:
             raise WeightMappingError(
-                f"config.json has {name}={_shown(fields[name])}, which contradicts {_shown(rope[name])} in"
+                f"config.json has {name}={_shown(value)}, which contradicts {_shown(rope[name])} in"
                 " rope_parameters or rope_scaling; remove one of them"
             )
     rope.setdefault("rope_theta", fields.get("rope_theta", default_theta))
-    if fields.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
-    if rope.get("type", rope.get("rope_type")) != rope.get("rope_type", rope.get("type")):
-        raise WeightMappingError(
-            f"config.json has rope_type={rope['rope_type']!r} and type={rope['type']!r}; remove one of them"
-        )
-    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] in ("llama3", "yarn"):
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.get("type", kind) != kind:
+        raise WeightMappingError(f"config.json has rope_type={kind!r} and type={rope['type']!r}; remove one of them")
+    if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     _check_rope(rope, is_latent=fields["model_type"] in LATENT)
     return rope

@@ -85,6 +85,7 @@ ROPES: list[dict[str, Any]] = [
 ]
 
 
+NEWER = ("output_router_logits", "num_mtp_layers")  # for some model types only since transformers 5.19
 OF_EVERY_TYPE = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "head_dim", "torch_dtype")
 
 
@@ -124,12 +125,14 @@ def test_the_table_has_the_fields_types_and_defaults_of_transformers(model_type:
         field.name: field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
         for field in fields
     }
-    assert {name: field.kind for name, field in FIELDS[model_type].items()} == kinds
-    assert {name: field.default for name, field in FIELDS[model_type].items()} == defaults
+    table = {name: field for name, field in FIELDS[model_type].items() if name in kinds or name not in NEWER}
+    assert {name: field.kind for name, field in table.items()} == kinds
+    assert {name: field.default for name, field in table.items()} == defaults
     assert ROPE_THETA.get(model_type, 1e4) == declared.default_theta
-    assert {frozenset(pair) for pair in ALIASES.get(model_type, {}).items()} == set(
-        map(frozenset, declared.attribute_map.items())
-    )
+    aliases = {
+        alias: name for alias, name in ALIASES.get(model_type, {}).items() if alias in table or alias not in NEWER
+    }
+    assert {frozenset(pair) for pair in aliases.items()} == set(map(frozenset, declared.attribute_map.items()))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -153,7 +156,9 @@ def test_missing_and_null_fields_mean_the_same_as_in_transformers(model_type: st
             expected, found = theirs(fields, tmp_path), ours(fields)
             if expected is None or found is None:  # only we refuse these if they are null: transformers fails later
                 assert found is None and (
-                    expected is None or None in (fields.get("rope_theta", 1), fields.get("head_dim", 1))
+                    expected is None
+                    or None in (fields.get("rope_theta", 1), fields.get("head_dim", 1))
+                    or name in NEWER
                 ), (
                     name,
                     fields.get(name, "left out"),
@@ -189,6 +194,7 @@ def test_impossible_sizes_are_refused_in_one_line(model_type: str, value: Any) -
     sizes = [name for name, field in FIELDS[model_type].items() if field.kind in ("int", "int?")]
     skipped = {
         "pretraining_tp",
+        "num_mtp_layers",
         "max_window_layers",
         "first_k_dense_replace",
         "sliding_window",
