@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from grpo_mega.formats.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 
@@ -221,6 +222,8 @@ def save_task(
 ) -> None:
     """Save the model, its tokenizer, and OUT/NAME.jsonl for each name of `rows`. Other tasks use it too."""
     model.save_pretrained(out / "model")
+    config = out / "model" / "config.json"
+    config.write_text(json.dumps(with_old_fields(json.loads(config.read_text()), "float32"), indent=2) + "\n")
     tokenizer.save_pretrained(out / "model", save_jinja_files=False)
     for name, some in rows.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

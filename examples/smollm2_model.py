@@ -7,6 +7,7 @@ complete.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from grpo_mega.formats.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 
@@ -65,6 +67,8 @@ def dequantize(gguf: Path, out: Path) -> None:
     assert tokenizer.eos_token_id == model.config.eos_token_id
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(out)
+    config = out / "config.json"
+    config.write_text(json.dumps(with_old_fields(json.loads(config.read_text()), "float32"), indent=2) + "\n")
     tokenizer.save_pretrained(out)
 
 

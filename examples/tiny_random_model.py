@@ -6,10 +6,12 @@ divisible by 2, as tp=2 and pp=2 need.
 """
 
 import argparse
+import json
 
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken, Qwen2Config, Qwen2Tokenizer
 
+from grpo_mega.formats.hf_files import with_old_fields
 from grpo_mega.paths import user_path
 from grpo_mega.text import filter_output
 
@@ -28,6 +30,8 @@ def main() -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(out, save_jinja_files=False)
     make_config(tokenizer).save_pretrained(out)
+    config = out / "config.json"
+    config.write_text(json.dumps(with_old_fields(json.loads(config.read_text()), "float32"), indent=2) + "\n")
     print(f"{len(tokenizer)} tokens, one per byte; see {out}")
 
 

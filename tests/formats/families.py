@@ -14,7 +14,7 @@ from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, Qw
 
 from grpo_mega.formats.detect import FORMAT, Manifest
 from grpo_mega.paths import MANIFEST
-from tests.helpers.models import make_model, make_multimodal, make_tokenizer
+from tests.helpers.models import make_model, make_multimodal, make_tokenizer, write_both_generations
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -73,6 +73,7 @@ def save(case: Case, folder: Path, max_shard_size: str = "5GB") -> Path:
     # transformers writes one tensor per expert, except in the format of its models.
     splits_experts = not (case.model.startswith("qwen3_5_moe") and case.stacks_experts)
     model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=splits_experts)
+    write_both_generations(folder)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)
     if case.has_extra_layer:
         _add_extra_layer(folder, model.config, case.dtype)

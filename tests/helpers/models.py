@@ -7,6 +7,7 @@ The tokenizer has one token per character and a chat template without a prefill.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from grpo_mega.formats.hf_files import with_old_fields
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -239,11 +242,19 @@ def make_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
+def write_both_generations(folder: Path) -> None:
+    """Add the fields that transformers 4 reads to a config.json, so that an export copies it byte for byte."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(with_old_fields(config, config["dtype"]), indent=2, sort_keys=True) + "\n")
+
+
 def save_checkpoint(
     model: Any, folder: Path, *, max_shard_size: str = "5GB", eos_token_ids: tuple[int, ...] = (EOS_ID,)
 ) -> Path:
     """Save model, generation config and tokenizer. Return `folder`."""
     model.generation_config = GenerationConfig(eos_token_id=list(eos_token_ids), pad_token_id=PAD_ID)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_both_generations(folder)
     make_tokenizer().save_pretrained(folder, save_jinja_files=False)
     return folder

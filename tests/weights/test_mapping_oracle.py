@@ -19,11 +19,11 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.mapping import filled, megatron_side, numbered
 from tests.helpers.models import make_config
 
-# fewer kv heads than heads, odd head and ffn widths, an explicit head_dim, as many kv heads as heads
+# fewer kv heads than heads, unusual head and ffn widths, an explicit head_dim, as many kv heads as heads
 SHAPES = [
     {"num_key_value_heads": 4, "num_attention_heads": 8, "intermediate_size": 20},
-    {"num_key_value_heads": 4, "num_attention_heads": 12, "hidden_size": 60, "head_dim": 5},
-    {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 7},
+    {"num_key_value_heads": 4, "num_attention_heads": 12, "hidden_size": 60, "head_dim": 10},
+    {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 14},
     {"num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 6},  # fewer than tp=4
 ]
 
