@@ -286,6 +286,19 @@ def test_a_written_folder_loads_in_transformers_with_its_side_files(tmp_path: Pa
     assert not out.with_name("out.partial").exists()
 
 
+def test_an_exported_config_has_the_rope_of_transformers_4_and_the_dtype(tmp_path: Path) -> None:
+    model = make_model("glm4_moe", dtype=torch.bfloat16)
+    source = save_checkpoint(model, tmp_path / "source")
+    fields = read_config(source)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        del fields[name]
+    (source / "config.json").write_text(json.dumps(fields | {"dtype": "float16"}))
+    tensors = dict(sorted(tensors_of(source).items()))  # the first is the bfloat16 output layer
+    export_alone(tensors, source, tmp_path / "out")
+    expected = fields | {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "dtype": "bfloat16"}
+    assert read_config(tmp_path / "out") == expected
+
+
 def test_an_interrupted_export_keeps_the_old_folder_for_the_next_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from grpo_mega.weights import families
 from grpo_mega.weights.boxes import Box
 from grpo_mega.weights.spec import ModelShape, read_config
 from tests.formats.families import assert_same_folder
-from tests.helpers.models import make_tokenizer
+from tests.helpers.models import make_tokenizer, write_both_generations
 
 README = Path(__file__).resolve().parents[2] / "grpo_mega/weights/README.md"
 
@@ -46,6 +46,7 @@ def test_the_readmes_family_converts_both_ways(tmp_path: Path, monkeypatch: pyte
     model = Phi3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(tmp_path / "hf")
+    write_both_generations(tmp_path / "hf")
     make_tokenizer().save_pretrained(tmp_path / "hf", save_jinja_files=False)
     convert_hf_to_mcore(tmp_path / "hf", tmp_path / "megatron", show_progress=False)
     convert_mcore_to_hf(tmp_path / "megatron", tmp_path / "back", show_progress=False)

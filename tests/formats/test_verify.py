@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import verify_checkpoint
 from safetensors.torch import save_file
 
-from grpo_mega.formats.convert import convert_hf_to_mcore
-from tests.formats.families import CASES, edit_config, save, tensors_of
+from grpo_mega.formats.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from tests.formats.families import CASES, LLAMA3_ROPE, edit_config, save, tensors_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_python")
 
@@ -60,3 +61,35 @@ def test_fields_names_shapes_and_dtypes_that_differ_are_listed(
     assert "extra in B: model.layers.0.self_attn.q_norm.weight\n" in out
     assert "other: model.norm.weight is F32 [32] in A and BF16 [32] in B\n" in out
     assert "logits: not computed" in out
+
+
+def test_only_the_fields_that_an_export_adds_are_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, megatron, back = save(CASES["llama3"], tmp_path / "a"), tmp_path / "megatron", tmp_path / "back"
+    edit_config(source, rope_theta=None, rope_scaling=None, dtype="float16")  # as transformers 5 saves it; wrong dtype
+    convert_hf_to_mcore(source, megatron, show_progress=False)
+    convert_mcore_to_hf(megatron, back, show_progress=False)
+    fields = json.loads((back / "config.json").read_text())
+    assert (fields["rope_theta"], fields["dtype"]) == (10000.0, "bfloat16")
+    assert fields["rope_scaling"] == {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+
+    def said(a: Path, b: Path) -> str:
+        is_same = verify_checkpoint.main([str(a), str(b), "--no-logits"]) == 0
+        out = capsys.readouterr().out
+        assert out.endswith("\nthe same\n" if is_same else "NOT the same\n")
+        return "\n".join(line for line in out.splitlines() if line.startswith("config:"))
+
+    assert not said(source, megatron) and not said(source, back) and not said(back, source)
+    edit_config(back, dtype="float16")
+    assert said(source, back) == "config: dtype is 'bfloat16' in A and 'float16' in B"
+    edit_config(back, dtype="bfloat16", rope_parameters=None)
+    assert said(source, back) == f"config: rope_parameters is {fields['rope_parameters']!r} in A and None in B"
+
+
+def test_a_cast_config_names_the_new_dtype_under_each_of_its_names(tmp_path: Path) -> None:
+    source = save(CASES["qwen2"], tmp_path / "a")
+    edit_config(source, torch_dtype="bfloat16")
+    convert_hf_to_mcore(source, tmp_path / "cast", dtype="float32", show_progress=False)
+    fields = json.loads((tmp_path / "cast" / "config.json").read_text())
+    assert (fields["dtype"], fields["torch_dtype"]) == ("float32", "float32")

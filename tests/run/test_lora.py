@@ -74,6 +74,9 @@ def test_a_peft_folder_and_the_merged_folder_give_the_same_logits(inputs: Path, 
     assert cli.main(["export", str(finished), str(out / "merged"), "--merged"]) == 0
     for path in ("adapter_config.json", "adapter_model.safetensors"):
         assert (out / "peft" / path).read_bytes() == (finished / "adapter" / path).read_bytes()
+    assert "rope_theta" not in json.loads((inputs.parent / "model" / "config.json").read_text())
+    for folder in (out / "merged", finished / "hf"):  # with the fields that transformers 4 reads
+        assert json.loads((folder / "config.json").read_text())["rope_theta"] == 10000.0
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(inputs.parent / "model", dtype=torch.float32)
