@@ -3,7 +3,7 @@
 #
 # 5.x writes rope_theta and the scaling into `rope_parameters` only. 4.57 reads `rope_theta` and `rope_scaling`, and takes its defaults if
 # they are missing. Expected: the same angles, a warning, or an error, because config.json names the version that wrote it. A model that was
-# fine-tuned with 5.x and is served by a program that pins 4.57 computes other logits. This project copies config.json byte for byte.
+# fine-tuned with 5.x and is served by a program that pins 4.57 computes other logits. This project's exports add the fields that 4.57 reads.
 #
 # Seen on 2026-11-28, for a config like that of Llama 3.1:
 #   5.12.1 wrote rope_parameters: llama3, rope_theta 500000.0, factor 8.0

@@ -191,7 +191,7 @@ def _side_contents(checkpoint: Checkpoint, weights: Weights, dtype: str | None) 
     config, written = checkpoint.config(), TORCH_NAMES[dtype] if dtype else main_dtype(weights)
     if isinstance(weights, HfWeights) and weights.is_quantised:
         config.pop("quantization_config", None)
-    if dtype is not None:
+    if dtype:
         config |= dtype_fields(config, written)
     return side_contents(checkpoint.side, written, config)
 

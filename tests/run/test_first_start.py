@@ -123,7 +123,7 @@ def test_only_the_file_of_eos_ids_is_rewritten(inputs: Path, tmp_path: Path, giv
         (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
     path = tmp_path / "model" / "config.json"
     fields = json.loads(path.read_text())
-    del fields["rope_theta"]  # as transformers 5 saves a config
+    del fields["rope_theta"]  # transformers 5 does not write it
     path.write_text(json.dumps(fields))
     config = configs.load(inputs, [f"model.path={tmp_path / 'model'}", "run_dir=unused"])
     ((name, content),) = with_end_token(config, read_model_files(config)).items()

@@ -88,7 +88,7 @@ ROPES: list[dict[str, Any]] = [
 NEWER = ("output_router_logits", "num_mtp_layers")  # for some model types only since transformers 5.19
 NEWER_ALIASES = {
     frozenset(("num_mtp_layers", "num_nextn_predict_layers")),
-    frozenset(("num_experts", "n_routed_experts")),  # of deepseek_v2; no release writes it
+    frozenset(("num_experts", "n_routed_experts")),  # deepseek_v2's; no release writes it
 }
 OF_EVERY_TYPE = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "head_dim", "torch_dtype")
 

@@ -1,7 +1,7 @@
 """A config.json means the same in every release of transformers that saved it, and for every release that reads it.
 
-`releases/` has each family's config.json as four releases save it, beside what the release reads in it. `write.py`
-there wrote them, with these releases and without this project.
+`releases/` has each family's config.json as four releases save it, with the release's own reading. `write.py` wrote
+them there, with these releases and without this project.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_model_is_the_same_in_every_releases_form(name: str) -> None:
 
 
 @pytest.mark.parametrize(("release", "name"), SAVED)
-def test_the_rotary_embedding_is_what_the_release_reads(release: str, name: str) -> None:
+def test_the_rotary_embedding_equals_the_releases_reading(release: str, name: str) -> None:
     rope = resolve_config(CASES[release][name]["config"])["rope_parameters"]
     reads = CASES[release][name]["reads"]
     assert rope.pop("rope_theta") == reads["rope_theta"]

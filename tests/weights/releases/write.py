@@ -1,4 +1,4 @@
-"""Write each family's config.json as a release of transformers saves it, and what the release reads in it.
+"""Write each family's config.json as a release of transformers saves it, and the release's reading of it.
 
 `PYTHONPATH=FOLDER python tests/weights/releases/write.py` writes RELEASE.json beside this file. FOLDER has the release,
 as `pip install --target FOLDER transformers==RELEASE` writes it. Nothing of the project is imported, so the readings
@@ -87,7 +87,7 @@ def make(family, theta, scaling, **more):
 
 
 def readings(config):
-    """Return what a config object of this release says about its rotary embedding."""
+    """Return the rotary embedding of a config object of this release."""
     if IS_OLD:
         scaling = dict(getattr(config, "rope_scaling", None) or {"rope_type": "default"})
         scaling.pop("type", None)  # 4.57 adds the older name beside the new one, or the reverse
