@@ -63,7 +63,7 @@ def test_the_releases_files_have_all_families_and_each_releases_fields() -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_the_same_in_every_releases_form(name: str) -> None:
+def test_a_model_is_the_same_in_every_releases_form(name: str, tmp_path: Path) -> None:
     expected = model_of(CASES["5.12.1"][name]["config"])
     for release in RELEASES:
         if name not in CASES[release]:
@@ -73,6 +73,9 @@ def test_a_model_is_the_same_in_every_releases_form(name: str) -> None:
         assert difference(family(name), found.fields, expected.fields) is None, release
         share = CASES[release][name]["reads"]["partial_rotary_factor"]
         assert found.fields.get("partial_rotary_factor") == share, release
+        write(tmp_path, CASES[release][name]["config"])
+        installed = resolve_config(AutoConfig.from_pretrained(tmp_path).to_dict())
+        assert difference(family(name), found.fields, installed) is None, release
 
 
 @pytest.mark.parametrize(("release", "name"), SAVED)
