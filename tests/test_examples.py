@@ -118,6 +118,12 @@ def test_the_tokenizer_of_the_tiny_model_keeps_every_byte_of_any_text(tiny_model
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
+def test_the_tiny_model_has_the_rotary_fields_of_both_generations(tiny_model: Path) -> None:
+    fields = json.loads((tiny_model / "config.json").read_text())
+    assert fields["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert (fields["rope_theta"], fields["dtype"]) == (10000.0, "float32")
+
+
 def test_the_tiny_model_has_a_chat_template_and_rows_for_its_tokens(tiny_model: Path) -> None:
     tokenizer, config = AutoTokenizer.from_pretrained(tiny_model), AutoConfig.from_pretrained(tiny_model)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1=?"}]
