@@ -69,7 +69,7 @@ def test_only_the_fields_that_an_export_adds_are_no_difference(
     source, megatron, back = save(CASES["llama3"], tmp_path / "a"), tmp_path / "megatron", tmp_path / "back"
     mixed = {name: t.float() if name.endswith("norm.weight") else t for name, t in tensors_of(source).items()}
     save_file(mixed, source / "model.safetensors", metadata={"format": "pt"})
-    edit_config(source, rope_theta=None, rope_scaling=None, dtype="float16")  # as of transformers 5, with a wrong dtype
+    edit_config(source, rope_theta=None, rope_scaling=None, dtype="float16")  # a file of transformers 5
     convert_hf_to_mcore(source, megatron, show_progress=False)
     convert_mcore_to_hf(megatron, back, show_progress=False)
     fields = json.loads((back / "config.json").read_text())
