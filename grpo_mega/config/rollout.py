@@ -286,9 +286,9 @@ class SyncConfig(Section):
     )
 
 
-# Arguments of SGLang 0.5.21 are refused if they change tokens or log-probs without the trainer's knowledge, keep
-# weights or caches of another policy, or split the engine differently from the weights it receives. Aliases count. So
-# do prefixes of a name, because SGLang's parser completes them.
+# Arguments of SGLang 0.5.21 and 0.5.23 are refused if they change tokens or log-probs without the trainer's knowledge,
+# keep weights or caches of another policy, or split the engine differently from the weights it receives. Aliases count.
+# So do prefixes of a name, because SGLang's parser completes them, and a name after "no-".
 _SPECULATION = "generates with another model or method that does not get the policy's weights"
 REASONS = {
     name: reason
@@ -296,13 +296,12 @@ REASONS = {
         "changes how tokens are sampled; use rollout.temperature": (
             """
             preferred_sampling_params sampling_defaults allow_auto_truncate sampling_mask_max_tokens
-            enable_strict_thinking mlx_enable_sampling
+            enable_strict_thinking mlx_enable_sampling enable_watermark watermark_config
         """
         ),
         _SPECULATION: (
             """
             enable_multi_layer_eagle uno_lora_path decoupled_spec_role dllm_algorithm dllm_algorithm_config dllm_fdfo
-            no_dllm_fdfo
         """
         ),
         "changes the model that generates; use the files of model.path, rollout.dtype or rollout.quantization": (
@@ -320,14 +319,15 @@ REASONS = {
         ),
         "keeps caches beyond a weight sync, so that tokens would come from an older policy's": (
             """
-            enable_hierarchical_cache hicache_storage_backend enable_lmcache enable_flexkv
-            enable_unified_cache_external_linker disaggregation_mode
+            enable_hierarchical_cache enable_hicache hicache_storage_backend enable_lmcache enable_flexkv
+            enable_unified_cache_external_linker disaggregation_mode enable_nvidia_megakernel enable_amd_monokernel
+            monokernel_backend
         """
         ),
         "moves experts to where a weight sync does not send them": (
             """
             enable_eplb ep_num_redundant_experts init_expert_location elastic_ep_backend kt_weight_path
-            enforce_shared_experts_fusion
+            enforce_shared_experts_fusion enable_paged_experts paged_experts_num_resident
         """
         ),
         "cuts the engine otherwise than its weights are sent; use rollout.tp, rollout.ep and more ranks": (
@@ -336,7 +336,7 @@ REASONS = {
             dcp_size decode_context_parallel_size attn_cp_size attention_context_parallel_size moe_dp_size
             moe_data_parallel_size dwdp_size nnodes node_rank dist_init_addr nccl_init_addr gpu_id_step
             enable_dp_attention enable_dp_lm_head enable_prefill_cp moe_dense_tp_size enable_dense_mlp_attn_tp
-            enable_shared_experts_attn_tp shared_experts_tp_size
+            enable_shared_experts_attn_tp shared_experts_tp_size attn_dp_size attention_data_parallel_size
         """
         ),
         "reads further arguments from a file; give them here": "config",
@@ -346,7 +346,7 @@ REASONS = {
             skip_tokenizer_init device dtype tp_size ep_size disable_shared_experts_fusion base_gpu_id context_length
             max_running_requests max_total_tokens mem_fraction_static enable_memory_saver random_seed
             enable_return_routed_experts admin_api_key incremental_streaming_output enable_lora max_lora_rank
-            lora_target_modules max_loras_per_batch lora_strict_loading no_lora_strict_loading enable_weights_cpu_backup
+            lora_target_modules max_loras_per_batch lora_strict_loading enable_weights_cpu_backup
         """
         ),
     }.items()
@@ -357,7 +357,7 @@ _SPECULATIVE = "speculative_"  # prefix of further refused arguments
 
 def server_arg_problem(name: str) -> str | None:
     """Return the reason why a server argument of this name is not allowed; None if it is."""
-    plain = name.strip("-").replace("-", "_").lower().partition("=")[0]
+    plain = name.strip("-").replace("-", "_").lower().removeprefix("no_").partition("=")[0]
     if plain in REASONS:
         return REASONS[plain]
     if plain.startswith(_SPECULATIVE):

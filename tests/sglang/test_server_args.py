@@ -1,5 +1,5 @@
-"""rollout.server_args against SGLang's parser: an argument that changes the policy unseen is refused under every
-name.
+"""rollout.server_args against the parser of the installed SGLang: an argument that changes the policy unseen is refused
+under every name.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ starts = {option[: n + 1] for options, _ in names for option in options for n in
 found = {start: [action[0].option_strings for action in parser._get_option_tuples(start)] for start in sorted(starts)}
 json.dump([names, found], sys.stdout)
 """
-# Words in names of arguments that may change tokens or log-probs.
+# Words in arguments that may change tokens or log-probs, or split the engine.
 TELLING = re.compile(
-    r"sampl|logit|temperature|top[-_ ]?[kp]\b|penalt|specul|draft|lora|truncat|overrid|eagle|diffusion", re.I
+    r"sampl|logit|temperature|top[-_ ]?[kp]\b|penalt|specul|draft|lora|truncat|overrid|eagle|diffusion|watermark"
+    r"|m(ega|ono)kernel|^\w*([cdept]p_size|parallel)",
+    re.I,
 )
 # Each was checked by reading: kernels, sizes and formats, or no effect without a refused argument.
 HARMLESS = """
@@ -42,10 +44,18 @@ HARMLESS = """
     enable_unified_memory experts_shared_outer_loras hicache_size hisparse_config
     linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend log_requests_level lora_backend
     lora_drain_wait_threshold lora_eviction_policy lora_use_virtual_experts
+    enable_return_aux_hidden_states max_ep_size
     max_loaded_loras max_lora_chunk_size min_free_slots_delay mm_io_worker_num
-    model_loader_extra_config modelexpress_config return_output_ids sampling_backend spec_trace_dir
+    model_loader_extra_config modelexpress_config prefill_delayer_token_usage_low_watermark
+    return_aux_hidden_state_layer_ids return_output_ids sampling_backend spec_trace_dir swa_prefix_tails
     trust_request_chat_template default_chat_template_kwargs linear_attn_backend
     """.split()  # noqa: SIM905  # a list of texts is three times as long
+# Refused arguments of SGLang 0.5.23 that 0.5.21 does not have.
+NEWER = {
+    *("enable_hicache", "enable_watermark", "watermark_config", "attn_dp_size", "attention_data_parallel_size"),
+    *("enable_paged_experts", "paged_experts_num_resident"),
+    *("enable_nvidia_megakernel", "enable_amd_monokernel", "monokernel_backend"),
+}
 USEFUL = (
     "attention_backend",
     "enable-metrics",
@@ -81,7 +91,8 @@ def parser() -> Parser:
 
 
 def test_every_refused_name_is_an_argument_of_the_server(parser: Parser) -> None:
-    assert REASONS.keys() - {name for names, _ in parser.arguments for name in names} == set()
+    known = {name for names, _ in parser.arguments for name in names}
+    assert REASONS.keys() - known == (set() if "enable_watermark" in known else NEWER)
 
 
 def test_all_names_of_an_argument_are_refused_or_none(parser: Parser) -> None:
@@ -105,7 +116,8 @@ def test_whole_names_of_other_arguments_are_accepted(parser: Parser) -> None:
     names = {name for names, _ in parser.arguments for name in names}
     assert {name.replace("-", "_") for name in USEFUL} <= names
     for name in names - REASONS.keys():
-        assert name.startswith("speculative_") or server_arg_problem(name) is None, name
+        positive = name.removeprefix("no_")
+        assert positive in REASONS or positive.startswith("speculative_") or server_arg_problem(name) is None, name
 
 
 def test_arguments_that_may_change_sampling_are_refused_or_known(parser: Parser) -> None:
@@ -133,6 +145,11 @@ def refusals() -> Iterator[tuple[str, str]]:
     yield "lora_paths", "adds weights that the trainer does not have"
     yield "enable_hierarchical_cache", "keeps caches beyond a weight sync"
     yield "enable_eplb", "moves experts"
+    yield "enable_watermark", "changes how tokens are sampled"
+    yield "enable-water", "changes how tokens are sampled"
+    yield "attn_dp", "cuts the engine otherwise"
+    yield "no-speculative-enable-w4a4-mxfp4-megamoe", "generates with another model"
+    yield "no-lora-strict", "is set by the trainer"
     yield "config", "reads further arguments from a file"
     yield "random_seed", "is set by the trainer"
 
