@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def test_a_preloaded_memory_saver_finds_the_cuda_runtime_of_torch(
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "nvidia/cu13/lib"
     folder.mkdir(parents=True)
+    (tmp_path / "nvidia/__init__.py").touch()  # hides the packages of the installed torch
     assert "LD_LIBRARY_PATH" not in server_environment({}, CUDA), "torch brings no runtime"
     (folder / "libcudart.so.13").touch()
     assert server_environment({}, CUDA)["LD_LIBRARY_PATH"] == str(folder)
@@ -327,9 +329,38 @@ def test_a_stub_can_be_imported_and_not_called_and_a_real_package_wins() -> None
     assert sum(isinstance(finder, server_main.StubFinder) for finder in sys.meta_path) == 1
 
 
+# torch as a build for CUDA answers without a GPU, then SGLang's calls that depend on the build.
+CUDA_BUILD = """
+import torch
+torch.version.cuda, torch.get_device_module = "13.0", lambda device=None: torch.cuda
+from grpo_mega.rollout.sglang import server_main
+server_main.prepare_server()
+from sglang.srt.distributed.device_communicators.pynccl_wrapper import find_nccl_library
+torch.get_device_module().synchronize()
+print(torch.empty(3, device=torch.get_device_module().current_device()).device)
+try:
+    print(find_nccl_library())
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.sglang
+def test_a_cpu_server_uses_no_cuda_of_a_torch_that_is_built_for_it() -> None:
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([sys.executable, "-c", CUDA_BUILD], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    device, nccl = done.stdout.splitlines()
+    assert device == "cpu" and nccl.startswith("NCCL only supports CUDA"), done.stdout
+
+
 def test_every_change_of_sglang_is_still_needed() -> None:
     assert 'mp.set_start_method("spawn", force=True)' in sglang_source("srt/entrypoints/engine.py")
     assert "from megatron.core import" in sglang_source("srt/debug_utils/dumper.py")
+    releases = sglang_source("srt/managers/scheduler_components/weight_updater.py")
+    assert "torch.get_device_module().synchronize()" in releases
+    nccl = sglang_source("srt/distributed/device_communicators/pynccl_wrapper.py")
+    assert "if torch.version.cuda is not None:" in nccl
     assert '"post-warmup freeze_gc failed"' in sglang_source("srt/entrypoints/http_server.py")
     assert all(importlib.util.find_spec(name) is None for name in server_main.STUBBED) or torch.version.cuda
     register = (
@@ -344,7 +375,8 @@ def test_every_change_of_sglang_is_still_needed() -> None:
     aborted = sglang_source("srt/managers/tokenizer_manager.py").partition("def _handle_abort_req(")[2]
     assert "lora_registry.release" not in aborted.partition("\n    def ")[0]
     router = sglang_source("srt/models/mixtral.py").partition("self.topk = TopK(")[2].partition("self.experts")[0]
-    assert "top_k=top_k" in router and "layer_id" not in router
+    # Only 0.5.21 needs the patch. Later versions set the same number themselves.
+    assert "top_k=top_k" in router and ("layer_id=layer_id" in router) == (version("sglang") != "0.5.21")
     # Patches of served_models/families.py: expert ids may be -1, angles follow YaRN, and prompts are not computed in
     # latent space.
     native = sglang_source("srt/layers/moe/fused_moe_native.py").partition("def moe_forward_native(")[2]
@@ -360,7 +392,9 @@ def test_the_patches_for_hybrid_models_are_still_needed() -> None:
     assert "torch.ones(self.num_v_heads // self.attn_tp_size)," in model, "dt_bias is float32"
     assert "fused_gdn_gating_cpu" in sglang_source("srt/layers/attention/linear/gdn_backend.py")
     norm = sglang_source("srt/layers/layernorm.py").partition("class GemmaRMSNorm(")[2]
-    assert "torch.add(param.data, 1.0, out=self.gemma_weight)" in norm
+    update = norm.partition("def _weight_loader(")[2].partition("def _forward_impl(")[0]
+    assert "self.gemma_weight" in update, "the loader of a checkpoint updates the copy"
+    assert "gemma" not in sglang_source("srt/model_executor/model_runner_components/weight_updater.py")
     gated = sglang_source("kernels/ops/attention/fla/layernorm_gated.py")
     assert "_use_cpu = is_cpu() and cpu_has_amx_support()" in gated
 

@@ -9,7 +9,7 @@ it. When SGLang ends, the owner is gone or a signal arrives, the guardian kills 
 files and exits, with SGLang's exit code, or with 0 if the owner or a signal ended it. When the guardian dies, the
 kernel kills SGLang, and then its children.
 
-SGLang 0.5.21 is patched here, only in its own processes. A test fails when a patch is no longer needed.
+SGLang 0.5.21 and 0.5.23 are patched here, only in their own processes. A test fails when a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def remove_unused() -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run SGLang until it ends."""
+    gc.disable()  # imports leave no garbage, but the collector takes a seventh of their time
     prepare_server()
     sys.argv = ["sglang", *arguments]  # SGLang's error messages start with this name
-    gc.disable()  # imports leave no garbage, but the collector takes a seventh of their time
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server  # noqa: F401  # otherwise imported in run_server, with the collector on
     from sglang.srt.server_args import prepare_server_args
@@ -113,6 +113,7 @@ def prepare_server() -> None:
     if _is_on_cpu():
         install_stubs()
         fork_children()
+        hide_cuda()
 
 
 def patch_sglang(arguments: Sequence[str]) -> None:
@@ -170,6 +171,18 @@ def hide_megatron() -> None:
     GPU.
     """
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail
+
+
+def hide_cuda() -> None:
+    """Make a torch that is built for CUDA look like one for CPUs.
+
+    SGLang asks this torch, not its own device, when it releases memory, loads NCCL for ranks that share a model, and
+    places the states of a hybrid model.
+    """
+    import torch
+
+    torch.version.cuda = None
+    torch.get_device_module = lambda *_: torch.cpu
 
 
 def fork_children() -> None:

@@ -1,10 +1,11 @@
 """One class per `model_type` of the supported families, from SGLang's module with that name (deepseek_v3: in
 deepseek_v2).
 
-This module also patches SGLang 0.5.21. A test fails when a patch is no longer needed. Three are for all servers: router
-choices, sliding windows and hybrid models.
+This module also patches SGLang 0.5.21 and 0.5.23. A test fails when a patch is no longer needed. Three are for all
+servers: router choices, sliding windows and hybrid models.
 
-Router choices: without its layer number a Mixtral router records the experts of all layers in the same place.
+Router choices: without its layer number a Mixtral router records the experts of all layers in the same place. SGLang
+0.5.23 sets the number itself.
 
 Multi-latent attention: SGLang would compute prompts with expanded keys and values, as for Triton, but the torch_native
 backend has only latents in its cache. This patch selects the absorbed form for prompts too, so attention uses the

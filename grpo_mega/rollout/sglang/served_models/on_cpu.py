@@ -1,6 +1,6 @@
 """SGLang's operators of linear attention (gated delta net, arXiv 2412.06464) in plain torch, for servers on a CPU.
 
-SGLang 0.5.21 takes these operators from its kernel package, which does not exist for a CPU-only torch. They compute in
+SGLang takes these operators from its kernel package, which does not exist for a CPU-only torch. They compute in
 float32. Operators have SGLang's names and arguments, and change states in place. Shapes: T tokens of all sequences, one
 sequence after the other; B sequences; H heads of queries and keys of width K; G heads of values of width V. A pool has
 one state [G, V, K] and one window [channels, taps - 1] of the convolution per slot.
