@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mega.rollout.sglang.server import Server
-from tests.helpers.servers import make_settings, ready, write_model
+from tests.helpers.servers import make_settings, ready, trainers_environment, write_model
 
 
 @pytest.fixture(scope="package")
@@ -23,8 +23,19 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="package")
-def server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared_server(model: Path, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(make_settings(model, tmp_path_factory.mktemp("engine")))
     server.key = f"-{server.key}"  # a key may start with "-", but arguments must not be taken from it
     with ready(server, temporary):
         yield server
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: Server, temporary: Path) -> Server:
+    """Return the server that all files share. Start it again if a test of another file has killed it."""
+    if not shared_server.is_alive():
+        shared_server.kill()
+        with trainers_environment(temporary):
+            shared_server.start()
+        shared_server.wait_until_healthy()
+    return shared_server

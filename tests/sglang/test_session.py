@@ -1,7 +1,4 @@
-"""Endpoints of a real server. A fake server replaces SGLang versions that are not installed.
-
-The last test kills the server that all files of this folder share; the files after this one need no server.
-"""
+"""Endpoints of a real server. A fake server replaces SGLang versions that are not installed."""
 
 import asyncio
 import json
@@ -310,7 +307,7 @@ def test_long_samples_are_read_and_lost_ones_are_requested_again() -> None:
 
 
 def test_the_server_ends_when_its_scheduler_is_killed(server: Server, temporary: Path) -> None:
-    """Kill the shared server. No test after this one uses it, because files run in alphabetical order."""
+    """Kill the shared server. No later test of this file uses it, and another file starts it again."""
     tree = Tree.of(server)
     assert len(tree.shared_memory) == 1
     (scheduler,) = tree.named("sglang::scheduler")
