@@ -182,7 +182,7 @@ def hide_cuda() -> None:
     import torch
 
     torch.version.cuda = None
-    torch.get_device_module = lambda *_: torch.cpu
+    torch.get_device_module = lambda device=None: torch.cpu  # type: ignore[assignment]
 
 
 def fork_children() -> None:
