@@ -154,7 +154,7 @@ def test_a_name_that_no_library_reads_is_marked(tmp_path: Path) -> None:
     for package in ("sglang", "transformer_engine"):
         (tmp_path / package / "__init__.py").write_text("raise ImportError('it is read and not imported')")
     (tmp_path / "sglang" / "srt" / "environ.py").write_text('"é"; SGLANG_OF_THIS_VERSION = EnvBool(False)')
-    (tmp_path / "sglang" / ".#lock.py").symlink_to("nowhere")  # as editors leave it
+    (tmp_path / "sglang" / ".#lock.py").symlink_to("nowhere")  # an editor leaves such a link
     (tmp_path / "transformer_engine" / "new.py").write_text("os.getenv('NVTE_FLASH_ATN')")
     variables |= {"SGLANG_OF_THIS_VERSION": "1", "SGLANG_OF_THIS_VERSIO": "2", "SGLANG_OF_ANOTHER": "3"}
     assert unknown(tmp_path, **variables) == {"CUBLAS_WORKSPACE", "SGLANG_OF_THIS_VERSIO", "SGLANG_OF_ANOTHER"}
