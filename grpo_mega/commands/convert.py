@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mega import config as configs
+from grpo_mega.commands.eval import describe_policy
 from grpo_mega.commands.options import ConvertOptions, ExportOptions
 from grpo_mega.errors import EXIT_INTERRUPTED, ConfigError, WeightMappingError, raise_all
 from grpo_mega.formats.detect import find_checkpoint, read_manifest
 from grpo_mega.formats.slices import FROM_TORCH, ITEM_BYTES, TORCH_NAMES, known_dtype
 from grpo_mega.paths import ADAPTER_DIR, CONFIG_FILE, STATE, check_free, write_atomically
+from grpo_mega.preflight.versions import installed_set
 from grpo_mega.run.checkpoints import find_policy
 from grpo_mega.weights.families import family_of
 from grpo_mega.weights.layout import MegatronLayout, megatron_blocks, megatron_layout_problems
@@ -257,12 +259,13 @@ def run_export(options: ExportOptions) -> int:
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not")
     config = configs.load(run_dir / CONFIG_FILE)
+    raise_all(installed_set().problems)
     policy = find_policy(run_dir, step)
     lora = config.model.lora
     if options.is_merged and lora is None:
         raise ConfigError(f"--merged: {run_dir} trains all weights, without model.lora; leave it out")
+    print(f"grpo-mega: note: {describe_policy('exporting', policy, '')}", file=sys.stderr, flush=True)
     if policy.export is not None:
-        print(f"grpo-mega: note: {policy.note}", file=sys.stderr, flush=True)
         partial = out.with_name(out.name + ".partial")  # `out` appears only when the copy is complete
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(policy.path if lora is None or options.is_merged else run_dir / ADAPTER_DIR, partial)
@@ -270,7 +273,6 @@ def run_export(options: ExportOptions) -> int:
         print(f"policy after step {policy.step} written to {out}")
         return 0
     checkpoint, manifest = policy.path, read_manifest(policy.path)
-    print(f"grpo-mega: note: exporting {checkpoint}, the policy after step {policy.step}", file=sys.stderr, flush=True)
     import torch.distributed as dist  # needed only to read a checkpoint
 
     from grpo_mega.formats.convert import convert_mcore_to_hf

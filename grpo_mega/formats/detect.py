@@ -65,6 +65,7 @@ class Manifest:
     kl_beta_from: float | None = None  # value of algorithm.kl_beta from which kl_beta was adapted
     adapter: dict[str, Any] | None = None  # model.lora; the state is then an adapter of the model in `inputs`
     written_at: float = 0.0  # seconds since the epoch; set by checkpoints.publish
+    versions: str = "one"  # the writer's set of package versions (preflight/versions.py); old checkpoints name none
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -94,11 +95,13 @@ class Export:
     folder: Path
     step: int
     written_at: float  # seconds since the epoch, as in Manifest
+    versions: str  # the writer's set of package versions, as in Manifest
 
 
-def export_record(step: int, written_at: float) -> dict[str, bytes | Path]:
-    """Return the file that records the step of an exported policy, by its name in the folder."""
-    return {EXPORT_FILE: json.dumps({"step": step, "written_at": written_at}).encode() + b"\n"}
+def export_record(step: int, written_at: float, versions: str) -> dict[str, bytes | Path]:
+    """Return the file that records an exported policy, by its name in the folder. The arguments are as in Export."""
+    values = {"step": step, "written_at": written_at, "versions": versions}
+    return {EXPORT_FILE: json.dumps(values).encode() + b"\n"}
 
 
 def newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
@@ -112,7 +115,8 @@ def newer_export(run_dir: Path, last: Manifest | None) -> Export | None:
         return None
     try:
         values = read_json(path)
-        found = Export(path.parent, int(values["step"]), float(values["written_at"]))
+        versions = values.get("versions", "one")
+        found = Export(path.parent, int(values["step"]), float(values["written_at"]), versions)
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise ResumeError(
             f"{path} cannot be read ({error!r}); remove {path.parent}, and write the policy again with --resume"

@@ -62,6 +62,7 @@ from grpo_mega.preflight.precision import (
     variable_problems,
 )
 from grpo_mega.preflight.tokenizer import check_tokenizer_files, vocabulary_difference
+from grpo_mega.preflight.versions import installed_set
 from grpo_mega.rewards import registry
 from grpo_mega.rewards.code import missing_sandbox
 from grpo_mega.rewards.worker import import_problems
@@ -195,6 +196,8 @@ def cut_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _check_packages(config: Config, machine: Machine, findings: Findings) -> None:
     missing = findings if machine.is_here else Findings()
+    versions = installed_set()
+    missing.take(versions.problems)
     missing.take(installed_problems(config, machine))
     if config.rollout.is_served and not machine.has_sglang:
         remedy = "see grpo_mega/rollout/sglang/README.md, or use embedded"
@@ -205,8 +208,7 @@ def _check_packages(config: Config, machine: Machine, findings: Findings) -> Non
         )
     if machine.is_here and config.device == "cuda":
         missing.take(compiler_problems(config.rollout, machine.compiler))
-    if not machine.is_here:
-        findings.notes += [f"here: {problem}" for problem in missing.violations]
+    findings.notes += versions.notes if machine.is_here else [f"here: {problem}" for problem in missing.violations]
 
 
 def _check_files(config: Config, shape: ModelShape, machine: Machine, findings: Findings) -> None:

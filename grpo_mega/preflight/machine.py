@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import parse
+
 from grpo_mega.config import LayoutConfig
 from grpo_mega.distributed.environment import cuda_compiler
 from grpo_mega.errors import ConfigError
@@ -258,12 +260,7 @@ def cuda_version() -> str | None:
 
 def as_version(text: str) -> Version:
     """Return the leading numbers of "2.11.0+cu12" as (2, 11, 0)."""
-    parts = []
-    for part in text.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        parts.append(int(part))
-    return tuple(parts)
+    return parse(text).release
 
 
 def version_text(version: Version) -> str:

@@ -34,6 +34,7 @@ class SavedPolicy:
 
     path: Path
     step: int
+    versions: str  # the writer's set of package versions, as in Manifest
     export: Export | None = None  # None: a checkpoint
     note: str | None = None  # says why RUN_DIR/hf was taken
 
@@ -117,20 +118,21 @@ def find_policy(run_dir: Path, step: int | None) -> SavedPolicy:
     manifest = None if last is None else read_manifest(last)
     export = None if has_checkpoint else newer_export(run_dir, manifest)
     if export is not None and step in (None, export.step):
-        return SavedPolicy(export.folder, export.step, export, export_note(export, manifest))
+        return SavedPolicy(export.folder, export.step, export.versions, export, export_note(export, manifest))
     if export is not None and manifest is None:
         raise ResumeError(
             f"--step {step}: {run_dir} has no checkpoints; leave --step out to take {export.folder}, the policy after"
             f" step {export.step}"
         )
     checkpoint = find(folder, step)
-    return SavedPolicy(checkpoint, read_manifest(checkpoint).step)
+    manifest = read_manifest(checkpoint)
+    return SavedPolicy(checkpoint, manifest.step, manifest.versions)
 
 
-def next_export_record(folder: Path, step: int) -> dict[str, bytes | Path]:
+def next_export_record(folder: Path, step: int, versions: str) -> dict[str, bytes | Path]:
     """Return the record of RUN_DIR/hf after `step`. It counts as newer than all checkpoints in the folder."""
     newest = max((when for when, _, _ in _written(folder)), default=0.0)
-    return export_record(step, max(time.time(), newest + _CLOCK_TICK_S))
+    return export_record(step, max(time.time(), newest + _CLOCK_TICK_S), versions)
 
 
 def step_name(step: int) -> str:

@@ -51,12 +51,11 @@ from grpo_mega.paths import (
     read_json,
     write_atomically,
 )
-from grpo_mega.preflight.machine import installed_version
+from grpo_mega.preflight.versions import installed_set
 from grpo_mega.run.checkpoints import latest, tell_latest
 from grpo_mega.text import read_json_lines
 from grpo_mega.yaml_text import parse_yaml
 
-PACKAGES = ("grpo-mega", "torch", "megatron-core", "transformers", "transformer-engine", "sglang", "math-verify")
 # A resume may change these keys: where and how fast a run is, and settings that keep it healthy. Any other key would
 # make it another run, or comes from the checkpoint (Adam's constants, in the optimizer's state).
 FREE_ON_RESUME = {
@@ -319,6 +318,7 @@ def _start(config: Config, argv: list[str], split: str) -> dict[str, Any]:
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
         git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    versions = installed_set()
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -326,7 +326,8 @@ def _start(config: Config, argv: list[str], split: str) -> dict[str, Any]:
         "host": platform.node(),
         "num_ranks": config.layout.world_size if current_rank() is None else int(os.environ["WORLD_SIZE"]),
         "python": sys.version.split()[0],
-        "versions": {name: installed for name in PACKAGES if (installed := installed_version(name))},
+        "versions": versions.versions,
+        "version_set": versions.record,
         "git": git,
         "machine": {
             "system": f"{platform.system()} {platform.release()}",

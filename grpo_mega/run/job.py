@@ -35,6 +35,7 @@ from grpo_mega.observe.report import as_text
 from grpo_mega.observe.rules import Health
 from grpo_mega.observe.run_log import RunLog, open_run_log
 from grpo_mega.paths import ADAPTER_DIR, CHECKPOINTS, EXPORT_DIR, STATE, TRACE
+from grpo_mega.preflight.versions import installed_set
 from grpo_mega.rewards.pool import RewardPool
 from grpo_mega.rewards.scorer import Scorer
 from grpo_mega.rollout.backlog import Backlog
@@ -122,7 +123,7 @@ class TrainingJob:
             if (policy := self.policy) is not None:
                 check_model(checkpoint, manifest.model, self.model.shape)
                 check_adapter(checkpoint, manifest.adapter, self.config.model.recorded_lora)
-                for change in self.inputs.changes(manifest.inputs):
+                for change in [*self.inputs.changes(manifest.inputs), *installed_set().change(manifest.versions)]:
                     self.log.warn(change)
                 with phase("verifying the checkpoint", self.shows_progress):
                     verify_files(checkpoint, manifest, self.runtime.rank, self.runtime.layout.world_size)
@@ -186,6 +187,7 @@ class TrainingJob:
                 draws=self.backlog.draws,
                 inputs=self.inputs.digests(),
                 adapter=self.config.model.recorded_lora,
+                versions=installed_set().record,
                 kl_beta=None if algorithm.kl_target is None else self.policy.algorithm.kl_beta,
                 kl_beta_from=None if algorithm.kl_target is None else algorithm.kl_beta,
             ),
@@ -201,7 +203,7 @@ class TrainingJob:
         """Write the policy to RUN_DIR/hf after the last step. Call this while the policy has the devices."""
         assert self.policy is not None, "a rank without a policy exports nothing"
         folder = self.config.run_dir / EXPORT_DIR
-        record = next_export_record(self.checkpoints.folder, self.steps_done)
+        record = next_export_record(self.checkpoints.folder, self.steps_done, installed_set().record)
         if self.config.algorithm.is_sft:
             record |= with_end_token(self.config, self.model)
         if self.config.model.lora is not None:
@@ -413,8 +415,8 @@ def open_training(
 def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
     """Open the log. Remove lines after the last checkpoint, because the run repeats these steps.
 
-    Log the kernels in use, the loaded libraries and the variables that change numbers, the settings that differ from
-    the defaults, notes on the data, and the settings that a resume changed.
+    Log the set of package versions, the kernels in use, the loaded libraries and the variables that change numbers, the
+    settings that differ from the defaults, notes on the data, and the settings that a resume changed.
     """
     changes: list[str] = []
     if runtime.rank == 0:
@@ -422,6 +424,7 @@ def open_log(config: Config, runtime: Runtime, notes: Sequence[str]) -> RunLog:
         trim(config.run_dir, read_manifest(checkpoint).step if checkpoint else -1)
         changes = adopt(config)
     log = open_run_log(config, runtime.rank)
+    log.message(f"versions: set {installed_set().record}")
     for message in (in_use(runtime.device).line(), describe(), changed_settings(config), *notes, *changes):
         log.message(message)
     return log

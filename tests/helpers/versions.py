@@ -1,0 +1,15 @@
+"""Packages that pretend to be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def fake_packages(folder: Path, versions: Mapping[str, str]) -> str:
+    """Make `folder` a place of packages with these versions, for the front of Python's path, and return it."""
+    for name, version in versions.items():
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return str(folder)
