@@ -54,12 +54,15 @@ def test_every_value_is_reported_with_its_target(tmp_path: Path) -> None:
 
 def commands_of(folder: Path, extras: str, *arguments: str) -> list[str]:
     """Return the commands of a first day on two GPUs, from a copy of the script with a fake Python and nvidia-smi."""
-    for name in ("tools/first_day.sh", "tools/constraints.txt", "examples/env.sh", "pyproject.toml"):
+    for name in ("tools/first_day.sh", "tools/constraints-one.txt", "examples/env.sh", "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").touch()
-    fakes = {".venv/bin/python": f'echo "$*" >> {folder}/calls', "bin/nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'"}
+    fakes = {
+        ".venv/bin/python": f'echo 3.11; echo "$*" >> {folder}/calls',
+        "bin/nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
+    }
     for name, text in fakes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")

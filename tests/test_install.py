@@ -14,9 +14,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from grpo_mega.preflight.versions import SETS
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "install_gpu.sh"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+TRANSFORMER_ENGINE = dict(re.findall(r'\[(\w+)\]="([^"]*)"', SCRIPT.read_text()))
 
 
 def dry_run() -> list[str]:
@@ -33,7 +38,7 @@ def test_torch_and_build_tools_are_installed_before_the_extension() -> None:
 
 
 def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
-    [wanted] = re.findall(r'TRANSFORMER_ENGINE="(.*)"', SCRIPT.read_text())
+    wanted = TRANSFORMER_ENGINE["one"]
     [theirs] = [
         found.specifier
         for text in requires("megatron-core") or []
@@ -46,6 +51,30 @@ def test_the_versions_are_accepted_by_megatron_and_sglang() -> None:
         text for text in requires("sglang") or [] if text.startswith(("flashinfer_python[", "nvidia-cutlass-dsl["))
     ]
     assert extra.startswith("sglang==") and kernels and all("[cu13]" in text for text in kernels)
+
+
+def test_every_file_that_installs_a_set_names_its_versions() -> None:
+    """The table at run time is the oracle. Files of both sets are alike except for packages that differ by set."""
+    for name, text in SETS.items():
+        wanted = {one.name: str(one.specifier) for one in map(Requirement, text.split())}
+        pinned = pins(f"tools/constraints-{name}.txt")
+        on_cpu = pins(f"grpo_mega/rollout/sglang/requirements-cpu-{name}.txt")
+        assert SpecifierSet(TRANSFORMER_ENGINE[name]) == SpecifierSet(wanted["transformer-engine"])
+        assert f"=={pinned['megatron-core']}" == wanted["megatron-core"]
+        assert f"=={pinned['transformers']}" == f"=={on_cpu['transformers']}" == wanted["transformers"]
+        assert "torch" not in pinned and "sglang" not in pinned, "builds for CPUs and GPUs differ"
+        assert all(pinned.get(package, version) == version for package, version in on_cpu.items())
+        head = (ROOT / f"grpo_mega/rollout/sglang/requirements-cpu-{name}.txt").read_text().splitlines()[1]
+        assert f"sglang{wanted['sglang']} " in head and head.endswith(f"requirements-cpu-{name}.txt")
+    one, two = (pins(f"tools/constraints-{name}.txt") for name in SETS)
+    assert list(one) == list(two)
+    assert {name for name in one if one[name] != two[name]} == {"megatron-core", "openai", "tokenizers", "transformers"}
+
+
+def pins(path: str) -> dict[str, str]:
+    """Return the pinned versions in a file of requirements."""
+    lines = [line for line in (ROOT / path).read_text().splitlines() if "==" in line and not line.startswith("#")]
+    return dict(line.split("==") for line in lines)
 
 
 def test_the_extra_alone_builds_no_extension() -> None:
@@ -65,7 +94,7 @@ def install(
     folder: Path, *, release: str = "13.0", driver: str = "580.65.06", glibc: str = "2.36", headers: str = "cudnn nccl"
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a copy of the script where nvcc, nvidia-smi and Python are fakes. Return the calls of pip, with CPATH."""
-    for name in ("tools/install_gpu.sh", "tools/constraints.txt", "examples/env.sh", "pyproject.toml"):
+    for name in ("tools/install_gpu.sh", "tools/constraints-one.txt", "examples/env.sh", "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for package in headers.split():
@@ -78,6 +107,7 @@ def install(
         "bin/getconf": f"echo glibc {glibc}",
         ".venv/bin/python": f"""case "$*" in
             *torch.version.cuda*) echo 13.0 ;;
+            *version_info*) echo 3.11 ;;
             *sysconfig*) echo {folder}/site ;;
             *pip*) echo "$CPATH $*" >> {calls} ;;
         esac""",

@@ -48,7 +48,7 @@ else
     if [[ "$WITHOUT" == *te* && "$WITHOUT" == *sglang* ]]; then
         ensure_env dev
     else
-        grep -qsw gpu "$ROOT/.venv/.installed" || _fail "the environment for GPUs is not there; run tools/install_gpu.sh first"
+        grep -qsw gpu "$VENV/.installed" || _fail "the environment for GPUs is not there; run tools/install_gpu.sh first"
         ensure_env gpu dev
     fi
 fi

@@ -12,7 +12,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../examples/env.sh"
 CUDA=13    # version of torch's default build and of SGLang's kernels
 DRIVER=580 # oldest driver for it
 GLIBC=2.34 # oldest glibc for SGLang's wheels (manylinux_2_34)
-TRANSFORMER_ENGINE=">=2.9,<2.12" # versions that megatron-core supports
+declare -A TRANSFORMER_ENGINE=([one]=">=2.9,<2.12" [two]=">=2.16.1,<2.21") # by set, as in grpo_mega/preflight/versions.py
+IS_FOR_GPU=1
 BUILD_TOOLS=(setuptools wheel packaging ninja pybind11)
 
 run() {
@@ -45,7 +46,7 @@ header_folders() {
     site="$("$VENV_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     for package in cudnn nccl; do
         folder="$site/nvidia/$package/include"
-        [[ -f "$folder/$package.h" ]] || _fail "$folder/$package.h is not there; it comes with torch: remove $ROOT/.venv and start again"
+        [[ -f "$folder/$package.h" ]] || _fail "$folder/$package.h is not there; it comes with torch: remove $VENV and start again"
         printf '%s:' "$folder"
     done
 }
@@ -58,18 +59,18 @@ case "${1:-}" in
 esac
 if [[ -z "$IS_DRY" ]]; then
     check_machine
-    [[ -d "$ROOT/.venv" ]] || _make_venv
+    [[ -d "$VENV" ]] || _make_venv
 fi
 pip=("$VENV_PYTHON" -m pip install --disable-pip-version-check)
-torch="$(grep -om1 'torch==[0-9.]*[0-9]' "$ROOT/pyproject.toml")"
+_choose_set
 
-run "${pip[@]}" "$torch" "${BUILD_TOOLS[@]}"
+run "${pip[@]}" "$(_pin torch)" "${BUILD_TOOLS[@]}"
 if [[ -z "$IS_DRY" ]]; then
     found="$("$VENV_PYTHON" -c 'import torch; print(torch.version.cuda)')"
-    [[ "$found" == "$CUDA".* ]] || _fail "the installed torch has CUDA $found and not $CUDA; remove $ROOT/.venv and start again"
+    [[ "$found" == "$CUDA".* ]] || _fail "the installed torch has CUDA $found and not $CUDA; remove $VENV and start again"
     headers="$(header_folders)"
 fi
-CPATH="${headers:-}${CPATH:-}" NVTE_FRAMEWORK=pytorch run "${pip[@]}" --no-build-isolation "transformer-engine[core_cu$CUDA,pytorch]$TRANSFORMER_ENGINE"
+CPATH="${headers:-}${CPATH:-}" NVTE_FRAMEWORK=pytorch run "${pip[@]}" --no-build-isolation "transformer-engine[core_cu$CUDA,pytorch]${TRANSFORMER_ENGINE[$VERSION_SET]}"
 run ensure_env gpu
 if nvidia-smi > /dev/null 2>&1; then # skip while a container image is built, because the build has no GPU
     run "$VENV_PYTHON" -c "import transformer_engine.pytorch, megatron.core, sglang; print('installed')"

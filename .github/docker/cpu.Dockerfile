@@ -1,6 +1,6 @@
 # The CI environment, for machines without a GPU: docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
 # docker run grpo-mega:cpu examples/quickstart.sh --out /tmp/quickstart    (or tests/run.sh)
-FROM python:3.12-bookworm
+FROM python:3.11-bookworm
 WORKDIR /grpo_mega
 COPY pyproject.toml README.md LICENSE ./
 COPY tests/debian-packages.txt tests/

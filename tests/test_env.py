@@ -1,0 +1,126 @@
+"""examples/env.sh: the interpreter that it chooses, and the packages that it installs, with fakes on the path."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = "bash basename cat cksum dirname grep mkdir paste rm sort tr".split()  # noqa: SIM905
+# A Python that knows its version, makes environments of itself, and records the calls of pip.
+PYTHON = """#!{bash}
+case "$*" in
+    *version_info*) echo {version} ;;
+    "-m venv "*) mkdir -p "$3/bin" && cat "$0" > "$3/bin/python" && {chmod} +x "$3/bin/python" ;;
+    "-m pip "*) echo "{version} $*" >> "{folder}/calls" ;;
+esac
+"""
+
+
+def ensure(
+    folder: Path, pythons: dict[str, str], calls: str = "ensure_env dev", *, has_gpu: bool = False, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Call functions of env.sh with these interpreters, {name: version}. Return the result, and the calls of pip."""
+    for name in (
+        "examples/env.sh",
+        "pyproject.toml",
+        *(f"tools/constraints-{one}.txt" for one in ("one", "two")),
+        *(f"grpo_mega/rollout/sglang/requirements-cpu-{one}.txt" for one in ("one", "two")),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "bin").mkdir()
+    found = {name: shutil.which(name) for name in (*TOOLS, "chmod")}
+    for name in TOOLS:
+        (folder / "bin" / name).symlink_to(found[name] or "missing")
+    fakes = {
+        name: PYTHON.format(bash=found["bash"], chmod=found["chmod"], version=version, folder=folder)
+        for name, version in pythons.items()
+    }
+    fakes |= {"nvidia-smi": f"#!{found['bash']}\n"} if has_gpu else {}
+    for name, text in fakes.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    result = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; source {folder}/examples/env.sh; {calls}"],
+        env={"PATH": str(folder / "bin")} | variables,
+        capture_output=True,
+        text=True,
+    )
+    return result, (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+
+
+ALL = {"python3": "3.12", "python3.11": "3.11", "python3.12": "3.12", "python3.13": "3.13"}
+
+
+def without(names: Collection[str]) -> dict[str, str]:
+    return {name: version for name, version in ALL.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("pythons", "has_gpu", "version", "says"),
+    [
+        (ALL, False, "3.11", False),
+        (ALL, True, "3.12", False),
+        ({"python3": "3.11"}, False, "3.11", False),
+        ({"python3": "3.11"}, True, "3.11", False),
+        (without(["python3.11"]), False, "3.12", True),
+        ({"python3.13": "3.13", "python3": "3.14"}, False, "3.13", True),
+        ({"python3.13": "3.13", "python3": "3.10"}, True, "3.13", False),
+        # A shim of pyenv is there for every version that is installed, and fails for one that is not chosen.
+        (ALL | {"python3.11": ""}, False, "3.12", True),
+        (ALL | {"python3.12": "", "python3": "3.13"}, True, "3.13", False),
+    ],
+)
+def test_cpus_prefer_python_3_11_and_gpus_3_12(
+    pythons: dict[str, str], has_gpu: bool, version: str, says: bool, tmp_path: Path
+) -> None:
+    result, calls = ensure(tmp_path, pythons, has_gpu=has_gpu)
+    assert result.returncode == 0, result.stderr
+    assert calls and all(call.startswith(f"{version} ") for call in calls)
+    assert ("downloading 3 GB" in result.stderr) == says
+    if says:
+        assert result.stderr.index("3 GB") < result.stderr.index("installing the project"), result.stderr
+
+
+def test_a_chosen_interpreter_is_taken_and_its_size_said(tmp_path: Path) -> None:
+    result, calls = ensure(tmp_path, ALL, PYTHON="python3.13")
+    assert calls[0].startswith("3.13 ") and "3 GB, because torch for Python 3.13 comes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("pythons", "variables", "problem"),
+    [
+        ({"python3": "3.10", "python3.14": "3.14"}, {}, "needs Python 3.11, 3.12 or 3.13, found none; set PYTHON"),
+        (ALL, {"PYTHON": "python3.9"}, "PYTHON=python3.9: must be Python 3.11, 3.12 or 3.13, which SGLang has wheels"),
+    ],
+)
+def test_an_unsupported_python_is_one_line_and_makes_nothing(
+    pythons: dict[str, str], variables: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    result, calls = ensure(tmp_path, pythons, **variables)
+    assert result.returncode == 1 and not calls and not (tmp_path / ".venv").exists()
+    [line] = result.stderr.splitlines()
+    assert f": error: {problem}" in line
+
+
+def test_a_second_call_installs_nothing_and_another_folder_is_kept_apart(tmp_path: Path) -> None:
+    twice = "ensure_env dev; ensure_sglang; ensure_env; ensure_sglang"
+    result, calls = ensure(tmp_path, ALL, twice, GRPO_MEGA_VENV=f"{tmp_path}/.venv-x")
+    assert result.returncode == 0, result.stderr
+    assert len(calls) == 3 and (tmp_path / ".venv-x/.installed-sglang").exists()
+    assert not (tmp_path / ".venv").exists()
+    assert f"--editable {tmp_path}[dev]" in calls[0]
+    assert f"--constraint {tmp_path}/tools/constraints-one.txt" in calls[0]
+    assert calls[1].endswith("/rollout/sglang/requirements-cpu-one.txt") and calls[2].endswith(
+        " --no-deps sglang==0.5.21"
+    )
+
+
+def test_constraints_of_the_user_replace_the_pinned_versions(tmp_path: Path) -> None:
+    _, calls = ensure(tmp_path, ALL, CONSTRAINTS="/dev/null")
+    assert "--constraint /dev/null --editable" in calls[0]
