@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = "bash basename cat cksum dirname grep mkdir paste rm sort tr".split()  # noqa: SIM905
-# A Python that knows its version, makes environments of itself, and records the calls of pip.
+TOOLS = "bash basename cat cksum cp dirname grep mkdir mktemp paste rm sort tee tr".split()  # noqa: SIM905
+# A Python that knows its version, makes environments of itself, and records the calls of pip and of other programs.
 PYTHON = """#!{bash}
 case "$*" in
     *version_info*) echo {version} ;;
     "-m venv "*) mkdir -p "$3/bin" && cat "$0" > "$3/bin/python" && {chmod} +x "$3/bin/python" ;;
     "-m pip "*) echo "{version} $*" >> "{folder}/calls" ;;
+    *)
+        echo "{version} $*" >> "{folder}/programs"
+        for word in "$@"; do [[ "$word" != run_dir=* ]] || mkdir -p "${{word#run_dir=}}/checkpoints"; done
+        echo "the checkpoint is from versions of set one, and this is set two; rounding may differ"
+        ;;
 esac
 """
 
@@ -27,6 +32,7 @@ def ensure(
     """Call functions of env.sh with these interpreters, {name: version}. Return the result, and the calls of pip."""
     for name in (
         "examples/env.sh",
+        ".ci/run",
         "pyproject.toml",
         *(f"tools/constraints-{one}.txt" for one in ("one", "two")),
         *(f"grpo_mega/rollout/sglang/requirements-cpu-{one}.txt" for one in ("one", "two")),
@@ -43,11 +49,13 @@ def ensure(
     }
     fakes |= {"nvidia-smi": f"#!{found['bash']}\n"} if has_gpu else {}
     for name, text in fakes.items():
-        (folder / "bin" / name).write_text(text)
-        (folder / "bin" / name).chmod(0o755)
+        path = folder / (name if "/" in name else f"bin/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
     result = subprocess.run(
         ["bash", "-c", f"set -euo pipefail; source {folder}/examples/env.sh; {calls}"],
-        env={"PATH": str(folder / "bin")} | variables,
+        env={"PATH": str(folder / "bin"), "HOME": str(folder / "home")} | variables,
         capture_output=True,
         text=True,
     )
@@ -124,3 +132,34 @@ def test_a_second_call_installs_nothing_and_another_folder_is_kept_apart(tmp_pat
 def test_constraints_of_the_user_replace_the_pinned_versions(tmp_path: Path) -> None:
     _, calls = ensure(tmp_path, ALL, CONSTRAINTS="/dev/null")
     assert "--constraint /dev/null --editable" in calls[0]
+
+
+def test_set_two_has_an_environment_of_its_own_and_continues_set_one(tmp_path: Path) -> None:
+    quickstart = tmp_path / "examples/quickstart.sh"
+    quickstart.parent.mkdir()
+    quickstart.write_text(f'#!{shutil.which("bash")}\necho "$VENV_PYTHON $*" >> {tmp_path}/programs\n')
+    quickstart.chmod(0o755)
+    result, calls = ensure(tmp_path, ALL, f"export VENV_PYTHON; bash {tmp_path}/.ci/run second")
+    assert result.returncode == 0, result.stderr
+    assert [call.partition(" ")[0] for call in calls] == ["3.11", "3.12", "3.12", "3.12"]
+    assert (tmp_path / ".venv/.installed").exists() and (tmp_path / ".venv-two/.installed-sglang").exists()
+    programs = (tmp_path / "programs").read_text().splitlines()
+    words = ("tiny_random_model", "/one", "installed_set", "/two --resume", "read_end", "tests/sglang", "--short")
+    places = [next(i for i, line in enumerate(programs) if word in line) for word in words]
+    assert places == sorted(places) and len(set(places)) == len(places), programs
+    assert all(line.startswith("3.11 ") == (i < places[2]) for i, line in enumerate(programs)), programs
+
+
+def test_a_machine_without_python_3_12_says_that_set_two_was_not_run(tmp_path: Path) -> None:
+    result, calls = ensure(tmp_path, {"python3": "3.11", "python3.13": "3.13"}, f"bash {tmp_path}/.ci/run second")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "set two was not run, because this machine has no Python 3.12\n" and len(calls) == 1
+
+
+def test_a_python_3_12_of_pyenv_is_found_behind_a_shim_that_fails(tmp_path: Path) -> None:
+    pythons = {"python3": "3.11", "python3.12": "", "home/.pyenv/versions/3.12.7/bin/python": "3.12"}
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/quickstart.sh").symlink_to("/bin/true")
+    result, calls = ensure(tmp_path, pythons, f"bash {tmp_path}/.ci/run second")
+    assert result.returncode == 0, result.stderr
+    assert [call.partition(" ")[0] for call in calls] == ["3.11", "3.12", "3.12", "3.12"]
