@@ -1,6 +1,6 @@
 """The transformers model of the embedded engine: fast linear layers, names of its weights, and its routers' choices.
 
-It has patches of transformers 5.12. tests/rollout/test_embedded.py fails when a patch is no longer needed.
+It has patches of transformers 5.12 and 5.19. tests/rollout/test_embedded.py fails when a patch is no longer needed.
 """
 
 from __future__ import annotations
@@ -125,9 +125,16 @@ class RouteRecorder:
 
 
 class LinearState(LinearAttentionLayer):
-    """The state of a layer of linear attention. It stays float32; transformers would round it to the model's dtype."""
+    """The state of a layer of linear attention, in float32.
 
-    def update_recurrent_state(self, recurrent_states: Tensor, **kwargs: Any) -> Tensor:
+    transformers 5.12 would round it to the model's dtype. 5.19 does not, and has a dict of states by index.
+    """
+
+    recurrent_states: Any
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(self.recurrent_states, dict):
+            return super().update_recurrent_state(recurrent_states, *args, **kwargs)
         self.recurrent_states, self.is_recurrent_states_initialized = recurrent_states, True
         return recurrent_states
 
@@ -135,17 +142,26 @@ class LinearState(LinearAttentionLayer):
         """Append the sequences of other caches. A state has no padding, whatever the lengths of the sequences."""
         states: list[Any] = [self, *others]
         for name in ("conv_states", "recurrent_states"):
-            setattr(self, name, torch.cat([getattr(one, name) for one in states]))
+            first, *more = (getattr(one, name) for one in states)
+            if isinstance(first, dict):
+                first.update({i: torch.cat((tensor, *(one[i] for one in more))) for i, tensor in first.items()})
+            else:
+                setattr(self, name, torch.cat((first, *more)))
 
 
 def silence_fast_path() -> None:
-    """Drop transformers' notice that kernels for linear attention are missing: these kernels need a GPU."""
-    for name in ("qwen3_5", "qwen3_5_moe"):
-        logging.getLogger(f"transformers.models.{name}.modeling_{name}").addFilter(_is_no_notice)
+    """Drop transformers' notices that kernels for linear attention are missing: these kernels need a GPU."""
+    for name in (
+        "models.qwen3_5.modeling_qwen3_5",
+        "models.qwen3_5_moe.modeling_qwen3_5_moe",
+        "integrations.hub_kernels",
+    ):
+        logging.getLogger(f"transformers.{name}").addFilter(_is_no_notice)
 
 
 def _is_no_notice(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("The fast path is not available")
+    notices = "The fast path is not available", "is falling back to its reference PyTorch implementation"  # 5.12, 5.19
+    return not any(notice in record.getMessage() for notice in notices)
 
 
 def new_cache(config: Any) -> DynamicCache:
