@@ -1,20 +1,25 @@
 """Every patch of a dependency, with its reason. `install_patches` runs once, before the first import of megatron.core.
 
-Without a GPU, Megatron-core 0.16.1 needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens
+Without a GPU, Megatron-core needs a stand-in for torch.cuda, because it allocates on "cuda", sets devices, opens
 streams and reads random states unconditionally. The stand-in redirects this to the CPU, where all operations run in
-order. tests/megatron/test_guards.py fails once a patch is no longer needed.
+order.
+
+Both 0.16.1 and 0.19.2 are supported. No other module asks for the version, and a version gets only the patches that it
+needs. tests/megatron/test_guards.py fails once a patch is no longer needed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import pickle
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,8 +28,14 @@ from torch.utils._device import _device_constructors
 from grpo_mega.distributed.watchdog import recorder
 from grpo_mega.formats.dcp_read import load_metadata
 
+IS_NEW = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)  # 0.19.2, not 0.16.1
 CPU = torch.device("cpu")
 _ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_NOTICES = {  # by logger: how a warning starts that no user can act on
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+}
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange")
 
 
@@ -52,6 +63,8 @@ def install_patches() -> bool:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    for name in _NOTICES if IS_NEW else ():
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(tuple(_NOTICES.values())))
     # Megatron's timers import W&B. The import takes a second and makes two temporary folders per rank. If the run logs
     # to W&B, observe/writers.py imports it on the first rank.
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # None makes the import fail
@@ -63,14 +76,28 @@ def install_patches() -> bool:
         return False
     # SGLang's requirements install triton. On a CPU it is useless and prints many warnings when the process ends.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+    if IS_NEW:  # Megatron imports triton, up to 1 GB, for kernels that only a GPU runs
+        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
+        sys.modules[kernels.__name__] = kernels
     _redirect_to_cpu()
-    # The decorator of megatron.core.jit compiles Megatron's fused functions. It alone imports torch's compiler, more
-    # than a second of CPU time per process, and a CPU does not need it.
-    jit: Any = types.ModuleType("megatron.core.jit")
-    jit.jit_fuser = jit.noop_decorator = lambda function: function
-    jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
-    sys.modules["megatron.core.jit"] = jit
+    torch.compile = _compile_for_others(torch.compile)
     return True
+
+
+def _compile_for_others(compile_: Any) -> Any:
+    """Return torch.compile, which leaves Megatron's functions as they are.
+
+    Megatron compiles its fused functions, and from 0.19 on a router for inference, when it is imported. This alone
+    imports torch's compiler, more than a second of CPU time per process, and a CPU does not need it.
+    """
+
+    @functools.wraps(compile_)
+    def for_others(model: Any = None, **options: Any) -> Any:
+        is_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.")
+        return model if is_megatron else compile_(model, **options)
+
+    return for_others
 
 
 @functools.cache
@@ -250,28 +277,64 @@ def patch_moe() -> None:
         mappings._gather_along_first_dim = gather_padded
 
 
+def mark_sharded_weights(model: Any) -> None:
+    """Mark the weights that tensor parallelism cuts.
+
+    Megatron 0.16 marks weights only when it initializes them, and its gradient norm counts weights without a mark only
+    on the first rank.
+    """
+    from megatron.core import tensor_parallel
+
+    cuts = {"ColumnParallelLinear": 0, "VocabParallelEmbedding": 0, "RowParallelLinear": 1}
+    for module in () if IS_NEW else model.modules():
+        for kind, dim in cuts.items():
+            if isinstance(module, getattr(tensor_parallel, kind)) and module.weight is not None:
+                tensor_parallel.set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+
+
+def split_tensor_factory() -> Any:
+    """Return Megatron's function that stores a tensor's sections as separate tensors of a checkpoint."""
+    if IS_NEW:
+        from megatron.core.ssm.utils import _split_tensor_factory
+    else:
+        from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+    return _split_tensor_factory
+
+
 @functools.cache
 def patch_latent_attention() -> None:
-    """Let multi-latent attention run without Transformer Engine, and skip its table of angles.
+    """Let multi-latent attention run without Transformer Engine, as its spec says, and skip its table of angles.
 
-    Megatron's module assumes that TE is installed if Megatron's own wrapper can be imported, and then calls isinstance
-    with a mock. Nothing here reads the table of angles, and Megatron splits it over context-parallel ranks in pinned
-    memory.
+    Nothing here reads the table of angles, and Megatron splits it over context-parallel ranks in pinned memory.
+
+    0.16 assumes that TE is installed if Megatron's own wrapper can be imported, and then calls isinstance with a mock.
+    0.19 knows modelopt's Linear only with TE. It also replaces parts of the spec: for any norm of a latent it sets a
+    second norm before the query projection of models without q_lora (DeepSeek-V2-Lite), which have none there.
     """
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.transformer import multi_latent_attention
 
     patched: Any = multi_latent_attention
-    if not isinstance(patched.TELinear, type):
-        patched.HAVE_TE = False
     YarnRotaryEmbedding._set_cos_sin_cache = lambda self, *args, **kwargs: None
+    if not IS_NEW:
+        patched.HAVE_TE = isinstance(patched.TELinear, type)
+        return
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+    patched.Linear = Linear
+    patched.MLASelfAttention._resolve_qk_norm_config = lambda self, spec: {
+        part: getattr(spec, part) or IdentityOp for part in parts
+    }
 
 
 @functools.cache
 def patch_gated_delta_net() -> None:
     """Let the gated delta net run without flash-linear-attention.
 
-    Megatron's module refuses to be built without it, although its path in plain torch needs only `l2norm`.
+    Megatron's module refuses to be built without it, although its path in plain torch needs only `l2norm`. 0.19 also
+    requires a kernel.
     """
     from megatron.core.ssm import gated_delta_net
 
@@ -279,8 +342,12 @@ def patch_gated_delta_net() -> None:
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
     patched: Any = gated_delta_net
-    if not patched.HAVE_FLA:
-        patched.HAVE_FLA, patched.l2norm = True, l2norm
+    if patched.HAVE_FLA:
+        return
+    patched.HAVE_FLA, patched.l2norm = True, l2norm
+    if IS_NEW:
+        patched.common.HAVE_FLA = True
+        patched.gdn.chunk_gated_delta_rule = patched.torch_chunk_gated_delta_rule
 
 
 def offload_from_any_device() -> None:

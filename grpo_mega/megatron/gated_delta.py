@@ -1,8 +1,8 @@
 """Linear attention of packed sequences: Megatron's gated delta net (arXiv 2412.06464), and the norm of its output.
 
-Megatron 0.16.1's own forward pass supports no packed rows. Here the segments of a row are gathered into right-padded
-batches, as in attention.py. Convolution and recurrence are causal, so padding changes nothing. On a GPU with
-flash-linear-attention (FLA) its kernels read the segments as they are.
+Megatron's own forward pass supports no packed rows in 0.16.1, and only with FLA in 0.19.2. Here the segments of a row
+are gathered into right-padded batches, as in attention.py. Convolution and recurrence are causal, so padding changes
+nothing. On a GPU with flash-linear-attention (FLA) its kernels read the segments as they are.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from grpo_mega.config import Config
 from grpo_mega.formats.megatron_weights import stored_tensors
 from grpo_mega.megatron.attention import rms_norm
+from grpo_mega.megatron.compat import split_tensor_factory
 from grpo_mega.megatron.model import shards_of
 from grpo_mega.megatron.runtime import Runtime
 from grpo_mega.weights.apply import load_shards
@@ -226,7 +226,7 @@ class Lora:
             states[name.removeprefix(chunk)] = apply_swiglu_sharded_factory(tensor, stack) if is_gated else tensor
             if saved_as := next((parts for end, parts in separate.items() if name.endswith(end)), ()):
                 tensor.key = tensor.key.rpartition(".")[0]
-                states[name.removeprefix(chunk)] = _split_tensor_factory(tensor, *_sections(local, saved_as), depth)
+                states[name.removeprefix(chunk)] = split_tensor_factory()(tensor, *_sections(local, saved_as), depth)
         return states
 
 

@@ -29,10 +29,8 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -274,12 +272,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
-    # Megatron marks sharded weights only when it initializes them, and its gradient norm counts weights without a mark
-    # only on the first rank.
-    for module in model.modules():
-        for kind, dim in ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1)):
-            if isinstance(module, kind) and module.weight is not None:
-                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+    compat.mark_sharded_weights(model)
     for name, p in model.named_parameters():
         if ".mlp.experts." in name:  # Megatron reduces gradients over an expert's replicas only if ep > 1
             p.allreduce = not layout.has_own_expert_groups

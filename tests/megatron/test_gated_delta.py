@@ -19,7 +19,7 @@ from grpo_mega.megatron.policy import Policy
 from grpo_mega.run import model_files
 from tests.distributed.layout_cases import make_config
 from tests.helpers.models import make_model, save_checkpoint
-from tests.megatron.test_guards import megatron_source
+from tests.megatron.test_guards import IS_NEW, megatron_source
 
 A_LOG = "model.layers.{}.linear_attn.A_log"
 LENGTHS = (1, 63, 64, 65, 129, 60)
@@ -113,8 +113,15 @@ def test_megatron_still_stores_fp32_weights_before_others_in_a_group() -> None:
     assert 'local_param_group_map[param] = (group_index, len(group_range["params"]) - 1)' in source
 
 
-def test_megatrons_layer_still_needs_fla_and_supports_no_packing() -> None:
-    """The reasons for compat.patch_gated_delta_net and for GatedDelta.forward."""
-    source = megatron_source("ssm/gated_delta_net.py")
+def test_megatrons_layer_still_needs_fla_and_packs_only_with_it() -> None:
+    """The reasons for compat.patch_gated_delta_net and for GatedDelta.forward. 0.16 packs nothing."""
+    if not IS_NEW:
+        source = megatron_source("ssm/gated_delta_net.py")
+        assert "if not HAVE_FLA:\n            raise ImportError" in source
+        assert 'raise NotImplementedError("GDN does not support packed sequence for now.")' in source
+        return
+    source = megatron_source("ssm/gated_delta_net/common.py")
     assert "if not HAVE_FLA:\n            raise ImportError" in source
-    assert 'raise NotImplementedError("GDN does not support packed sequence for now.")' in source
+    assert '            "gated_delta_rule",\n        )' in source and "Attribute {attr} for GDN is not set" in source
+    assert '"cu_seqlens is not supported for torch_chunk_gated_delta_rule for now."' in source
+    assert "self.gated_delta_rule = chunk_gated_delta_rule" in megatron_source("ssm/gated_delta_net/gdn.py")

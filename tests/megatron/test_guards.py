@@ -7,9 +7,11 @@ tests/distributed/test_layouts.py, Adam's step counts in tests/run/test_resume.p
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 from tests.helpers import preloaded
 
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+IS_NEW = int(version("megatron-core").split(".")[1]) > 16  # 0.19.2; the other supported version is 0.16.1
 
 # Each test runs in a separate process, because the patches cannot be undone.
 PRELUDE = """
@@ -183,22 +186,47 @@ def test_an_output_layer_still_refuses_fused_weight_gradients_without_apex() -> 
     )
 
 
-def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked() -> None:
-    """The reason for the marks in model._build: Megatron marks weights when it initializes them, and the gradient norm
-    uses the marks."""
+@pytest.mark.parametrize("kind", ["VocabParallelEmbedding", "ColumnParallelLinear", "RowParallelLinear"])
+def test_megatron_leaves_uninitialized_tensor_parallel_weights_unmarked(kind: str) -> None:
+    """The reason for compat.mark_sharded_weights: 0.16 marks weights when it initializes them, and the gradient norm
+    uses the marks. 0.19 marks all weights, and marking a weight again is an error."""
     source = megatron_source("tensor_parallel/layers.py")
-    constructor = source.split("class RowParallelLinear")[1].split("def forward")[0]
+    constructor = source.split(f"class {kind}")[1].split("def forward")[0]
     before_bias = constructor.split("if bias:")[0]
-    assert "set_tensor_model_parallel_attributes" not in before_bias
+    assert before_bias.count("set_tensor_model_parallel_attributes(") == (2 if IS_NEW else 0)
 
 
-def test_latent_attention_still_assumes_te_if_its_wrapper_is_importable() -> None:
-    """The reason for compat.patch_latent_attention: Megatron then calls isinstance with a name that is no class."""
-    head, body = megatron_source("transformer/multi_latent_attention.py").split("HAVE_TE = True")
-    assert (
-        "import transformer_engine" not in head
-        and "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in body
+def test_latent_attention_still_assumes_or_requires_transformer_engine() -> None:
+    """The reason for compat.patch_latent_attention. If its wrapper can be imported, 0.16 calls isinstance with a name
+    that is no class. 0.19 has modelopt's Linear only beside Transformer Engine."""
+    source = megatron_source("transformer/multi_latent_attention.py")
+    assert "HAVE_TE\n            and isinstance(self.linear_proj, TELinear)" in source
+    if IS_NEW:
+        names = source.split("if HAVE_TE:\n")[1].split("else:\n    (\n")[1].split(") = (None, ")[0]
+        assert "Linear" in names.replace(",", "").split()
+    else:
+        assert "import transformer_engine" not in source.split("HAVE_TE = True")[0]
+
+
+def test_megatron_still_puts_a_second_norm_before_a_query_without_lora(run: Run) -> None:
+    """The second reason for compat.patch_latent_attention, which is silent: DeepSeek-V2-Lite has no norm there. 0.16
+    builds what the spec says. tests/gpu/test_logits.py compares logits with transformers'."""
+    if not IS_NEW:
+        assert "resolve_qk_norm_config" not in megatron_source("transformer/multi_latent_attention.py")
+        return
+    result = run(
+        "from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver\n"
+        + "from megatron.core.transformer.multi_latent_attention import MLASelfAttention\n"
+        + "spec = SimpleNamespace(linear_q_proj=int, linear_q_up_proj=None, linear_kv_up_proj=float, q_layernorm=None,"
+        " kv_layernorm=None)\n"
+        + "megatrons = object.__new__(QKNormConfigResolver)\n"
+        + "vars(megatrons).update(submodules=spec, has_q_lora=False, fused_norm_linear_impl=float)\n"
+        + "print(megatrons._resolve_mla_qk_layernorm()['linear_q_proj'].__name__)\n"
+        + "model.compat.patch_latent_attention()\n"
+        + "found = MLASelfAttention._resolve_qk_norm_config(None, spec)\n"
+        + "print(*(part.__name__ for part in found.values()))\n"
     )
+    assert result.stdout.split() == ["float", "int", "IdentityOp", "float", "IdentityOp", "IdentityOp"], result.stderr
 
 
 def test_megatron_still_splits_an_unused_table_of_angles_over_ranks() -> None:
@@ -232,15 +260,74 @@ torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1
 
 
 @pytest.mark.full
-def test_importing_megatron_imports_no_compiler_thanks_to_the_patch() -> None:
+def test_importing_megatron_imports_no_compiler_and_no_triton() -> None:
+    """Only Megatron's functions are not compiled."""
     code = (
-        "import importlib.util, sys, torch; import grpo_mega.megatron.policy; "
-        "assert 'torch._inductor.compile_fx' not in sys.modules; ours = vars(sys.modules.pop('megatron.core.jit')); "
-        "import megatron.core.jit; theirs = vars(megatron.core.jit); "
-        "assert {name for name in theirs if name.endswith(('fuser', 'decorator'))} <= ours.keys(); "
-        "theirs['jit_fuser'](abs); assert 'torch._inductor.compile_fx' in sys.modules, 'the patch is no longer needed'"
+        "import sys, torch; theirs = torch.compile; import grpo_mega.megatron.policy, megatron.core.jit; "
+        "assert not sys.modules['triton'] and 'torch._inductor.compile_fx' not in sys.modules; "
+        "assert megatron.core.jit.jit_fuser is torch.compile and torch.compile(abs) is not abs; "
+        "assert 'torch._inductor.compile_fx' in sys.modules; del sys.modules['torch._inductor.compile_fx']; "
+        "torch.compile = theirs; del sys.modules['megatron.core.fusions.fused_bias_swiglu']; "
+        "megatron.core.jit.enable_jit_fuser(); import megatron.core.fusions.fused_bias_swiglu; "
+        "assert 'torch._inductor.compile_fx' in sys.modules, 'the patch is no longer needed'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_stub_of_tritons_kernels_has_all_names_and_is_still_needed(run: Run) -> None:
+    """A CPU has no triton, and 0.19 imports it without a guard. 0.16 does not, so it gets no stub."""
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    result = run(f"import sys; print(*vars(sys.modules.get({name!r}, SimpleNamespace())))")
+    if not IS_NEW:
+        assert result.stdout.split() == [], result.stderr
+        return
+    source = megatron_source("transformer/moe/ops/paged_stash.py")
+    assert "\nimport triton\n" in source, "the stub is no longer needed"
+    names = source.split("__all__ = [")[1].split("]")[0].replace('"', "").split(", ")
+    assert set(names) <= set(result.stdout.split()), result.stderr
+
+
+NOTICES = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED. Use HybridModel",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "torch.utils.cpp_extension": "No CUDA runtime is found, using CUDA_HOME='/usr/local/cuda'",
+}
+
+
+def test_notices_that_no_user_can_act_on_stay_off_the_console(run: Run) -> None:
+    """0.16 has none of them, so nothing is filtered there."""
+    sources = [
+        megatron_source(f"{name.removeprefix('megatron.core.').replace('.', '/')}.py") for name in [*NOTICES][:2]
+    ]
+    has_notices = ["GPTModel IS DEPRECATED" in sources[0], "full_param_layout not provided" in sources[1]]
+    assert has_notices == [IS_NEW, IS_NEW], "the filters are needed by other versions now"
+    result = run(
+        f"import logging\nfor name, text in {NOTICES}.items():\n"
+        "    logging.getLogger(name).warning(text); logging.getLogger(name).warning('another warning')"
+    )
+    shown = [text for text in NOTICES.values() if text in result.stderr]
+    assert shown == ([] if IS_NEW else [*NOTICES.values()]) and result.stderr.count("another warning") == 3
+
+
+def test_only_megatrons_own_scheduler_still_applies_wd_mult() -> None:
+    """The reason for optimizer.set_rates: without Megatron's scheduler, weight decay reaches norms and biases."""
+    uses = "* param_group.get('wd_mult', 1.0)"
+    assert uses in megatron_source("optimizer_param_scheduler.py")
+    files = ("__init__", "optimizer", "distrib_optimizer", "clip_grads")
+    found = [
+        name for name in files if re.search(r"\*\s*\w+(\.get\(|\[).wd_mult", megatron_source(f"optimizer/{name}.py"))
+    ]
+    assert not found, "set_rates would apply it twice"
+
+
+def test_megatrons_router_replay_still_shares_one_list_of_all_routers() -> None:
+    """The reason for routers.Replayed: policy and reference mix, and the backward list keeps the routes of passes
+    without recomputation."""
+    source = megatron_source("transformer/moe/router_replay.py")
+    assert "    global_router_replay_instances: List['RouterReplay'] = []" in source
+    assert source.count("replay_backward_list.append(") == source.count("replay_backward_list.pop(") == 1
+    assert "return router_replay.get_replay_topk(" in megatron_source("transformer/moe/moe_utils.py")
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
