@@ -283,7 +283,7 @@ def _build(shape: ModelShape, hf_config: Any, config: TransformerConfig, runtime
         model.output_layer.forward = partial(_forward_hidden, model.output_layer)
     # transformers computes the frequencies, for every rope type that preflight accepts.
     theirs: Any = _ROTARY.get(shape.model_type, LlamaRotaryEmbedding)(hf_config)
-    inv_freq = theirs.inv_freq.float().to(runtime.device.torch_device)  # no buffer of the model, so it is moved here
+    inv_freq = theirs.inv_freq.detach().float().to(runtime.device.torch_device)  # no buffer, which a cast would round
     if shape.kv_lora:
         rotary = LatentRotary(inv_freq, theirs.attention_scaling)
         for attention in (layer.self_attention for layer in model.decoder.layers):

@@ -125,3 +125,13 @@ def test_megatrons_layer_still_needs_fla_and_packs_only_with_it() -> None:
     assert '            "gated_delta_rule",\n        )' in source and "Attribute {attr} for GDN is not set" in source
     assert '"cu_seqlens is not supported for torch_chunk_gated_delta_rule for now."' in source
     assert "self.gated_delta_rule = chunk_gated_delta_rule" in megatron_source("ssm/gated_delta_net/gdn.py")
+
+
+def test_rotary_frequencies_are_no_buffer_so_they_stay_float32(policy: Policy) -> None:
+    """Megatron casts a bf16 model's buffers. transformers 5.19 returns a buffer, which a module would adopt."""
+    [model] = policy.models
+    found, config = model.rotary_pos_emb.inv_freq, make_model("qwen3_5_text", seed=4, **SIZES).config
+    width = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    exact = config.rope_parameters["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    assert found.dtype is torch.float32 and not dict(model.rotary_pos_emb.named_buffers())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
