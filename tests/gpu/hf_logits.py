@@ -21,8 +21,28 @@ from tests.distributed.forced_routes import force_routes, routes_of
 from tests.helpers.models import VOCAB_SIZE, make_model, save_checkpoint
 
 LENGTHS = (7, 19, 64, 130)
+# Latent attention without q_lora, as in DeepSeek-V2-Lite and Moonlight. Every token uses all experts, so rounding
+# cannot select another expert.
+LATENT = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # Changes of a family's config. The window is below some lengths, and not in every layer.
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "qwen3_moe": {"moe_intermediate_size": 128},
     "qwen2": {"tied": True},
     "qwen2-windowed": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},

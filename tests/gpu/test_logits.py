@@ -27,7 +27,7 @@ from grpo_mega.weights.spec import ModelShape
 from tests.helpers.gpu_policies import SIZES, logits_of, make_policy, make_sample, use_local_layers
 
 HERE = Path(__file__).parent
-FAMILIES = ("qwen2", "llama", "qwen3", "qwen2-windowed")
+FAMILIES = ("qwen2", "llama", "qwen3", "qwen2-windowed", "deepseek_v2", "deepseek_v3")
 MIXTURE = "qwen3_moe"
 ALLOWED, ALLOWED_OF_MIXTURE = 1.5, 3.0  # allowed error as a multiple of transformers' bf16 error
 
