@@ -71,16 +71,22 @@ ensure_te() {
     done
 }
 
-# Set VERSION_SET, the set of package versions (grpo_mega/preflight/versions.py); PINS, its file; and PIP_INSTALL.
+# Set VERSION_SET, the set of package versions (grpo_mega/preflight/versions.py) for .venv's Python; PINS, its file; and PIP_INSTALL.
 _choose_set() {
+    local python="$VENV_PYTHON"
+    [[ -x "$python" ]] || python="${PYTHON:-$(_find_python || true)}" # the Python that would make .venv
     VERSION_SET=one
+    [[ ! "$(_version_of "$python")" =~ ^3\.1[23]$ ]] || VERSION_SET=two
     PINS="${CONSTRAINTS:-$ROOT/tools/constraints-$VERSION_SET.txt}"
     PIP_INSTALL=("$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --constraint "$PINS")
 }
 
 # _pin PACKAGE: print PACKAGE==VERSION of the set, from pyproject.toml.
 _pin() {
-    grep -om1 "$1==[0-9.]*[0-9]" "$ROOT/pyproject.toml"
+    local when="< '3.12'" line
+    [[ "$VERSION_SET" == one ]] || when=">= '3.12'"
+    line="$(grep -om1 "$1==[0-9.]*[0-9]; python_version $when" "$ROOT/pyproject.toml")" || _fail "pyproject.toml pins no $1"
+    echo "${line%%;*}"
 }
 
 _make_venv() {

@@ -90,6 +90,7 @@ def test_cpus_prefer_python_3_11_and_gpus_3_12(
     result, calls = ensure(tmp_path, pythons, has_gpu=has_gpu)
     assert result.returncode == 0, result.stderr
     assert calls and all(call.startswith(f"{version} ") for call in calls)
+    assert all(f"/tools/constraints-{'one' if version == '3.11' else 'two'}.txt " in call for call in calls)
     assert ("downloading 3 GB" in result.stderr) == says
     if says:
         assert result.stderr.index("3 GB") < result.stderr.index("installing the project"), result.stderr
@@ -116,17 +117,22 @@ def test_an_unsupported_python_is_one_line_and_makes_nothing(
     assert f": error: {problem}" in line
 
 
-def test_a_second_call_installs_nothing_and_another_folder_is_kept_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("python", "name", "sglang"), [("3.11", "one", "0.5.21"), ("3.12", "two", "0.5.23"), ("3.13", "two", "0.5.23")]
+)
+def test_a_second_call_installs_nothing_and_another_folder_is_kept_apart(
+    python: str, name: str, sglang: str, tmp_path: Path
+) -> None:
     twice = "ensure_env dev; ensure_sglang; ensure_env; ensure_sglang"
-    result, calls = ensure(tmp_path, ALL, twice, GRPO_MEGA_VENV=f"{tmp_path}/.venv-x")
+    venv = f"{tmp_path}/.venv-x"
+    result, calls = ensure(tmp_path, ALL, twice, GRPO_MEGA_VENV=venv, PYTHON=f"python{python}")
     assert result.returncode == 0, result.stderr
     assert len(calls) == 3 and (tmp_path / ".venv-x/.installed-sglang").exists()
     assert not (tmp_path / ".venv").exists()
     assert f"--editable {tmp_path}[dev]" in calls[0]
-    assert f"--constraint {tmp_path}/tools/constraints-one.txt" in calls[0]
-    assert calls[1].endswith("/rollout/sglang/requirements-cpu-one.txt") and calls[2].endswith(
-        " --no-deps sglang==0.5.21"
-    )
+    assert f"--constraint {tmp_path}/tools/constraints-{name}.txt" in calls[0]
+    assert calls[1].endswith(f"/rollout/sglang/requirements-cpu-{name}.txt")
+    assert calls[2].endswith(f" --no-deps sglang=={sglang}")
 
 
 def test_constraints_of_the_user_replace_the_pinned_versions(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-# The CI environment, for machines without a GPU: docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
+# The CI environment, for machines without a GPU. It has set one of the package versions (Python 3.11).
+# docker build --file .github/docker/cpu.Dockerfile --tag grpo-mega:cpu .
 # docker run grpo-mega:cpu examples/quickstart.sh --out /tmp/quickstart    (or tests/run.sh)
 FROM python:3.11-bookworm
 WORKDIR /grpo_mega

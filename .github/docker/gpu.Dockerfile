@@ -1,4 +1,5 @@
-# For NVIDIA GPUs: docker build --file .github/docker/gpu.Dockerfile --tag grpo-mega:gpu .
+# For NVIDIA GPUs. It has set two of the package versions (Python 3.12).
+# docker build --file .github/docker/gpu.Dockerfile --tag grpo-mega:gpu .
 # Not yet run: no machine with a GPU has built or started it. It keeps the compiler, because SGLang calls it at startup.
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 RUN apt-get update && \
