@@ -9,7 +9,7 @@ from statistics import fmean
 
 from grpo_mega import config as configs
 from grpo_mega.commands.options import PlanOptions
-from grpo_mega.errors import ConfigError, UserError
+from grpo_mega.errors import ConfigError, UserError, raise_all
 from grpo_mega.planner import report, this_machine
 from grpo_mega.planner.generation import read_lengths
 from grpo_mega.planner.job import PlannedJob, plan_on
@@ -17,6 +17,7 @@ from grpo_mega.planner.plan import Plan, suggest
 from grpo_mega.preflight import Findings, Machine, find_all, resolve_dtype, start_notes
 from grpo_mega.preflight.machine import ASSUMED, CPU, card_of
 from grpo_mega.preflight.model import known_model, read_planned_model, read_teachers
+from grpo_mega.preflight.versions import installed_set
 
 FITS, DOES_NOT_FIT, ILLEGAL = 0, 1, 2
 
@@ -59,6 +60,8 @@ def run(options: PlanOptions) -> int:
 def prepare_plan(options: PlanOptions) -> tuple[PlannedJob | None, Findings]:
     """Return the setup, valid only if no rule is violated; None if the model's shape is unknown. Raise ConfigError."""
     is_here = options.gpu == CPU
+    if options.rehearses:
+        raise_all(installed_set().problems)
     card = None if is_here else card_of(options.gpu)
     if options.ranks and not options.rehearses:
         raise ConfigError(f"--ranks {' '.join(map(str, options.ranks))} needs --rehearse; add it")

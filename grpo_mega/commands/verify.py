@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_mega.commands.convert import check_workers
 from grpo_mega.commands.options import InspectOptions, VerifyOptions
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, raise_all
 from grpo_mega.observe.progress import phase
+from grpo_mega.preflight.versions import installed_set
 
 if TYPE_CHECKING:
     from grpo_mega.formats.detect import Checkpoint, FileDifference
@@ -31,6 +32,8 @@ def run(options: VerifyOptions) -> int:
     """Print the differences. Return 0 if there are none, 1 otherwise. Raise WeightMappingError for another folder."""
     from grpo_mega.formats.detect import compare_checkpoints, find_checkpoint
 
+    if options.logits:
+        raise_all(installed_set().problems)
     check_workers(options.workers)
     a, b = find_checkpoint(options.a, options.config_a), find_checkpoint(options.b, options.config_b)
     print(f"A: {a.path} ({a.kind})\nB: {b.path} ({b.kind})", flush=True)

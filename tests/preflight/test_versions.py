@@ -152,3 +152,15 @@ def test_a_plan_for_other_machines_only_notes_versions_here(
     monkeypatch.syspath_prepend(fake_packages(tmp_path, {"transformers": "5.13.0"}))
     assert cli.main(["plan", str(inputs), "--gpu", "h100", "--set", "device=auto"]) == 0
     assert "here: transformers=5.13.0: must be" in " ".join(capfd.readouterr().out.split())
+
+
+def test_outputs_of_megatron_need_a_tested_set(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(fake_packages(tmp_path, {"torch": "2.12.5"}))
+    model = str(inputs.parent / "model")
+    for command in (["plan", str(inputs), "--gpu", "h100", "--rehearse"], ["verify", model, model]):
+        assert cli.main(command) == 2
+        assert "error: torch=2.12.5: must be torch==" in capfd.readouterr().err
+    assert cli.main(["verify", model, model, "--no-logits"]) == 2
+    assert "is not a checkpoint" in capfd.readouterr().err  # the folder is read
