@@ -55,11 +55,11 @@ ensure_sglang() {
     echo "$wanted" > "$stamp"
 }
 
-# `ensure_te VERSION ...` installs the wheel of each Transformer Engine version, without dependencies, into .venv-te/VERSION. Call
+# `ensure_te` installs the wheel of each Transformer Engine version of the set, without dependencies, into .venv-te/VERSION. Call
 # ensure_env first. Only the tests that run its Python code on emulated kernels import it. They are skipped if the install fails.
 ensure_te() {
     local version folder
-    for version in "$@"; do
+    for version in $(te_versions); do
         folder="$ROOT/.venv-te/$version"
         [[ -f "$folder/.installed" ]] && continue
         rm -rf "$folder"
@@ -69,6 +69,11 @@ ensure_te() {
             echo "cannot install transformer-engine $version into .venv-te; the tests that need it are skipped" >&2
         fi
     done
+}
+
+# Print the Transformer Engine versions that the tests of the set run, the default first.
+te_versions() {
+    sed -n "s/^$VERSION_SET //p" "$ROOT/tests/te_on_cpu/versions.txt"
 }
 
 # Set VERSION_SET, the set of package versions (grpo_mega/preflight/versions.py) for .venv's Python; PINS, its file; and PIP_INSTALL.

@@ -66,7 +66,7 @@ if [[ -n "$is_fast" ]]; then
 fi
 are_fast "${arguments[@]}" || {
     ensure_sglang
-    ensure_te 2.11.0 2.10.0 2.9.0
+    ensure_te
 }
 [[ -z "$chooses" ]] || exec "${pytest[@]}"
 exec "${pytest[@]}" --numprocesses=4 --no-loadscope-reorder

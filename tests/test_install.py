@@ -187,6 +187,5 @@ def test_files_and_functions_used_by_an_image_exist(name: str) -> None:
     if name == "cpu":
         ours = (ROOT / "tests" / "run.sh").read_text()
         assert functions == set(re.findall(r"^ *(ensure_\w+)", ours, re.MULTILINE)), "CI creates another environment"
-        assert all(version in text for version in re.search(r"^ *ensure_te (.*)$", ours, re.MULTILINE)[1].split())  # type: ignore[index]
     else:
         assert "Not yet run" in text

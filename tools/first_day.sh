@@ -40,7 +40,7 @@ if [[ -n "$IS_CPU" ]]; then
     [[ -z "$MODEL" ]] || _fail "--cpu makes its own model; leave $MODEL out"
     ensure_env dev
     ensure_sglang
-    ensure_te 2.11.0
+    ensure_te
 else
     num_gpus="$(nvidia-smi --list-gpus 2> /dev/null | wc -l)"
     ((num_gpus > 0)) || _fail "nvidia-smi shows no GPU; use a machine with one, or --cpu to try the script"
@@ -70,7 +70,8 @@ if [[ "$WITHOUT" == *sglang* ]]; then settings+=(--set rollout.engine=embedded);
 python=("$VENV_PYTHON")
 if [[ -n "$IS_CPU" ]]; then
     export PYTHONPATH="$ROOT" OMP_NUM_THREADS=1
-    emulated=("${python[@]}" -m tests.te_on_cpu.emulated_te.run 2.11.0)
+    read -r default _ <<< "$(te_versions)"
+    emulated=("${python[@]}" -m tests.te_on_cpu.emulated_te.run "$default")
     settings+=(--set "model.path=$OUT/model" --set model.dtype=bfloat16 --set layout.tp=1 --set layout.pp=1 --set steps=4)
     settings+=(--set rollout.cache_tokens=4096 --set eval.interval=2 --set rollout.mismatch_stop=null)
     step install "${python[@]}" tools/check_node.py

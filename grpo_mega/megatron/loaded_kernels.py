@@ -124,7 +124,7 @@ def attention_errors(
     expected.backward(upstream.float())
     pairs: dict[str, tuple[Any, Any]] = {"output": (out.view_as(upstream), expected)}
     pairs |= {f"gradient of {n}": (x.grad, y.grad) for n, x, y in zip("qkv", inputs, exact, strict=True)}
-    return {name: float((found - right).norm() / right.norm()) for name, (found, right) in pairs.items()}
+    return {name: ((found - right).norm() / right.norm()).item() for name, (found, right) in pairs.items()}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

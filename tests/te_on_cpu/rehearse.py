@@ -75,7 +75,7 @@ def attend(*args: Any, **kwargs: Any) -> list[Any]:
     """Return the outputs of fused attention's forward as shapes: in training also fp32 softmax statistics by token and
     head.
     """
-    is_training, q, v = args[2], args[13], args[15]
+    is_training, (q, _, v) = args[2], _queries_keys_values(args)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     return (
         [out, q.new_empty(*q.shape[:-1], 1, dtype=torch.float32), torch.empty(2, dtype=torch.int64)]
@@ -85,7 +85,13 @@ def attend(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 def attend_backward(*args: Any, **kwargs: Any) -> list[Any]:
-    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in args[13:16]), None, None]
+    parts = _queries_keys_values(args)
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts), None, None]
+
+
+def _queries_keys_values(args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors after the two tensors of lengths. Their places depend on the version."""
+    return [x for x in args if isinstance(x, Tensor)][2:5]
 
 
 def packed_params(

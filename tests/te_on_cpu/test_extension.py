@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 
 from grpo_mega.distributed.device import Device
-from tests.te_on_cpu.emulated_te import machine
+from tests.te_on_cpu.emulated_te import machine, stubs
 from tests.te_on_cpu.emulated_te.extension import missing
 
 WHEEL = Path(transformer_engine.__file__).parent
@@ -57,8 +59,22 @@ def test_recipes_that_the_card_lacks_are_refused() -> None:
 
 def test_tritons_kernels_say_their_name_when_they_are_launched() -> None:
     logits, targets = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="online_softmax_kernel is not emulated"):
+    with pytest.raises(NotImplementedError, match=r"(online_softmax|cross_entropy_forward)_kernel is not emulated"):
         te.parallel_cross_entropy(logits, targets, 0.0, False, None)
+
+
+def test_an_installed_triton_is_hidden_while_transformer_engine_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels would compile for a GPU. Otherwise the process keeps it."""
+    real = {name: ModuleType(name) for name in ("triton", "triton.language", "triton.backends")}
+    for name, module in real.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with stubs.while_importing():
+        language = importlib.import_module("triton.language")
+        assert language not in real.values() and "triton.backends" not in sys.modules
+        kernel = sys.modules["triton"].jit(lambda pointer: pointer)
+        with pytest.raises(NotImplementedError, match="is not emulated"):
+            kernel[1](0)
+    assert all(sys.modules[name] is module for name, module in real.items())
 
 
 def test_only_transformer_engine_sees_a_gpu() -> None:

@@ -1,14 +1,19 @@
-"""Start processes on the emulation. This module imports only the standard library."""
+"""Start processes on the emulation. This module imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version as installed
 from pathlib import Path
+
+from grpo_mega.preflight.versions import find_set
 
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / ".venv-te"
-DEFAULT, OTHERS = "2.11.0", ("2.10.0", "2.9.0")
+SET = find_set({"megatron-core": installed("megatron-core")})[0]
+VERSIONS = dict(line.split(maxsplit=1) for line in (ROOT / "tests/te_on_cpu/versions.txt").read_text().splitlines())
+DEFAULT, *OTHERS = VERSIONS[SET].split()
 
 
 def wheel(version: str) -> Path:

@@ -40,7 +40,7 @@ def install(version: str) -> None:
     compat.install_patches()
     sys.path.insert(0, str(wheel(version)))
     machine.put_up()
-    sys.modules[extension.NAME] = extension.module()
+    sys.modules[extension.NAME] = extension.module(version)
     with _environment(SETTINGS):
         _import()
     permutation.install()

@@ -59,10 +59,13 @@ class _Kernel:
 
 @contextlib.contextmanager
 def while_importing() -> Iterator[None]:
-    """Install stubs for missing modules inside the context."""
+    """Install stubs for missing modules inside the context, and in the place of an installed Triton."""
     missing = [name for name in CHILDREN if importlib.util.find_spec(name) is None]
     names = [*TRITON, *(full for name in missing for full in (name, *(f"{name}.{child}" for child in CHILDREN[name])))]
-    before = {name: sys.modules.get(name, ...) for name in names}
+    real = [name for name in sys.modules if name.partition(".")[0] == "triton"]
+    before = {name: sys.modules.get(name, ...) for name in (*names, *real)}
+    for name in real:
+        del sys.modules[name]
     for name in names:
         if sys.modules.get(name) is None:
             sys.modules[name] = _module(name)

@@ -12,6 +12,8 @@ import importlib.machinery
 import types
 from typing import Any
 
+from packaging.version import Version
+
 from tests.te_on_cpu.emulated_te.extension import (
     attention,
     blocks,
@@ -24,22 +26,27 @@ from tests.te_on_cpu.emulated_te.extension import (
     others,
     positions,
     products,
+    since_2_16,
+    since_2_20,
 )
 
 NAME = "transformer_engine_torch"
 PARTS = (names, casts, blocks, products, norms, positions, attention, context, optimizers, others)
+LATER = (("2.16", since_2_16), ("2.20", since_2_20))
 
 
 class _Missing(NotImplementedError, AttributeError):
     """Also an AttributeError, so hasattr returns False."""
 
 
-def module() -> types.ModuleType:
-    """Return the emulated extension. Put it into sys.modules under NAME before Transformer Engine is imported."""
+def module(version: str) -> types.ModuleType:
+    """Return the emulated extension of a version. Put it into sys.modules under NAME before Transformer Engine is
+    imported."""
     extension: Any = types.ModuleType(NAME, __doc__)
     extension.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     extension.__dict__.update(missing.functions())
-    for part in PARTS:
+    later = [part for first, part in LATER if Version(version) >= Version(first)]
+    for part in (*PARTS, *later):
         own = {
             k: v
             for k, v in vars(part).items()

@@ -27,19 +27,20 @@ def quantize_blocks(tensor: torch.Tensor, quantizer: Any, output: Any) -> Any:
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     x = tensor.detach().contiguous()
-    is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(quantizer.all_gather_usage)
+    is_2d, is_compact = quantizer.block_scaling_dim == 2, bool(getattr(quantizer, "all_gather_usage", False))
     check(not (is_2d and is_compact), "2D scaling is always GEMM_READY for now.")
     check(x.shape[-1] % 16 == 0 or not is_2d, "block scaling needs row lengths that are multiples of 16")
     parts: Parts = dict.fromkeys(FIELDS)
     parts |= _squares(x, quantizer) if is_2d else _strips(x, quantizer, is_compact)
     if output is None:
-        form = Float8BlockScaleTensorFormat.COMPACT if is_compact else Float8BlockScaleTensorFormat.GEMM_READY
-        shared = {
+        shared: dict[str, Any] = {
             "fp8_dtype": DType(quantizer.dtype),
             "quantizer": quantizer,
             "is_2D_scaled": is_2d,
-            "data_format": form,
         }
+        if hasattr(quantizer, "all_gather_usage"):  # until TE 2.11
+            form = Float8BlockScaleTensorFormat
+            shared["data_format"] = form.COMPACT if is_compact else form.GEMM_READY
         if quantizer.internal:
             return Float8BlockwiseQTensorStorage(**parts, **shared)
         return Float8BlockwiseQTensor(shape=x.shape, dtype=x.dtype, **parts, **shared)

@@ -67,9 +67,8 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     x = tensor.detach().contiguous()
     if kind == "Float8Quantizer":
         _note_maximum(x, quantizer)
-    else:
-        _scale_to_maximum(x, quantizer)
-    return _filled(x, quantizer, output)
+        return _filled(x, quantizer, quantizer.scale, output)
+    return _filled(x, quantizer, _scale_to_maximum(x, quantizer), output)
 
 
 def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
@@ -79,25 +78,27 @@ def _note_maximum(x: torch.Tensor, quantizer: Any) -> None:
         quantizer.amax.copy_(torch.maximum(quantizer.amax, x.float().abs().amax()))
 
 
-def _scale_to_maximum(x: torch.Tensor, quantizer: Any) -> None:
-    if not quantizer.use_existing_amax:
-        quantizer.amax.copy_(x.float().abs().amax() if x.numel() else torch.zeros(1))
+def _scale_to_maximum(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """Return the scale. Only quantizers before TE 2.16 keep it and the maximum, or can be given a maximum."""
+    amax = quantizer.amax if hasattr(quantizer, "amax") else torch.zeros(1)
+    if not getattr(quantizer, "use_existing_amax", False):
+        amax.copy_(x.float().abs().amax() if x.numel() else torch.zeros(1))
     if quantizer.with_amax_reduction:
         group = quantizer._canonicalized_amax_reduction_group()
-        torch.distributed.all_reduce(quantizer.amax, op=torch.distributed.ReduceOp.MAX, group=group)
-    fp8 = DType(quantizer.dtype)
-    quantizer.scale.copy_(scale_of(quantizer.amax, fp8, quantizer.force_pow_2_scales, quantizer.amax_epsilon))
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    scale = scale_of(amax, DType(quantizer.dtype), quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+    return quantizer.scale.copy_(scale) if hasattr(quantizer, "scale") else scale
 
 
-def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
+def _filled(x: torch.Tensor, quantizer: Any, scale: torch.Tensor, output: Any) -> Any:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     fp8 = DType(quantizer.dtype)
-    bits = cast(x, quantizer.scale, fp8)
+    bits = cast(x, scale, fp8)
     data = bits if quantizer.rowwise_usage else None
     transpose = transposed(bits) if quantizer.columnwise_usage else None
-    scale_inv = quantizer.scale.reciprocal().reshape(1)
+    scale_inv = scale.reciprocal().reshape(1)
     if output is None:
         shared = {"fp8_scale_inv": scale_inv, "fp8_dtype": fp8, "data_transpose": transpose, "quantizer": quantizer}
         if quantizer.internal:
@@ -110,7 +111,7 @@ def _filled(x: torch.Tensor, quantizer: Any, output: Any) -> Any:
         else:  # in place, as the kernel does, because other tensors may be views of the buffer
             held.view(torch.uint8).copy_(found.view(held.shape))
     output._transpose_invalid = transpose is None
-    output._fp8_dtype = fp8
+    output._fp8_dtype = quantizer.dtype
     output._scale_inv.copy_(scale_inv.view_as(output._scale_inv))
     return output
 
@@ -128,7 +129,9 @@ def multi_tensor_quantize(tensor_list: list[torch.Tensor], quantizer_list: list[
     return [quantize(t, q) for t, q in zip(tensor_list, quantizer_list, strict=True)]
 
 
-def split_quantize(tensor: torch.Tensor, split_sections: list[int], quantizer_list: list[Any]) -> list[Any]:
+def split_quantize(
+    tensor: torch.Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
     return [quantize(t, q) for t, q in zip(tensor.split(split_sections), quantizer_list, strict=True)]
 
 

@@ -74,7 +74,7 @@ def thd_out_correction(
     `out`.
     """
     _check_packed(lse_packed)
-    rows = _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
+    rows = rows_of(cu_seqlens, only_second_half)
     share = (lse_per_step[:, : len(rows)] - lse[:, rows]).exp().t()[..., None]  # [rows, heads, 1]
     out[rows] = (out[rows].float() + out_per_step[: len(rows)].float() * share).to(out.dtype)
 
@@ -90,6 +90,10 @@ def thd_grad_correction(
             source = torch.arange(len(rows)) if "none" in (first_half, second_half) else rows
             found = grad_per_step.index_select(dim, source)
             grad.index_copy_(dim, rows, found + grad.index_select(dim, rows) if change == "add" else found)
+
+
+def rows_of(cu_seqlens: torch.Tensor, only_second_half: bool) -> torch.Tensor:
+    return _halves(cu_seqlens)[1] if only_second_half else torch.arange(int(cu_seqlens[-1]))
 
 
 def _halves(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,20 @@ NAMES = """
     multi_tensor_unscale_l2norm multi_tensor_adam_param_remainder multi_tensor_adam_capturable
     multi_tensor_adam_capturable_master multi_tensor_sgd multi_tensor_compute_scale_inv_e8m0
     bulk_overlap_ag_with_external_gemm
+    bgrad_group_quantize convert_host_pointers_to_tensor copy_data_ptrs_to_device create_empty_quantized_tensor
+    cusolvermp_ctx_create cusolvermp_ctx_destroy dglu dsituglu ep_combine ep_combine_bwd ep_dispatch ep_dispatch_bwd
+    ep_finalize ep_get_zero_copy ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch
+    ep_zero_copy_supported fused_moe_aux_loss_fwd_graph_safe fused_topk_with_score_function_qb_fwd
+    get_device_pointer_for_data_and_scales get_grouped_gemm_setup_workspace_size glu group_quantize
+    group_requantize_inplace grouped_mlp_experimental grouped_swizzle_for_gemm multi_tensor_scale_tensor
+    multi_tensor_swizzle_scales_for_gemm_unchecked_ multi_tensor_transpose_to_bhsd newton_schulz
+    nvfp4_2d_multi_tensor_transpose nvfp4_2d_scale_transpose nvfp4_compute_global_scale nvfp4_data_transpose
+    nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast nvfp4_multi_tensor_compute_partial_amax
+    nvfp4_multi_tensor_fused_scale nvfp4_quantize_with_amax NVTEQBHistogramMode NVTERoutingMapFormat
+    scaled_clamped_dswiglu scaled_clamped_swiglu scaled_dsituglu scaled_dsrelu scaled_dswiglu scaled_situglu
+    scaled_srelu scaled_swiglu situglu splits_to_offsets splits_to_offsets_multi swizzle_scales_for_gemm_
+    te_general_grouped_gemm_for_discrete_in te_general_grouped_gemm_for_discrete_out
+    te_general_grouped_gemm_for_grouped_tensor
 """
 
 

@@ -109,6 +109,6 @@ def _put(result: torch.Tensor, out: Any, quantizer: Any, otype: DType) -> Any:
         result = result.to(TORCH_OF[DType(otype)])
     if quantizer is None:
         return result if out is None else out.copy_(result)
-    if kind == "Float8CurrentScalingQuantizer" and quantizer.use_existing_amax:
+    if kind == "Float8CurrentScalingQuantizer" and getattr(quantizer, "use_existing_amax", False):
         raise NotImplementedError("a norm with FP8 output and a given amax is not emulated")
     return quantize(result, quantizer, out)
